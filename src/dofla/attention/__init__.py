@@ -1,0 +1,29 @@
+"""The arithmetic of linear attention. Knows log-features, values and states; knows nothing of transformers.
+
+Symbols used throughout: B batch, H query heads, Hkv key-value heads (H a multiple of Hkv), L tokens, M features,
+d head size of queries and keys, dv head size of values. A pair (query i, key j) has the log-weight
+
+    log K̂(i, j) = logsumexp_m( a[i, m] + b[j, m] ) + log weight[j]
+
+and attention is the average of the values under those weights, normalised over the visible keys.
+"""
+
+from dofla.attention.attend import attend
+from dofla.attention.chunked import chunked
+from dofla.attention.kernel import exact_scores, log_kernel
+from dofla.attention.naive import naive_attention
+from dofla.attention.recurrent import recurrent
+from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer
+
+__all__ = [
+    "LOG_ZERO",
+    "FeatureState",
+    "State",
+    "TokenBuffer",
+    "attend",
+    "chunked",
+    "exact_scores",
+    "log_kernel",
+    "naive_attention",
+    "recurrent",
+]

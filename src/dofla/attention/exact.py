@@ -1,0 +1,68 @@
+"""The exact part of a hybrid layer: softmax scores for the keys close by and for the first ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
+
+_BLOCK = 64
+
+
+def exact_attention(
+    query: Tensor,
+    near: TokenBuffer,
+    before: int,
+    after: int,
+    sinks: TokenBuffer | None,
+    sink_hidden: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each query to a band of keys around it and to the sinks, under one normaliser.
+
+    Args:
+        query: [B, H, L, d].
+        near: L + before + after tokens; query i sees ``near[i : i + before + after + 1]``.
+        before, after: how many tokens on each side of its own a query sees.
+        sinks: s tokens, or None.
+        sink_hidden: [B, L, s], True where a query does not see a sink.
+        scaling: scores are ``scaling · q·k``.
+
+    Returns:
+        Output [B, H, L, dv] and log-normaliser [B, H, L]; zero and LOG_ZERO for a row that sees nothing.
+    """
+    batch, heads, length, head_dim = query.shape
+    kv_heads = near.key.shape[1]
+    groups = heads // kv_heads
+    block = min(max(before + after + 1, _BLOCK), length)
+    blocks = -(-length // block)
+    spare = blocks * block - length
+    span = block + before + after
+
+    q = F.pad(accumulable(query) * scaling, (0, 0, 0, spare)).view(batch, kv_heads, groups, blocks, block, head_dim)
+    q = q.transpose(2, 3).reshape(batch, kv_heads, blocks, groups * block, head_dim)
+    k = F.pad(accumulable(near.key), (0, 0, 0, spare)).unfold(2, span, block)  # [B, Hkv, blocks, d, span]
+    v = F.pad(accumulable(near.value), (0, 0, 0, spare)).unfold(2, span, block).mT
+    log_weight = F.pad(near.log_weight, (0, spare), value=LOG_ZERO).unfold(1, span, block)  # [B, blocks, span]
+
+    row, column = torch.arange(block, device=q.device)[:, None], torch.arange(span, device=q.device)[None, :]
+    outside = (column < row) | (column > row + before + after)
+    logits = (q @ k).view(batch, kv_heads, blocks, groups, block, span)
+    logits = (logits + log_weight[:, None, :, None, None, :]).masked_fill(outside, LOG_ZERO)
+    if sinks is not None:
+        hidden = F.pad(sink_hidden, (0, 0, 0, spare), value=True).view(batch, 1, blocks, 1, block, len(sinks))
+        to_sinks = (q @ accumulable(sinks.key).mT.unsqueeze(2)).view(batch, kv_heads, blocks, groups, block, len(sinks))
+        to_sinks = (to_sinks + sinks.log_weight[:, None, None, None, None, :]).masked_fill(hidden, LOG_ZERO)
+        logits = torch.cat([logits, to_sinks], dim=-1)
+
+    normaliser = torch.logsumexp(logits, dim=-1)
+    weights = torch.softmax(logits, dim=-1).flatten(3, 4)  # [B, Hkv, blocks, groups·block, span + s]
+    out = weights[..., :span] @ v
+    if sinks is not None:
+        out = out + weights[..., span:] @ accumulable(sinks.value).unsqueeze(2)
+    out = out.view(batch, kv_heads, blocks, groups, block, -1).transpose(2, 3).reshape(batch, heads, blocks * block, -1)
+    normaliser = normaliser.transpose(2, 3).reshape(batch, heads, blocks * block)
+    seen = normaliser[..., :length] > LOG_ZERO / 2
+    return out[:, :, :length] * seen.unsqueeze(-1), normaliser[..., :length]

@@ -1,0 +1,131 @@
+"""What linear attention carries from one token to the next, and the two things one does with it: absorb and read.
+
+Instead of the usual numerator ``S = Σ_j exp(b_j) v_j`` and denominator ``u = Σ_j exp(b_j)``, whose entries overflow on
+real models, the state keeps per feature the *mean* value ``S / u`` and the *log-mass* ``log u``: the same M·(dv+1)
+numbers per KV head, but a mean never leaves the range of the values and a log-mass grows like the largest key. Linear
+attention then reads as softmax attention over M slots: ``out = softmax(a + log_mass) @ mean``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+LOG_ZERO = -1e30
+"""Log of the weight of a key nobody sees. Finite, so that differences of two of them are 0 and not NaN; far enough
+down that adding any log-feature to it changes nothing, and that exp of its distance to any real weight is exactly 0."""
+
+
+def accumulable(t: Tensor) -> Tensor:
+    """``t`` in a precision fit for sums over many tokens: half precisions become float32, float64 stays."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+class _Tensors:
+    """Shared by the dataclasses below: bundles of tensors whose first dimension is the batch."""
+
+    def map(self, fn: Callable[[Tensor], Tensor]):
+        changed = {}
+        for field in fields(self):
+            part = getattr(self, field.name)
+            if part is not None:
+                changed[field.name] = part.map(fn) if isinstance(part, _Tensors) else fn(part)
+        return replace(self, **changed)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors held, over the whole batch."""
+        parts = [getattr(self, field.name) for field in fields(self)]
+        return sum(p.bytes if isinstance(p, _Tensors) else p.numel() * p.element_size() for p in parts if p is not None)
+
+    def copy(self):
+        """A copy that later updates of this one do not touch."""
+        return self.map(torch.clone)
+
+    def reorder(self, index: Tensor):
+        """Row ``index[n]`` becomes row n (beam search, batch selection)."""
+        return self.map(lambda t: t.index_select(0, index.to(t.device)))
+
+
+@dataclass(frozen=True)
+class FeatureState(_Tensors):
+    """The compressed past: ``mean`` [B, Hkv, M, dv] and ``log_mass`` [B, Hkv, M], float32 (or float64)."""
+
+    mean: Tensor
+    log_mass: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, features: int, value_dim: int, *, dtype=torch.float32, device=None
+    ) -> FeatureState:
+        mean = torch.zeros(batch, heads, features, value_dim, dtype=dtype, device=device)
+        return cls(mean, torch.full((batch, heads, features), LOG_ZERO, dtype=dtype, device=device))
+
+    def absorb(self, b: Tensor, value: Tensor) -> FeatureState:
+        """The state after the keys with log-features ``b`` [B, Hkv, L, M] and values [B, Hkv, L, dv]."""
+        top = torch.maximum(self.log_mass, b.amax(dim=-2)).detach()
+        old = torch.exp(self.log_mass - top)
+        new = torch.exp(b - top.unsqueeze(-2))
+        mass = old + new.sum(dim=-2)
+        mean = (old.unsqueeze(-1) * self.mean + new.mT @ value) / mass.unsqueeze(-1)
+        return FeatureState(mean, top + mass.log())
+
+    def read(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries with log-features ``a`` [B, H, L, M] see: output [B, H, L, dv] and log-normaliser [B, H, L]."""
+        batch, heads, length, features = a.shape
+        kv_heads, value_dim = self.mean.shape[1], self.mean.shape[-1]
+        grouped = a.reshape(batch, kv_heads, -1, features)
+        logits = grouped + self.log_mass.unsqueeze(-2)
+        out = torch.softmax(logits, dim=-1) @ self.mean
+        normaliser = torch.logsumexp(logits, dim=-1)
+        return out.view(batch, heads, length, value_dim), normaliser.view(batch, heads, length)
+
+
+@dataclass(frozen=True)
+class TokenBuffer(_Tensors):
+    """A fixed number n of tokens kept as they are: ``key`` [B, Hkv, n, d], ``value`` [B, Hkv, n, dv] and
+    ``log_weight`` [B, n], which is LOG_ZERO where the place is free or the token is padding."""
+
+    key: Tensor
+    value: Tensor
+    log_weight: Tensor
+
+    @classmethod
+    def empty(cls, like_key: Tensor, like_value: Tensor, size: int) -> TokenBuffer:
+        """``size`` free places for tokens with keys like [B, Hkv, L, d] and values like [B, Hkv, L, dv]."""
+        batch, heads = like_key.shape[:2]
+        return cls(
+            like_key.new_zeros(batch, heads, size, like_key.shape[-1]),
+            like_value.new_zeros(batch, heads, size, like_value.shape[-1]),
+            torch.full((batch, size), LOG_ZERO, dtype=torch.float32, device=like_key.device),
+        )
+
+    def __len__(self) -> int:
+        return self.key.shape[-2]
+
+    def __getitem__(self, places: slice) -> TokenBuffer:
+        return TokenBuffer(self.key[:, :, places], self.value[:, :, places], self.log_weight[:, places])
+
+    def then(self, later: TokenBuffer) -> TokenBuffer:
+        """These tokens followed by ``later``."""
+        return TokenBuffer(
+            torch.cat([self.key, later.key.to(self.key.dtype)], dim=-2),
+            torch.cat([self.value, later.value.to(self.value.dtype)], dim=-2),
+            torch.cat([self.log_weight, later.log_weight], dim=-1),
+        )
+
+
+@dataclass(frozen=True)
+class State(_Tensors):
+    """Everything a layer's heads carry: the feature state, the last ``window`` tokens and the first ``sinks`` ones.
+
+    The window is a delay line in front of the feature state: a key enters ``features`` when it leaves ``window``,
+    unless it is one of the first real keys, which go to ``sinks`` instead.
+    """
+
+    features: FeatureState
+    window: TokenBuffer | None = None
+    sinks: TokenBuffer | None = None

@@ -1,0 +1,66 @@
+"""Losses of one layer (arXiv 2507.03340, section 4): the student sees the teacher's queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dofla.attention import LOG_ZERO, exact_scores
+from dofla.errors import DoflaError
+from dofla.integration.recorder import AttentionCall
+from dofla.layer import LinearAttention
+
+LayerLoss = Callable[[AttentionCall, LinearAttention, Tensor], Tensor]
+"""(the teacher's call, the student's layer, query rows [R]) → scalar."""
+
+
+def student_log_scores(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+    """Log of the student's unnormalised attention [B, H, R, L], LOG_ZERO where a key is not visible."""
+    scores = layer.log_scores(
+        call.query[:, :, rows], call.key, rows, scaling=call.scaling, weight=call.weight, causal=call.causal
+    )
+    return scores.masked_fill(call.hidden(rows), LOG_ZERO)
+
+
+def attention_kl(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+    """KL(teacher ‖ student) of the attention of each row [B, H, R], nats."""
+    teacher = call.log_weights(rows)
+    student = torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
+    return (teacher.exp() * (teacher - student)).sum(dim=-1)
+
+
+def softmax_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+    """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect."""
+    real = call.real_rows(rows).unsqueeze(1)
+    return (attention_kl(call, layer, rows) * real).sum() / (real.sum() * call.query.shape[1])
+
+
+def l2_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+    """Squared error of the kernel over the visible pairs, relative to the kernel's own square, as a log, mean of heads.
+
+    The paper's plain squared error overflows on real heads, where K passes exp(100). Per head, the logarithm of the
+    relative error has the same minimum on a batch and a gradient of the same direction, to whose length Adam is blind.
+    """
+    hidden = call.hidden(rows) | ~call.real_rows(rows)[:, None, :, None]
+    exact = exact_scores(call.query[:, :, rows], call.key, call.scaling).masked_fill(hidden, LOG_ZERO)
+    approximate = student_log_scores(call, layer, rows).masked_fill(hidden, LOG_ZERO)
+    over = (0, 2, 3)
+    level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
+    level = level[None, :, None, None]
+    error = (torch.exp(exact - level) - torch.exp(approximate - level)).square().sum(over).log()
+    return (error + 2 * level.flatten() - torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)).mean()
+
+
+LOSSES: dict[str, LayerLoss] = {
+    "softmax": softmax_loss,
+    "l2": l2_loss,
+}
+
+
+def layer_loss(name: str) -> LayerLoss:
+    """The loss registered as ``name``; DoflaError listing the known ones if there is none."""
+    if name not in LOSSES:
+        raise DoflaError(f"unknown loss {name!r}: choose one of {', '.join(sorted(LOSSES))}")
+    return LOSSES[name]

@@ -1,0 +1,21 @@
+"""Feature maps, one small file each. To add one: write the file, add a line to ``FEATURE_MAPS``."""
+
+from __future__ import annotations
+
+from dofla.errors import DoflaError
+from dofla.feature_maps.base import FeatureMap
+from dofla.feature_maps.prf import PRF
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "prf": PRF,
+}
+
+
+def feature_map_class(name: str) -> type[FeatureMap]:
+    """The class registered as ``name``; DoflaError listing the known ones if there is none."""
+    if name not in FEATURE_MAPS:
+        raise DoflaError(f"unknown feature map {name!r}: choose one of {', '.join(sorted(FEATURE_MAPS))}")
+    return FEATURE_MAPS[name]
+
+
+__all__ = ["FEATURE_MAPS", "PRF", "FeatureMap", "feature_map_class"]

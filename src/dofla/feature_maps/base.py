@@ -1,0 +1,44 @@
+"""What a feature map is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class FeatureMap(nn.Module, ABC):
+    """M positive features for the queries and keys of ``heads`` KV heads, given as their logarithms.
+
+    Attention depends on the features only through ``logsumexp_m(log_query[i, m] + log_key[j, m])``, and a constant
+    added to all log-features of one query changes nothing.
+
+    Attributes:
+        heads: KV heads; the query heads of a group share the features of their KV head.
+        head_dim: size d of queries and keys.
+        features: M.
+        learning_rates: the rate each parameter, by name, is trained with by default (Adam).
+    """
+
+    learning_rates: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, heads: int, head_dim: int, features: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.features = heads, head_dim, features
+
+    @abstractmethod
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, from ``generator`` (a CPU generator) where there is chance in it."""
+
+    @abstractmethod
+    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+        """Log-features [B, H, L, M] of queries ``x`` [B, H, L, d], H a multiple of ``heads``; never below float32."""
+
+    @abstractmethod
+    def log_key(self, x: Tensor, scaling: float) -> Tensor:
+        """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]; never below float32."""
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}"

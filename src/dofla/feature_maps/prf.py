@@ -1,0 +1,53 @@
+"""Positive random features, learned (arXiv 2507.03340, sections 2 and 4; Performer, arXiv 2009.14794, lemma 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dofla.feature_maps.base import FeatureMap
+
+
+class PRF(FeatureMap):
+    """``Phi_m(x) = sqrt(alpha_m / M) · exp(z_m·x √s − s|x|²/2)`` for the kernel ``exp(s x·y)``, s the scaling.
+
+    Queries and keys share z and alpha. With z ~ N(0, I) and alpha = 1, as initialised, ``E[Phi(x)·Phi(y)]`` is the
+    kernel exactly: an untrained PRF is Performer with orthogonal features. Training z and alpha is the paper's method.
+    """
+
+    learning_rates: ClassVar[dict[str, float]] = {"z": 0.02, "log_alpha": 0.2}
+
+    def __init__(self, heads: int, head_dim: int, features: int) -> None:
+        super().__init__(heads, head_dim, features)
+        self.z = nn.Parameter(torch.empty(heads, features, head_dim, dtype=torch.float32))
+        self.log_alpha = nn.Parameter(torch.empty(heads, features, dtype=torch.float32))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.log_alpha.zero_()
+        self.z.copy_(orthogonal_gaussian(self.heads, self.features, self.head_dim, generator))
+
+    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+        batch, heads, length, head_dim = x.shape
+        log_features = self.log_key(x.reshape(batch, self.heads, -1, head_dim), scaling)
+        return log_features.view(batch, heads, length, self.features)
+
+    def log_key(self, x: Tensor, scaling: float) -> Tensor:
+        z = self.z if x.dtype == torch.float64 else self.z.float()
+        x = x.to(z.dtype) * math.sqrt(scaling)
+        weight = (self.log_alpha.to(z.dtype) - math.log(self.features)) / 2
+        return x @ z.mT + (weight.unsqueeze(-2) - x.square().sum(dim=-1, keepdim=True) / 2)
+
+
+def orthogonal_gaussian(heads: int, rows: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
+    """[heads, rows, dim]: rows distributed as N(0, I), mutually orthogonal in blocks of ``dim`` (float32)."""
+    blocks = -(-rows // dim)
+    gaussian = torch.randn(heads, blocks, dim, dim, generator=generator)
+    directions, triangle = torch.linalg.qr(gaussian)
+    # QR fixes signs by its own convention; with the signs of R's diagonal the directions are uniform (Haar).
+    directions = directions * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    lengths = torch.randn(heads, rows, dim, generator=generator).norm(dim=-1, keepdim=True)
+    return directions.flatten(1, 2)[:, :rows] * lengths

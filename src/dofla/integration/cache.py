@@ -1,0 +1,118 @@
+"""The entry of a transformers cache that holds a layer's linear-attention states instead of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from dofla.attention import State
+from dofla.errors import DoflaError
+from dofla.integration.interface import LINEAR
+
+
+class LinearCacheLayer(CacheLayerMixin):
+    """Constant-size cache of one layer.
+
+    ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one State per
+    group of heads. Counts tokens as transformers expects.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[State] | None = None
+        self.tokens = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held, over the whole batch."""
+        return sum(state.bytes for state in self.states or [])
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        self.tokens += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.states, self.tokens = None, 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._change(lambda state: state.reorder(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda state: state.map(lambda t: t.repeat_interleave(repeats, dim=0)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise DoflaError(
+                f"cannot take {tokens_to_remove} tokens back out of a linear-attention state: "
+                "assisted decoding and rollback need softmax attention, or a copy of the cache made earlier"
+            )
+
+    def offload(self) -> None:
+        """The state is small and stays where it is."""
+
+    def prefetch(self) -> None:
+        """Nothing was moved away."""
+
+    def _change(self, fn) -> None:
+        if self.states is not None:
+            self.states = [fn(state) for state in self.states]
+
+
+def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a linearised module: give it its cache entry, swapping in ours the first time.
+
+    Families name the argument differently (``past_key_values``, ``layer_past``), so any Cache among them is taken.
+    """
+    if module.config._attn_implementation != LINEAR:
+        return
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    module.dofla.give_cache(None if cache is None else linear_entry(cache, module.layer_idx))
+
+
+def linear_entry(cache: Cache, index: int) -> LinearCacheLayer:
+    """Entry ``index`` of the cache, made linear if it is still empty."""
+    while len(cache.layers) <= index:
+        cache.layers.append(cache.layer_class_to_replicate())
+    entry = cache.layers[index]
+    if not isinstance(entry, LinearCacheLayer):
+        if entry.is_initialized and entry.get_seq_length() > 0:
+            raise DoflaError(
+                f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
+                "start generation of a linearised model with a fresh cache"
+            )
+        entry = cache.layers[index] = LinearCacheLayer()
+    return entry
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all keys, values and states in a transformers cache."""
+    total = 0
+    for entry in cache.layers:
+        if isinstance(entry, LinearCacheLayer):
+            total += entry.bytes
+        else:
+            total += sum(t.numel() * t.element_size() for t in (entry.keys, entry.values) if t is not None)
+    return total

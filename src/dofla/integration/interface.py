@@ -1,0 +1,177 @@
+"""What transformers calls: the attention function and the mask function registered under our names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    flash_attention_mask,
+    sdpa_mask,
+)
+
+from dofla.errors import DoflaError
+
+LINEAR = "dofla"
+RECORDING = "dofla_recording"
+
+Visitor = Callable[..., None]
+_visitor: ContextVar[Visitor | None] = ContextVar("dofla_visitor", default=None)
+
+
+@torch.compiler.disable
+def linear_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Linear attention for modules that carry feature maps, softmax attention for those that do not.
+
+    Dropout of attention weights has no counterpart here, as no weight is ever formed, and is left out.
+    """
+    layer = getattr(module, "dofla", None)
+    if layer is None:
+        return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise DoflaError(
+            f"layer {layer.name} got a {attention_mask.ndim}-dimensional attention mask: linear attention knows "
+            "padding only, so pass a [batch, length] mask, and do not pack several sequences into one row"
+        )
+    if kwargs.get("output_attentions"):
+        raise DoflaError("output_attentions: linear attention forms no attention weights; use dofla.softmax(model)")
+    query, scaling = standard_scaling(module, query, scaling)
+    causal = is_causal(module, kwargs)
+    cache = layer.take_cache()
+    weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
+    out, states = layer(
+        query, key, value, scaling=scaling, weight=weight, states=cache.states if cache else None, causal=causal
+    )
+    if cache is not None:
+        cache.states = states
+    return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def recording_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Softmax attention that shows its inputs to the visitor of :func:`visiting` first."""
+    visit = _visitor.get()
+    if visit is not None:
+        visit(module, query, key, value, attention_mask, scaling, kwargs)
+    return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+@contextmanager
+def visiting(visitor: Visitor) -> Iterator[None]:
+    """Within the block, ``visitor`` sees every call of :func:`recording_attention`."""
+    token = _visitor.set(visitor)
+    try:
+        yield
+    finally:
+        _visitor.reset(token)
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The [B, kv_length] padding mask (None if nothing is padded) for plain causal or bidirectional attention.
+
+    Any other pattern (sliding windows, chunks, packed sequences) becomes a full four-dimensional mask, which softmax
+    layers use and linear layers refuse.
+    """
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return flash_attention_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask
+        )
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs
+    )
+
+
+def softmax_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention under the masks of :func:`padding_mask`: SDPA, or the family's own eager function where its
+    arithmetic is special (soft-capped logits, sinks as parameters)."""
+    if attention_mask is None or attention_mask.ndim == 2:
+        attention_mask = _full_mask(attention_mask, query, key, is_causal(module, kwargs))
+    if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if attention_mask is None:
+        rows, columns = query.shape[-2], key.shape[-2]
+        attention_mask = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+    if attention_mask.dtype == torch.bool:
+        hidden = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _full_mask(padding: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    rows, columns = query.shape[-2], key.shape[-2]
+    if padding is None and (rows in (1, columns) or not causal):
+        return None
+    visible = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=query.device)
+    if causal:
+        visible = visible.tril(columns - rows)
+    return visible if padding is None else visible & padding[:, None, None, :].bool()
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether this call is causal, as transformers' own attention functions decide it."""
+    given = kwargs.get("is_causal")
+    return bool(given if given is not None else getattr(module, "is_causal", True))
+
+
+def standard_scaling(module: nn.Module, query: Tensor, scaling: float | None) -> tuple[Tensor, float]:
+    """Query and scaling such that the kernel is ``exp(scaling · q·k)`` with q and k both as projected.
+
+    Some families (OPT) scale the query themselves and pass a scaling of 1. The product is the same, but positive
+    random features want the scale shared by both sides, so it is moved back.
+    """
+    if scaling is None:
+        return query, query.shape[-1] ** -0.5
+    own = getattr(module, "scaling", None)
+    if scaling == 1.0 and isinstance(own, float) and own != 1.0:
+        return query / own, own
+    return query, float(scaling)
+
+
+for name, function in ((LINEAR, linear_attention), (RECORDING, recording_attention)):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, padding_mask)

@@ -1,0 +1,225 @@
+"""Measuring a teacher: one pass over the tokens, a reservoir of vectors per head, then spectra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, as_windows
+from dofla.errors import DoflaError
+from dofla.integration.recorder import AttentionCall, recording
+from dofla.integration.sites import AttentionSite, attention_sites
+from dofla.integration.surgery import is_linearized, refuse
+from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
+from dofla.spectrum import NORMALIZATIONS, gram_spectrum
+
+MASS_FIRST = (1, 4)
+MASS_LAST = (4, 8, 16, 32)
+_ROWS = 32
+"""Query rows per sequence whose attention weights are looked at; all rows would cost more than the model itself."""
+
+
+class Reservoir:
+    """A uniform sample of a layer's queries and keys, of fixed size, from a stream of any length.
+
+    Half of the candidates are keys, half are queries, each of a query head drawn at random from its group. The draw
+    is the same for all heads. Every candidate gets a random number and the largest ``size`` stay (reservoir sampling
+    by random keys), so each of them is equally likely to be kept.
+    """
+
+    def __init__(self, size: int, generator: torch.Generator) -> None:
+        self.size, self.generator = size, generator
+        self.tags = torch.empty(0)
+        self.vectors: Tensor | None = None  # [Hkv, n, d]
+
+    def add(self, call: AttentionCall) -> None:
+        """Offer all queries and keys of a call."""
+        batch, kv_heads, length, head_dim = call.key.shape
+        groups = call.query.shape[1] // kv_heads
+        tags = torch.rand(2 * batch * length, generator=self.generator)
+        if call.weight is not None:
+            tags[~call.weight.bool().flatten().cpu().repeat(2)] = -1.0
+        candidates = torch.cat([self.tags, tags])
+        keep = candidates.topk(min(self.size, len(candidates))).indices
+        keep = keep[candidates[keep] >= 0]
+        old, new = keep[keep < len(self.tags)], keep[keep >= len(self.tags)] - len(self.tags)
+        keys, queries = new[new < batch * length], new[new >= batch * length] - batch * length
+        member = torch.randint(groups, (len(queries),), generator=self.generator)
+        grouped = call.query.view(batch, kv_heads, groups, length, head_dim)
+        parts = [
+            call.key[keys // length, :, keys % length],
+            grouped[queries // length, :, member, queries % length],
+        ]
+        parts = [part.transpose(0, 1).to("cpu", torch.float32) for part in parts]
+        if self.vectors is not None:
+            parts.insert(0, self.vectors[:, old])
+        self.vectors = torch.cat(parts, dim=1)
+        self.tags = torch.cat([candidates[old], tags[torch.cat([keys, queries + batch * length])]])
+
+
+class Tally:
+    """Running statistics of one layer, per KV head."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.sums: dict[str, Tensor] = {}
+        self.peaks: dict[str, Tensor] = {}
+        self.tokens, self.rows = 0, 0
+
+    def add(self, call: AttentionCall) -> None:
+        """Look at one call: norms of all vectors, attention weights of a few rows."""
+        batch, kv_heads, length, _ = call.key.shape
+        groups = call.query.shape[1] // kv_heads
+        real = torch.ones(batch, length, dtype=torch.bool, device=call.key.device)
+        real = real if call.weight is None else call.weight.bool()
+        self.tokens += int(real.sum())
+        for name, vectors in (("query_norm", call.query), ("key_norm", call.key)):
+            norms = vectors.float().norm(dim=-1).masked_fill(~real.unsqueeze(1), 0)
+            norms = norms.view(batch, kv_heads, -1, length)
+            self._add(f"{name}_mean", norms.sum(dim=(0, 2, 3)) / norms.shape[2])
+            peak = norms.amax(dim=(0, 2, 3))
+            self.peaks[f"{name}_max"] = torch.maximum(self.peaks.get(f"{name}_max", peak), peak)
+
+        rows = torch.randperm(length, generator=self.generator)[:_ROWS].sort().values.to(call.key.device)
+        counted = real[:, rows]  # [B, R]
+        self.rows += int(counted.sum())
+        log_weights = call.log_weights(rows).view(batch, kv_heads, groups, len(rows), length)
+        weights = log_weights.exp() * counted[:, None, None, :, None]
+        self._add("entropy", self._per_head(-(weights * log_weights.clamp_min(-1e4)).sum(dim=-1)))
+        first = real.cumsum(-1)[:, None, :]  # rank of each key among the real ones, from 1
+        distance = rows[:, None] - torch.arange(length, device=rows.device)
+        for n in MASS_FIRST:
+            self._add(f"first {n}", self._mass(weights, (first <= n).expand(-1, len(rows), -1)))
+        for n in MASS_LAST:
+            near = distance < n if call.causal else distance.abs() < n
+            self._add(f"last {n}", self._mass(weights, near.expand(batch, -1, -1)))
+
+    def _mass(self, weights: Tensor, where: Tensor) -> Tensor:
+        return self._per_head((weights * where[:, None, None]).sum(dim=-1))
+
+    def _per_head(self, values: Tensor) -> Tensor:
+        return values.mean(dim=2).sum(dim=(0, 2))
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self.sums[name] = self.sums.get(name, 0) + values.double()
+
+    def statistics(self) -> list[HeadStatistics]:
+        """The means so far, one entry per KV head."""
+        means = {k: v / (self.tokens if k.endswith("_mean") else self.rows) for k, v in self.sums.items()}
+        result = []
+        for head in range(len(means["entropy"])):
+            plain = {k: round(v[head].item(), 5) for k, v in (means | self.peaks).items()}
+            first = {n: plain.pop(f"first {n}") for n in MASS_FIRST}
+            last = {n: plain.pop(f"last {n}") for n in MASS_LAST}
+            result.append(HeadStatistics(**plain, mass_first=first, mass_last=last))
+        return result
+
+
+def profile(
+    model: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    samples: int = 1024,
+    batch_size: int = 4,
+    normalization: str = "trace",
+    keep_softmax: Sequence[str] = (),
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Profile:
+    """Measure the degrees of freedom of a softmax model's attention (arXiv 2507.03340, Algorithm 1, steps 1 to 3).
+
+    Queries and keys are taken after positions and norms, from a reservoir of ``samples`` vectors per KV head, so memory
+    does not grow with the text.
+
+    Args:
+        model: the teacher, in any dtype; runs without gradients.
+        tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
+        samples: J, vectors per KV head.
+        batch_size: windows per forward pass.
+        normalization: of the Gram matrix, see :func:`dofla.spectrum.degrees_of_freedom`.
+        keep_softmax: attention modules to leave out, for instance those that linear attention cannot express.
+        seed: of the reservoir.
+        progress: called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
+
+    Raises:
+        DoflaError: no attention the interface reaches; a layer that cannot be linearised and is not in
+            ``keep_softmax``; NaN in the activations, with layer and batch; an unknown normalisation.
+    """
+    if normalization not in NORMALIZATIONS:
+        raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
+    if samples < 2:
+        raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 1024 is the default")
+    if is_linearized(model):
+        raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
+    windows = as_windows(tokens)
+    sites, skipped = _choose(attention_sites(model), keep_softmax)
+    reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in sites}
+    tallies = {name: Tally(torch.Generator().manual_seed(seed)) for name in sites}
+    batch_number = 0
+
+    def look(call: AttentionCall) -> None:
+        for what, vectors in (("queries", call.query), ("keys", call.key)):
+            if not torch.isfinite(vectors).all():
+                raise DoflaError(f"the {what} of layer {call.name} hold NaN or infinity in batch {batch_number}")
+        reservoirs[call.name].add(call)
+        tallies[call.name].add(call)
+
+    training = model.training
+    # The head on top (a vocabulary of logits) plays no part in attention and can cost more than a layer.
+    body = model.base_model.eval()
+    try:
+        with recording(model, sites, look), torch.inference_mode():
+            starts = range(0, len(windows), batch_size)
+            for batch_number, start in enumerate(starts):
+                batch = windows.batch(range(start, min(start + batch_size, len(windows))))
+                body(**{k: v.to(model.device) for k, v in batch.items()}, **_without_cache(model))
+                if progress:
+                    progress("reading", batch_number + 1, len(starts))
+    finally:
+        model.train(training)
+
+    layers = []
+    for done, (name, site) in enumerate(sites.items(), start=1):
+        spectra = [gram_spectrum(vectors, site.scaling) for vectors in reservoirs[name].vectors]
+        shape = {k: getattr(site, k) for k in ("heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")}
+        layers.append(LayerProfile(name, **shape, spectra=spectra, statistics=tallies[name].statistics()))
+        if progress:
+            progress("spectra", done, len(sites))
+    return Profile(
+        model=model.config._name_or_path or type(model).__name__,
+        layers=layers,
+        samples=samples,
+        tokens=windows.tokens,
+        source=windows.source,
+        seed=seed,
+        normalization=normalization,
+        skipped=skipped,
+    )
+
+
+def _choose(
+    sites: dict[str, AttentionSite], keep_softmax: Sequence[str]
+) -> tuple[dict[str, AttentionSite], list[SkippedLayer]]:
+    for name in keep_softmax:
+        if name not in sites:
+            first = next(iter(sites))
+            raise DoflaError(f"keep_softmax names {name!r}, no attention module of this model: it has {first}, ...")
+    chosen, skipped = {}, []
+    for name, site in sites.items():
+        if name in keep_softmax or site.linear_time:
+            reason = "attends to a bounded window already" if site.linear_time else "asked for"
+            skipped.append(SkippedLayer(name, site.kv_heads, site.head_dim, site.value_dim, reason))
+        else:
+            refuse(site)
+            chosen[name] = site
+    if not chosen:
+        raise DoflaError("no layer is left to linearise: all attend to bounded windows or are in keep_softmax")
+    return chosen, skipped
+
+
+def _without_cache(model: PreTrainedModel) -> dict[str, Any]:
+    return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}

@@ -1,0 +1,63 @@
+"""Loading through the stock Auto classes.
+
+transformers lets a package register a "quantizer", which may change a model before its weights load. Ours attaches the
+feature maps that ``quantization_config`` in config.json lists, so that after ``import dofla`` a student's folder loads
+with ``AutoModelForCausalLM.from_pretrained`` into the stock class. Nothing is quantised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from dofla.integration.interface import LINEAR
+from dofla.plan import Plan
+
+METHOD = "dofla"
+
+
+@register_quantization_config(METHOD)
+class DoflaConfig(QuantizationConfigMixin):
+    """A plan, as the ``quantization_config`` of a model's config."""
+
+    def __init__(self, quant_method: str = METHOD, **plan: Any) -> None:
+        self.quant_method = quant_method
+        self.plan = Plan.from_dict(plan, "quantization_config")
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> DoflaConfig:
+        return cls(**plan.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method, **self.plan.to_dict()}
+
+
+@register_quantizer(METHOD)
+class DoflaQuantizer(HfQuantizer):
+    """Attaches feature maps while a checkpoint loads."""
+
+    def __init__(self, quantization_config: DoflaConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        from dofla.integration.surgery import attach
+
+        attach(model, self.quantization_config.plan)
+        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
+        model._dofla_softmax_implementation = model.config._attn_implementation
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        model.set_attn_implementation(LINEAR)
+        # transformers forbids .half() and .to(dtype) on quantised models; this one is none.
+        model.is_quantized = False
+        model.config._is_quantized = False
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True

@@ -1,0 +1,74 @@
+"""Watching a teacher: queries, keys and values of each layer while it runs, nothing kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dofla.attention import LOG_ZERO, exact_scores
+from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
+from dofla.integration.sites import attention_implementation
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention module was called with, after positions and norms were applied.
+
+    Attributes:
+        name: of the module.
+        query: [B, H, L, d].
+        key: [B, Hkv, L, d].
+        value: [B, Hkv, L, dv].
+        weight: [B, L] bool, False for padding; None if nothing is padded.
+        scaling: the kernel is ``exp(scaling · q·k)``.
+        causal: or bidirectional.
+    """
+
+    name: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weight: Tensor | None
+    scaling: float
+    causal: bool
+
+    def log_weights(self, rows: Tensor | None = None) -> Tensor:
+        """Log of the teacher's attention [B, H, R, L] for the query rows ``rows`` [R] (default all), float32."""
+        query = self.query if rows is None else self.query[:, :, rows]
+        scores = exact_scores(query, self.key, self.scaling)
+        return torch.log_softmax(scores.masked_fill(self.hidden(rows), LOG_ZERO), dim=-1)
+
+    def real_rows(self, rows: Tensor) -> Tensor:
+        """Which of the rows are no padding [B, R]."""
+        if self.weight is None:
+            return torch.ones(len(self.query), len(rows), dtype=torch.bool, device=rows.device)
+        return self.weight[:, rows].bool()
+
+    def hidden(self, rows: Tensor | None = None) -> Tensor:
+        """Which keys the query rows do not see [B or 1, 1, R, L]."""
+        length, device = self.key.shape[-2], self.key.device
+        columns = torch.arange(length, device=device)
+        rows = columns if rows is None else rows
+        hidden = (columns > rows[:, None]) if self.causal else torch.zeros(len(rows), length, dtype=bool, device=device)
+        hidden = hidden[None, None]
+        return hidden if self.weight is None else hidden | ~self.weight.bool()[:, None, None, :]
+
+
+@contextmanager
+def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Within the block the model runs softmax attention and ``visit`` sees each call of the modules in ``names``."""
+    by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
+
+    def forward_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
+        if module in by_module:
+            query, scaling = standard_scaling(module, query, scaling)
+            weight = None if mask is None else mask[:, -key.shape[-2] :]
+            visit(AttentionCall(by_module[module], query, key, value, weight, scaling, is_causal(module, kwargs)))
+
+    with attention_implementation(model, RECORDING), visiting(forward_call):
+        yield

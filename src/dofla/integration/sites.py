@@ -1,0 +1,134 @@
+"""Finding a model's attention modules: run it once on a few tokens and see who calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dofla.errors import DoflaError
+from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention module as one forward pass shows it.
+
+    Attributes:
+        name: in the model.
+        heads, kv_heads, head_dim, value_dim: shapes.
+        scaling: of the scores, queries and keys as projected.
+        causal: or bidirectional.
+        linear_time: attends to a bounded number of tokens already (sliding window, chunks); left as it is.
+        refusal: why linear attention cannot express it, or None.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scaling: float
+    causal: bool
+    linear_time: bool = False
+    refusal: str | None = None
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the block the model computes its attention with the implementation registered as ``name``."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        if model.config._attn_implementation != name:
+            raise DoflaError(_unreachable(model))
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
+    """All attention modules of ``model`` by name, in the order of the forward pass.
+
+    Raises:
+        DoflaError: if no attention of the model goes through transformers' attention interface.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    sites: dict[str, AttentionSite] = {}
+
+    def visit(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
+        name = names[module]
+        _, heads, length, head_dim = query.shape
+        pattern = mask is not None and mask.ndim == 4
+        linear_time = _bounded(module, kwargs) and pattern
+        sites.setdefault(
+            name,
+            AttentionSite(
+                name,
+                heads,
+                key.shape[1],
+                head_dim,
+                value.shape[-1],
+                standard_scaling(module, query, scaling)[1],
+                is_causal(module, kwargs),
+                linear_time,
+                None if linear_time else _refusal(kwargs, pattern, length != key.shape[-2]),
+            ),
+        )
+
+    training = model.training
+    model.eval()
+    try:
+        with attention_implementation(model, RECORDING), visiting(visit), torch.no_grad():
+            model(**_a_few_tokens(model))
+    finally:
+        model.train(training)
+    if not sites:
+        raise DoflaError(_unreachable(model))
+    return sites
+
+
+def _unreachable(model: PreTrainedModel) -> str:
+    return (
+        f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
+        "models with their own attention code (GPT-J, BLOOM, Falcon, ...) cannot be linearised"
+    )
+
+
+def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("sliding_window") or getattr(module, "sliding_window", None):
+        return True
+    kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    return bool(kinds and index is not None and index < len(kinds) and kinds[index] != "full_attention")
+
+
+def _refusal(kwargs: dict[str, Any], pattern: bool, crossing: bool) -> str | None:
+    if kwargs.get("softcap") is not None:
+        return "its logits are soft-capped"
+    if kwargs.get("s_aux") is not None:
+        return "its attention sinks are parameters"
+    if kwargs.get("position_bias") is not None:
+        return "a position bias is added to its scores"
+    if crossing:
+        return "it is cross-attention"
+    if pattern:
+        return "its mask is neither causal nor bidirectional, or a bias is folded into it"
+    return None
+
+
+def _a_few_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
+    config, device = model.config, model.device
+    if model.main_input_name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        return {"pixel_values": torch.zeros(1, config.num_channels, *size, device=device, dtype=model.dtype)}
+    if model.main_input_name != "input_ids":
+        raise DoflaError(f"{type(model).__name__} takes {model.main_input_name!r}: only text and images are supported")
+    ids = (torch.arange(8, device=device) % config.get_text_config().vocab_size).unsqueeze(0)
+    # Two lengths, so that cross-attention shows as more keys than queries.
+    extra = {"decoder_input_ids": ids[:, :6]} if config.is_encoder_decoder else {}
+    return {"input_ids": ids, **extra}

@@ -1,0 +1,160 @@
+"""Attaching feature maps to a model in place, and taking them off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.errors import DoflaError
+from dofla.integration.cache import LinearCacheLayer, hand_over_cache
+from dofla.integration.interface import LINEAR
+from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
+from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites
+from dofla.layer import LinearAttention
+from dofla.plan import LayerPlan, Plan
+
+
+class AttachedLinearAttention(LinearAttention):
+    """Linear attention as the submodule ``dofla`` of an attention module.
+
+    Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
+    half-precision log-feature would be off by whole factors.
+    """
+
+    def __init__(self, layer: LayerPlan) -> None:
+        super().__init__(layer.feature_map, layer.features_per_head, layer.head_dim, layer.window, layer.sinks)
+        self.name = layer.name
+        self._cache: LinearCacheLayer | None = None
+
+    def give_cache(self, cache: LinearCacheLayer | None) -> None:
+        """Called before the module's forward pass."""
+        self._cache = cache
+
+    def take_cache(self) -> LinearCacheLayer | None:
+        """Called once by the attention function; the layer keeps no hold on a user's cache."""
+        cache, self._cache = self._cache, None
+        return cache
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        def move_only(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        return super()._apply(move_only, recurse)
+
+
+def linearize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> PreTrainedModel:
+    """Replace softmax by linear attention, in place, as ``plan`` says.
+
+    Args:
+        model: any model whose attention goes through transformers' attention interface.
+        plan: names the model's attention modules; see :func:`dofla.allocate`.
+        seed: of the feature maps' initial values.
+
+    Returns:
+        ``model`` itself. :func:`restore` undoes it.
+
+    Raises:
+        DoflaError: if the model is linearised already, the plan was made for another model, or the plan asks for a
+            layer that linear attention cannot express.
+    """
+    if is_linearized(model):
+        raise DoflaError("the model is linearised already: call dofla.restore(model) first")
+    _check(plan, attention_sites(model))
+    before = model.config._attn_implementation
+    generator = torch.Generator().manual_seed(seed)
+    for layer in attach(model, plan):
+        layer.reset_parameters(generator)
+    model._dofla_softmax_implementation = before
+    model.set_attn_implementation(LINEAR)
+    model.config.quantization_config = DoflaConfig.from_plan(plan)
+    model.hf_quantizer = DoflaQuantizer(model.config.quantization_config)
+    return model
+
+
+def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
+    """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
+    attached = []
+    for layer in plan.layers:
+        if layer.keep_softmax:
+            continue
+        module = model.get_submodule(layer.name)
+        module.dofla = AttachedLinearAttention(layer).to(next(module.parameters()).device)
+        module.dofla.train(module.training)
+        module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
+        attached.append(module.dofla)
+    return attached
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the original model back, bit for bit: feature maps off, softmax attention on. Returns ``model``."""
+    for layer in linear_layers(model).values():
+        module = model.get_submodule(layer.name)
+        module._dofla_hook.remove()
+        del module._dofla_hook, module.dofla
+    model.set_attn_implementation(model._dofla_softmax_implementation)
+    del model._dofla_softmax_implementation, model.config.quantization_config, model.hf_quantizer
+    return model
+
+
+def is_linearized(model: PreTrainedModel) -> bool:
+    """Whether the model carries feature maps."""
+    return hasattr(model, "_dofla_softmax_implementation")
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, AttachedLinearAttention]:
+    """The linear attention of each linearised module, by the module's name; DoflaError if there is none."""
+    if not is_linearized(model):
+        raise DoflaError("the model is not linearised: call dofla.linearize(model, plan) first")
+    return {m.name: m for m in model.modules() if isinstance(m, AttachedLinearAttention)}
+
+
+def plan_of(model: PreTrainedModel) -> Plan:
+    """The plan a linearised model was made by."""
+    linear_layers(model)
+    return model.config.quantization_config.plan
+
+
+@contextmanager
+def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within the block the linearised model is its own teacher: softmax attention, same weights."""
+    linear_layers(model)
+    with attention_implementation(model, model._dofla_softmax_implementation):
+        yield model
+
+
+def _check(plan: Plan, sites: dict[str, AttentionSite]) -> None:
+    planned = {layer.name: layer for layer in plan.layers}
+    unknown = [name for name in planned if name not in sites]
+    missing = [name for name, site in sites.items() if name not in planned and not site.linear_time]
+    if unknown or missing:
+        what = f"it names {unknown[0]!r}" if unknown else f"it says nothing of {missing[0]!r}"
+        made_for = f" (it was made for {plan.model})" if plan.model else ""
+        raise DoflaError(f"the plan is for another model: {what}{made_for}; profile and allocate this one")
+    for name, layer in planned.items():
+        site = sites[name]
+        for what in ("kv_heads", "head_dim", "value_dim"):
+            if getattr(layer, what) != getattr(site, what):
+                raise DoflaError(
+                    f"the plan is for another model: layer {name} has {what} {getattr(site, what)}, "
+                    f"the plan says {getattr(layer, what)}; profile and allocate this one"
+                )
+        if not layer.keep_softmax:
+            refuse(site)
+
+
+def refuse(site: AttentionSite) -> None:
+    """Raise DoflaError if the layer cannot become linear."""
+    reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
+    if reason:
+        raise DoflaError(f"layer {site.name} cannot be linearised: {reason}; keep it softmax (keep_softmax)")
+
+
+def describe(model: PreTrainedModel) -> dict[str, Any]:
+    """What a record of a run says of the model."""
+    return {"class": type(model).__name__, "name": model.config._name_or_path, "parameters": model.num_parameters()}

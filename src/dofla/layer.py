@@ -1,0 +1,124 @@
+"""One layer's linear attention: its feature maps, and how its heads are grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dofla.attention import State, attend, exact_scores, log_kernel
+from dofla.feature_maps import FeatureMap, feature_map_class
+
+
+class LinearAttention(nn.Module):
+    """The feature maps of one attention layer, and attention through them.
+
+    KV heads with equally many features are one group: a single feature map, a single state, one call of
+    :func:`dofla.attention.attend`. A layer with the same number everywhere has one group; ragged layers have several,
+    and no head is padded to the size of another.
+
+    Args:
+        feature_map: name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        features: number of features of each KV head.
+        head_dim: size of queries and keys.
+        window: last tokens with exact scores.
+        sinks: first tokens with exact scores.
+    """
+
+    def __init__(
+        self, feature_map: str, features: Sequence[int], head_dim: int, window: int = 0, sinks: int = 0
+    ) -> None:
+        super().__init__()
+        self.features, self.window, self.sinks = list(features), window, sinks
+        self.groups = [
+            [head for head, count in enumerate(self.features) if count == size] for size in dict.fromkeys(self.features)
+        ]
+        make = feature_map_class(feature_map)
+        self.maps: nn.ModuleList[FeatureMap] = nn.ModuleList(
+            make(len(group), head_dim, self.features[group[0]]) for group in self.groups
+        )
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw all parameters anew, in the order of the groups."""
+        for feature_map in self.maps:
+            feature_map.reset_parameters(generator)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        weight: Tensor | None = None,
+        states: list[State] | None = None,
+        causal: bool = True,
+    ) -> tuple[Tensor, list[State]]:
+        """Attention of the new tokens.
+
+        Args:
+            query: [B, H, L, d].
+            key: [B, Hkv, L, d].
+            value: [B, Hkv, L, dv].
+            scaling: of the scores.
+            weight: key weights [B, L], 0 for padding.
+            states: one per group, or None at the beginning of a sequence.
+            causal: whether queries see only earlier keys (and themselves).
+
+        Returns:
+            Output [B, H, L, dv], and the states after the last token (empty unless causal).
+        """
+        options = {"scaling": scaling, "weight": weight, "window": self.window, "sinks": self.sinks, "causal": causal}
+        outputs, after = [], []
+        for n, (feature_map, part) in enumerate(zip(self.maps, self.split(query, key, value), strict=True)):
+            out, state = attend(*part, feature_map, state=states[n] if states else None, **options)
+            outputs.append(out)
+            if state is not None:
+                after.append(state)
+        return self.join(outputs, query.shape[1] // key.shape[1]), after
+
+    def log_scores(
+        self, query: Tensor, key: Tensor, rows: Tensor, *, scaling: float, weight: Tensor | None, causal: bool
+    ) -> Tensor:
+        """Log of the unnormalised attention weights of some rows, before masking: what the losses compare.
+
+        Args:
+            query: queries of the rows [B, H, R, d].
+            key: all keys [B, Hkv, L, d].
+            rows: positions of the rows [R].
+            scaling, weight, causal: as in :meth:`forward`.
+
+        Returns:
+            [B, H, R, L]: exact scores in the window and at sinks, the log of the approximate kernel elsewhere.
+        """
+        scores = []
+        for feature_map, (q, k, _) in zip(self.maps, self.split(query, key, key), strict=True):
+            scores.append(log_kernel(feature_map.log_query(q, scaling), feature_map.log_key(k, scaling)))
+        approximate = self.join(scores, query.shape[1] // key.shape[1])
+        if not (self.window or self.sinks):
+            return approximate
+        exact = exact_scores(query, key, scaling)
+        distance = rows[:, None] - torch.arange(key.shape[-2], device=rows.device)
+        near = ((distance if causal else distance.abs()) < self.window)[None]
+        real = torch.ones_like(near[:, 0], dtype=torch.bool) if weight is None else weight > 0
+        first = real & (real.cumsum(-1) <= self.sinks)
+        return torch.where((near | first.unsqueeze(1)).unsqueeze(1), exact, approximate)
+
+    def split(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values of each group of heads."""
+        if len(self.groups) == 1:
+            return [(query, key, value)]
+        share = query.shape[1] // key.shape[1]
+        parts = []
+        for group in self.groups:
+            of_queries = [head * share + n for head in group for n in range(share)]
+            parts.append((query[:, of_queries], key[:, group], value[:, group]))
+        return parts
+
+    def join(self, outputs: list[Tensor], share: int) -> Tensor:
+        """Outputs of the groups put back in the order of the heads; ``share`` query heads per KV head."""
+        if len(outputs) == 1:
+            return outputs[0]
+        order = torch.tensor([head * share + n for group in self.groups for head in group for n in range(share)])
+        return torch.cat(outputs, dim=1)[:, order.argsort().to(outputs[0].device)]
