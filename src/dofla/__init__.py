@@ -13,6 +13,7 @@ import dofla.integration  # noqa: F401 - registers dofla with transformers
 from dofla.allocate import allocate
 from dofla.distill import distill
 from dofla.errors import DoflaError
+from dofla.evaluate import evaluate
 from dofla.integration.checkpoint import load, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.surgery import linearize, restore, softmax
@@ -28,6 +29,7 @@ __all__ = [
     "Profile",
     "allocate",
     "distill",
+    "evaluate",
     "linearize",
     "load",
     "profile",

@@ -1,0 +1,8 @@
+"""Text, token files and the model's own samples → windows of tokens."""
+
+from dofla.data.documents import read_documents
+from dofla.data.packing import token_windows
+from dofla.data.sampling import self_sample
+from dofla.data.windows import Images, TokenWindows, as_windows
+
+__all__ = ["Images", "TokenWindows", "as_windows", "read_documents", "self_sample", "token_windows"]

@@ -1,0 +1,202 @@
+"""Documents → windows: packed end to end for causal models, one text each for encoders."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dofla.data.documents import Source, describe, files_of, read_documents
+from dofla.data.sampling import self_sample, separator_id
+from dofla.data.windows import TokenWindows
+from dofla.errors import DoflaError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Enough text per call for a fast tokenizer to use its threads, little enough that few windows stay cheap.
+_BATCH_CHARACTERS = 1 << 18
+_SHORTEST_LINE = 20
+
+
+def token_windows(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int = 512,
+    windows: int | None = None,
+    split: str = "train",
+    holdout: float = 0.05,
+    seed: int = 0,
+    text_field: str = "text",
+    padded: bool = False,
+    model: PreTrainedModel | None = None,
+) -> TokenWindows:
+    """Windows of `length` tokens from any source, in the order of its documents; the same each time.
+
+    source: what `read_documents` takes; or a .safetensors file whose tensor `input_ids` [N, L] holds unpadded tokens,
+    L ≥ length, each row cut into L // length windows; or the word "self", samples of `model` itself.
+    windows: how many at most; None takes all the source has ("self" needs a number).
+    split: "train", "validation" or "all". A document (a row of a token file) is in validation if a hash of its text is
+    below `holdout`, a fraction in [0, 1): membership depends on nothing else. For "self" each split is a stream of
+    random numbers of its own, drawn from `seed`, which nothing else here uses.
+
+    Packed (padded=False, causal models): before each document one separator, the first of bos, eos, cls, sep that the
+    tokenizer has, if any; the stream cut into windows, the tail that fills none dropped.
+    Padded (encoders): each document is one window, or, if it has several lines, each line above 20 characters is;
+    with special tokens, truncated at `length`, padded on the right to the longest of the result.
+
+    Raises DoflaError for bad arguments, a bad source, or one with too little text for one window.
+    """
+    if length < 2:
+        raise DoflaError(f"length: {length}; windows need 2 tokens or more")
+    if windows is not None and windows < 1:
+        raise DoflaError(f"windows: {windows}; ask for 1 or more, or None for all")
+    keep = _membership(split, holdout)
+    if source == "self":
+        if model is None or windows is None:
+            raise DoflaError(f'source "self": no {"model" if model is None else "number of windows"} given; give one')
+        samples = self_sample(model, tokenizer, count=windows, length=length, seed=_stream(seed, split))
+        return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
+    name = f"{describe(source)} ({split})"
+    if (path := _token_file(source)) is not None:
+        return _from_token_file(path, name, length, windows, keep)
+    documents = (text for text in read_documents(source, text_field=text_field) if keep(text.encode()))
+    make = _padded if padded else _packed
+    return make(documents, tokenizer, name, length, windows)
+
+
+def _membership(split: str, holdout: float) -> Callable[[bytes], bool]:
+    if not 0 <= holdout < 1:
+        raise DoflaError(f"holdout: {holdout}; give a fraction from 0 up to but not including 1")
+    if split == "all":
+        return lambda _: True
+    if split not in ("train", "validation"):
+        raise DoflaError(f"split: {split!r}; choose train, validation or all")
+    held_out = split == "validation"
+    return lambda content: (_hash(content) < holdout * 2**64) == held_out
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def _stream(seed: int, split: str) -> int:
+    return _hash(f"{split} {seed}".encode()) >> 1  # torch seeds are signed 64-bit numbers
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> list[list[int]]:
+    # verbose=False: a document longer than the model's context is no news here, it is about to be cut.
+    return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)[
+        "input_ids"
+    ]
+
+
+def _packed(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, name: str, length: int, windows: int | None
+) -> TokenWindows:
+    separator = separator_id(tokenizer)
+    stream = array("q")  # eight bytes a token, where a list of int takes 36
+    for texts in _batches(documents):
+        for ids in _tokens(tokenizer, texts, add_special_tokens=False):
+            if separator is not None:
+                stream.append(separator)
+            stream.extend(ids)
+        if windows is not None and len(stream) >= windows * length:
+            break
+    count = len(stream) // length
+    if count == 0:
+        raise DoflaError(
+            f"{name}: {len(stream)} tokens, and one window needs {length}; give more text, a smaller length, "
+            "or another split or holdout"
+        )
+    if windows is not None:
+        count = min(count, windows)
+    return TokenWindows(
+        torch.frombuffer(stream, dtype=torch.int64, count=count * length).view(count, length), source=name
+    )
+
+
+def _padded(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, name: str, length: int, windows: int | None
+) -> TokenWindows:
+    if tokenizer.pad_token_id is None:
+        raise DoflaError("tokenizer: no pad token, and padded windows need one; set tokenizer.pad_token")
+    texts: list[str] = []
+    rows: list[list[int]] = []
+    for batch in _batches(islice((piece for document in documents for piece in _pieces(document)), windows)):
+        texts += batch
+        rows += _tokens(tokenizer, batch, truncation=True, max_length=length)
+    if not rows:
+        raise DoflaError(f"{name}: no text for a window; give more text, or another split or holdout")
+    longest = max(map(len, rows))
+    input_ids = torch.full((len(rows), longest), tokenizer.pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    for index, row in enumerate(rows):
+        input_ids[index, : len(row)] = torch.tensor(row)
+        attention_mask[index, : len(row)] = 1
+    return TokenWindows(input_ids, attention_mask, source=name, texts=tuple(texts))
+
+
+def _pieces(document: str) -> list[str]:
+    lines = [line.strip() for line in document.strip().splitlines()]
+    return lines if len(lines) == 1 else [line for line in lines if len(line) > _SHORTEST_LINE]
+
+
+def _token_file(source: Source) -> Path | None:
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    paths = files_of(source)
+    return paths[0] if paths and paths[0].suffix.lower() == ".safetensors" and paths[0].is_file() else None
+
+
+def _from_token_file(
+    path: Path, name: str, length: int, windows: int | None, keep: Callable[[bytes], bool]
+) -> TokenWindows:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            if "input_ids" not in names or "attention_mask" in names:
+                raise DoflaError(
+                    f"{path}: tensors {', '.join(names)}; needs input_ids [N, L], without padding, so no attention_mask"
+                )
+            rows = file.get_slice("input_ids")
+            shape, dtype = rows.get_shape(), rows.get_dtype()
+            if len(shape) != 2 or dtype[0] not in "IU" or shape[1] < length:
+                raise DoflaError(
+                    f"{path}: input_ids is {dtype} {shape}; needs integers [N, L] with L at least length={length}"
+                )
+            found: list[torch.Tensor] = []
+            for index in range(shape[0]):
+                row = rows[index].to(torch.int64)
+                if keep(row.numpy().tobytes()):
+                    found += row[: len(row) // length * length].split(length)
+                if windows is not None and len(found) >= windows:
+                    break
+    except SafetensorError as error:
+        raise DoflaError(f"{path}: not a readable safetensors file ({error}); check the file") from error
+    if not found:
+        raise DoflaError(f"{name}: none of its {shape[0]} rows; give more rows, or another split or holdout")
+    return TokenWindows(torch.stack(found[:windows]), source=name)

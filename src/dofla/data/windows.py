@@ -1,0 +1,127 @@
+"""TokenWindows: what every consumer of data in this package takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dofla.errors import DoflaError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWindows:
+    """Windows of tokens, all of one length.
+
+    input_ids: [N, L] integers, stored as int64. attention_mask: [N, L], 1 = real token, 0 = padding; None = all real.
+    source: what a run record says of where the tokens came from. texts: the N texts of padded (encoder) windows.
+    Raises DoflaError for anything that is not N ≥ 1 windows of L ≥ 1 integers with a mask of the same shape.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    source: str = "tensor"
+    texts: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", _int64(self.input_ids, "input_ids"))
+        if self.attention_mask is not None:
+            object.__setattr__(self, "attention_mask", _int64(self.attention_mask, "attention_mask"))
+            if self.attention_mask.shape != self.input_ids.shape:
+                raise DoflaError(
+                    f"attention_mask: shape {list(self.attention_mask.shape)} differs from that of input_ids, "
+                    f"{list(self.input_ids.shape)}; give one number per token"
+                )
+        if self.texts is not None and len(self.texts) != len(self):
+            raise DoflaError(f"texts: {len(self.texts)} for {len(self)} windows; give one per window")
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens per window, L."""
+        return self.input_ids.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens in all windows together."""
+        return int(self.input_ids.numel() if self.attention_mask is None else self.attention_mask.sum())
+
+    def batch(self, indices: Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
+        """The windows at these positions, in this order: `input_ids` [B, L] and, if padded, `attention_mask` [B, L]."""
+        chosen = torch.as_tensor(indices, dtype=torch.long, device=self.input_ids.device)
+        batch = {"input_ids": self.input_ids[chosen]}
+        if self.attention_mask is not None:
+            batch["attention_mask"] = self.attention_mask[chosen]
+        return batch
+
+    def take(self, n: int) -> TokenWindows:
+        """The first n windows, or all of them if there are fewer. DoflaError if n < 1."""
+        if n < 1:
+            raise DoflaError(f"take: {n} windows asked for; ask for 1 or more")
+        return replace(
+            self,
+            input_ids=self.input_ids[:n],
+            attention_mask=None if self.attention_mask is None else self.attention_mask[:n],
+            texts=None if self.texts is None else self.texts[:n],
+        )
+
+    @classmethod
+    def of(cls, tokens: TokenWindows | torch.Tensor | Mapping[str, Any]) -> TokenWindows:
+        """Windows from what callers have at hand.
+
+        tokens: TokenWindows (returned as they are), an integer tensor [N, L], or a mapping such as a tokenizer's
+        BatchEncoding with `input_ids` and perhaps `attention_mask`, both [N, L] tensors. Raises DoflaError otherwise.
+        """
+        if isinstance(tokens, cls):
+            return tokens
+        if isinstance(tokens, Mapping):
+            if "input_ids" not in tokens:
+                raise DoflaError(f"tokens: a mapping with {', '.join(map(str, tokens)) or 'no keys'}; needs input_ids")
+            return cls(tokens["input_ids"], tokens.get("attention_mask"))
+        return cls(tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images for a vision model, used like windows of tokens: pixel_values [N, C, height, width]."""
+
+    pixel_values: torch.Tensor
+    source: str = "images"
+
+    def __len__(self) -> int:
+        return self.pixel_values.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """How many images: what is a token is the model's affair."""
+        return len(self)
+
+    def batch(self, indices: Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
+        """The images at these positions, in this order."""
+        return {"pixel_values": self.pixel_values[torch.as_tensor(indices, dtype=torch.long)]}
+
+
+def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -> TokenWindows | Images:
+    """What callers have at hand as windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images."""
+    if isinstance(data, Images):
+        return data
+    if isinstance(data, Mapping) and "pixel_values" in data:
+        return Images(data["pixel_values"])
+    return TokenWindows.of(data)
+
+
+def _int64(tensor: Any, name: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise DoflaError(
+            f"{name}: a {type(tensor).__name__}, not a tensor; give integers [windows, length] "
+            '(a tokenizer returns tensors when called with return_tensors="pt")'
+        )
+    if tensor.is_floating_point() or tensor.is_complex() or (tensor.dtype is torch.bool and name == "input_ids"):
+        raise DoflaError(f"{name}: {tensor.dtype} values; give integers [windows, length]")
+    if tensor.ndim != 2 or tensor.numel() == 0:
+        raise DoflaError(f"{name}: shape {list(tensor.shape)}; give integers [windows, length] with at least one token")
+    return tensor.long()

@@ -1,0 +1,47 @@
+"""Sentence embeddings of an encoder before and after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows
+from dofla.integration.surgery import softmax
+
+
+@torch.no_grad()
+def embedding_figures(
+    student: PreTrainedModel, windows: TokenWindows | Images, *, batch_size: int = 32
+) -> dict[str, float]:
+    """Agreement of mean-pooled, normalised embeddings.
+
+    Returns:
+        ``cosine`` (mean similarity between the teacher's and the student's embedding of the same input) and
+        ``spearman`` (rank correlation, over all pairs of inputs, of the similarities that either model gives them).
+    """
+    embeddings: dict[str, list[Tensor]] = {"teacher": [], "student": []}
+    for start in range(0, len(windows), batch_size):
+        batch = windows.batch(range(start, min(start + batch_size, len(windows))))
+        batch = {k: v.to(student.device) for k, v in batch.items()}
+        with softmax(student):
+            embeddings["teacher"].append(_embed(student, batch))
+        embeddings["student"].append(_embed(student, batch))
+    teacher, ours = (torch.cat(parts) for parts in embeddings.values())
+    upper = torch.triu_indices(len(teacher), len(teacher), offset=1)
+    similarities = [(e @ e.mT)[upper[0], upper[1]] for e in (teacher, ours)]
+    return {"cosine": (teacher * ours).sum(dim=-1).mean().item(), "spearman": spearman(*similarities)}
+
+
+def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    hidden = model.base_model(**batch).last_hidden_state.float()
+    mask = batch.get("attention_mask")
+    weights = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask.float()
+    pooled = (hidden * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
+    return torch.nn.functional.normalize(pooled, dim=-1)
+
+
+def spearman(x: Tensor, y: Tensor) -> float:
+    """Rank correlation of two lists [N]; ties, which real similarities do not have, are ranked in order."""
+    ranks = torch.stack([v.argsort(stable=True).argsort(stable=True).double() for v in (x, y)])
+    return torch.corrcoef(ranks)[0, 1].item()

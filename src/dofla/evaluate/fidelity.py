@@ -1,0 +1,52 @@
+"""How close each layer's attention is to the one it replaces, on the teacher's own inputs."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows
+from dofla.distill.losses import attention_kl
+from dofla.integration.recorder import AttentionCall, recording
+from dofla.integration.surgery import linear_layers
+
+ROWS = 128
+"""Query rows per window whose attention is compared."""
+
+
+@torch.no_grad()
+def attention_fidelity(
+    student: PreTrainedModel, windows: TokenWindows | Images, *, batch_size: int = 4, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """Per layer, over all windows, ``kl`` and ``output_error``.
+
+    ``kl`` is the mean KL(teacher ‖ student) of attention rows in nats. ``output_error`` is the root mean square
+    difference of the attention outputs, relative to the root mean square of the teacher's.
+    """
+    layers = linear_layers(student)
+    generator = torch.Generator().manual_seed(seed)
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in layers}  # Σ kl, rows, Σ error², Σ output²
+
+    def compare(call: AttentionCall) -> None:
+        length = call.query.shape[-2]
+        rows = torch.randperm(length, generator=generator)[:ROWS].sort().values.to(call.query.device)
+        real = call.real_rows(rows)[:, None, :]
+        kl = attention_kl(call, layers[call.name], rows)
+        teacher = call.log_weights(rows).exp()
+        values = call.value.float().repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+        exact = teacher @ values
+        options = {"scaling": call.scaling, "weight": call.weight, "causal": call.causal}
+        out, _ = layers[call.name](call.query, call.key, call.value, **options)
+        error = (out[:, :, rows].float() - exact) * real.unsqueeze(-1)
+        exact = exact * real.unsqueeze(-1)
+        sums[call.name] += (
+            torch.stack([(kl * real).sum(), real.sum() * kl.shape[1], error.square().sum(), exact.square().sum()])
+            .double()
+            .cpu()
+        )
+
+    with recording(student, layers, compare):
+        for start in range(0, len(windows), batch_size):
+            batch = windows.batch(range(start, min(start + batch_size, len(windows))))
+            student.base_model(**{k: v.to(student.device) for k, v in batch.items()})
+    return {name: {"kl": (s[0] / s[1]).item(), "output_error": (s[2] / s[3]).sqrt().item()} for name, s in sums.items()}

@@ -1,0 +1,78 @@
+"""Next-token loss of teacher and student on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import TokenWindows
+from dofla.errors import DoflaError
+from dofla.integration.surgery import softmax
+
+
+@torch.no_grad()
+def next_token_figures(
+    student: PreTrainedModel,
+    windows: TokenWindows,
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, float | list[float]]:
+    """Loss of teacher and student, gap, divergence and agreement, per token.
+
+    Returns:
+        ``teacher_loss``, ``student_loss``, ``gap`` (nats per token), ``gap_interval`` (95 %, bootstrap over windows),
+        ``kl`` (KL(teacher ‖ student) of the next-token distributions, nats), ``top1_agreement`` (share of positions
+        where both find the same token likeliest).
+    """
+    rows = []
+    starts = range(0, len(windows), batch_size)
+    for done, start in enumerate(starts, start=1):
+        batch = windows.batch(range(start, min(start + batch_size, len(windows))))
+        batch = {k: v.to(student.device) for k, v in batch.items()}
+        with softmax(student):
+            teacher = student(**batch, use_cache=False).logits
+        rows.append(_compare(teacher, student(**batch, use_cache=False).logits, batch))
+        if progress:
+            progress(done, len(starts))
+    sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, teacher, student, kl, agreement
+    tokens = sums[:, 0].sum()
+    teacher_loss, student_loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()
+    return {
+        "tokens": int(tokens),
+        "teacher_loss": teacher_loss,
+        "student_loss": student_loss,
+        "gap": student_loss - teacher_loss,
+        "gap_interval": bootstrap_interval(sums[:, 2] - sums[:, 1], sums[:, 0], seed=seed),
+        "kl": kl,
+        "top1_agreement": agreement,
+    }
+
+
+def _compare(teacher: Tensor, student: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    targets = batch["input_ids"][:, 1:, None]
+    mask = batch.get("attention_mask")
+    real = torch.ones_like(targets[..., 0]) if mask is None else mask[:, 1:] * mask[:, :-1]
+    teacher = torch.log_softmax(teacher[:, :-1].float(), dim=-1)
+    student = torch.log_softmax(student[:, :-1].float(), dim=-1)
+    if not torch.isfinite(student).all():
+        raise DoflaError("the student's logits hold NaN or infinity: check the model's dtype and its feature maps")
+    kl = (teacher.exp() * (teacher - student)).sum(dim=-1)
+    agreement = (teacher.argmax(dim=-1) == student.argmax(dim=-1)).float()
+    columns = [torch.ones_like(kl), -teacher.gather(-1, targets)[..., 0], -student.gather(-1, targets)[..., 0]]
+    return torch.stack([(column * real).sum(dim=-1) for column in (*columns, kl, agreement)], dim=-1)
+
+
+def bootstrap_interval(
+    totals: Tensor, counts: Tensor, *, level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> list[float]:
+    """Percentile interval of ``Σ totals / Σ counts`` under resampling of the entries [N], which belong together."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(totals), (draws, len(totals)), generator=generator)
+    ratios = totals[chosen].sum(dim=1) / counts[chosen].sum(dim=1)
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=ratios.dtype)
+    return ratios.quantile(tails).tolist()
