@@ -272,6 +272,15 @@ def test_the_kernel_bound_has_the_closed_form_for_the_optimal_density(seed, lam,
     assert theory.kernel_error_bound(kernel.gram, lam, t, 2 * dof) >= bound
 
 
+def test_the_bounds_by_hand():
+    gram = torch.diag(torch.tensor([4.0, 2.0]))  # Σ = diag(2, 1): ‖Σ‖_HS² = 5, tr Σ = 3
+    # N*_1 = 2/3 + 1/2, so tJ = ½ is the smaller remainder; N*_8 = 1/5 + 1/9, where the other one is.
+    assert theory.kernel_error_bound(gram, 1.0, 0.25, 2.0) == pytest.approx(0.25 * 5 + 2 * 0.25 * 3 + 0.5)
+    assert theory.kernel_error_bound(gram, 8.0, 1.0, 0.5) == pytest.approx(5 + 16 * 3 + 64 * (0.5 + 1 / 5 + 1 / 9))
+    # v = (1, 1): <v, (Σ + I)v> = (3 + 2) / 2
+    assert theory.integral_error_bound(gram, 1.0, 0.5, torch.ones(2)) == pytest.approx(0.5 * 3 * 2.5)
+
+
 # --- positive random features ----------------------------------------------------------------------------------------
 
 

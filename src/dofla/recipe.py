@@ -1,0 +1,194 @@
+"""Recipe: everything a run needs, as a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dofla.errors import DoflaError
+from dofla.spectrum import DEFAULT_LAMBDA
+
+
+@dataclass
+class DataSpec:
+    """Text and how it is cut; see :func:`dofla.data.token_windows`."""
+
+    source: str | list[str] = "self"
+    length: int = 512
+    windows: int | None = None
+    split: str = "train"
+    holdout: float = 0.05
+    padded: bool = False
+    text_field: str = "text"
+
+
+@dataclass
+class ProfileSpec:
+    """How the teacher is measured; ``windows`` is how many of the training windows are read."""
+
+    samples: int = 1024
+    windows: int = 64
+    batch_size: int = 4
+    normalization: str = "trace"
+
+
+@dataclass
+class StudentSpec:
+    """One row of the comparison."""
+
+    name: str = "DoF"
+    strategy: str = "dof"
+    feature_map: str = "prf"
+    over_heads: str = "max"
+    window: int = 0
+    sinks: int = 0
+    keep_softmax: list[str] = field(default_factory=list)
+    trained: bool = True
+
+
+@dataclass
+class DistillSpec:
+    """Options of :func:`dofla.distill`."""
+
+    loss: str = "softmax"
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 4
+    accumulate: int = 1
+    rows: int | None = None
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    checkpoint_every: int = 50
+
+
+@dataclass
+class EvaluateSpec:
+    """Windows per forward pass, and how many continuations to look at, of what length."""
+
+    batch_size: int = 1
+    prompts: int = 0
+    prompt_tokens: int = 32
+    new_tokens: int = 48
+
+
+@dataclass
+class Recipe:
+    """Model, data, budget, the students to compare, and how to train and judge them."""
+
+    model: str = ""
+    dtype: str | None = None
+    budget: int = 64
+    lam: float = DEFAULT_LAMBDA  # written `lambda` in YAML
+    seeds: list[int] = field(default_factory=lambda: [0])
+    data: DataSpec = field(default_factory=DataSpec)
+    validation: DataSpec = field(default_factory=lambda: DataSpec(split="validation"))
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
+    students: list[StudentSpec] = field(default_factory=lambda: [StudentSpec()])
+    distill: DistillSpec = field(default_factory=DistillSpec)
+    evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
+
+    @classmethod
+    def load(cls, path: str | Path, changes: list[str] | None = None) -> Recipe:
+        """Read a YAML file and apply changes written ``field=value`` or ``section.field=value``.
+
+        Raises:
+            DoflaError: naming the file and the field: missing, unknown, or of the wrong kind.
+        """
+        path = Path(path)
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DoflaError(f"recipe {path} does not exist") from None
+        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+            raise DoflaError(f"recipe {path} cannot be read: {' '.join(str(error).split())}") from error
+        if not isinstance(data, dict):
+            raise DoflaError(f"recipe {path}: expected fields like 'model: ...', got {type(data).__name__}")
+        for change in changes or []:
+            _apply(data, change)
+        return cls.from_dict(data, str(path))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Recipe:
+        """A recipe from plain data; what is not given keeps its default."""
+        data = dict(data)
+        if "lambda" in data:
+            data["lam"] = data.pop("lambda")
+        if not data.get("model"):
+            raise DoflaError(f"{where}: 'model' is missing: give a folder, a hub name, or demo")
+        students = data.pop("students", None)
+        if students is not None:
+            if not isinstance(students, list) or not students:
+                raise DoflaError(f"{where}: 'students' must be a list of at least one student")
+            data["students"] = [_build(StudentSpec, x, f"{where}: students[{n}]") for n, x in enumerate(students)]
+        if "validation" not in data and isinstance(data.get("data"), dict):
+            data["validation"] = data["data"] | {"split": "validation"}
+        recipe = _build(cls, data, where)
+        names = [student.name for student in recipe.students]
+        if len(set(names)) < len(names):
+            raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
+        if not recipe.seeds:
+            raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
+        return recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that :meth:`from_dict` reads back."""
+        data = dataclasses.asdict(self)
+        data["lambda"] = data.pop("lam")
+        return data
+
+
+_SECTIONS = {
+    "data": DataSpec,
+    "validation": DataSpec,
+    "profile": ProfileSpec,
+    "distill": DistillSpec,
+    "evaluate": EvaluateSpec,
+}
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _build(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise DoflaError(f"{where}: expected fields, got {data!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in data.items():
+        if key not in fields:
+            known = ", ".join("lambda" if name == "lam" else name for name in fields)
+            raise DoflaError(f"{where}: unknown field {key!r}: choose from {known}")
+        if cls is Recipe and key in _SECTIONS:
+            value = _build(_SECTIONS[key], value, f"{where}: {key}")
+        elif not _fits(value, str(fields[key].type)):
+            raise DoflaError(f"{where}: {key} is {value!r}: expected {fields[key].type}")
+        values[key] = value
+    return cls(**values)
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    for option in annotation.split(" | "):
+        if option == "None" and value is None:
+            return True
+        if option.startswith("list[") and isinstance(value, list):
+            inner = option[5:-1]
+            if inner not in _KINDS or all(_fits(item, inner) for item in value):
+                return True
+        if option.startswith("dict[") and isinstance(value, dict):
+            return all(_fits(item, "float") for item in value.values())
+        if option in _KINDS and isinstance(value, _KINDS[option]) and (option == "bool" or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def _apply(data: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        raise DoflaError(f"--set {change!r}: write field=value, for instance data.windows=100")
+    *sections, name = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise DoflaError(f"--set {change!r}: {section} has no fields")
+    data[name] = yaml.safe_load(text)

@@ -1,0 +1,168 @@
+"""What the command line shows: progress, and tables that fit 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from dofla.distill import History
+from dofla.plan import Plan
+from dofla.profile import Profile
+
+_HEADS_PER_TABLE = 13
+_SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
+
+
+class View:
+    """A terminal (or nothing, when quiet)."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.console = Console(quiet=quiet, highlight=False)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[..., None]]:
+        """A bar; the block calls ``update(done, total, text)``. Without a terminal, one line at the end."""
+        counts = TextColumn("{task.completed}/{task.total} {task.fields[text]}")
+        columns = (TextColumn(label), BarColumn(bar_width=20), counts)
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as bar:
+            task = bar.add_task(label, total=None, text="")
+
+            def update(done: int, total: int, text: str = "") -> None:
+                bar.update(task, completed=done, total=total, text=text)
+
+            yield update
+            state = bar.tasks[0]
+        self.say(f"{label}: {state.fields['text'] or 'done'} ({state.finished_time or state.elapsed or 0:.0f} s)")
+
+    def profile(self, profile: Profile, lam: float) -> None:
+        """Degrees of freedom, layers down and KV heads across."""
+        dof = profile.dof(lam)
+        top = max(max(row) for row in dof)
+        heads = max(len(row) for row in dof)
+        for start in range(0, heads, _HEADS_PER_TABLE):
+            shown = range(start, min(start + _HEADS_PER_TABLE, heads))
+            table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+            table.add_column("layer", justify="right")
+            for head in shown:
+                table.add_column(str(head), justify="right")
+            for n, row in enumerate(dof):
+                table.add_row(str(n), *(_shaded(row[h], top) if h < len(row) else Text("") for h in shown))
+            kind = f"λ = {lam:.3g}, scale: {profile.normalization}, {profile.samples} samples"
+            self.console.print(f"\nDegrees of freedom per layer and KV head ({kind})")
+            self.console.print(table)
+        for layer in profile.skipped:
+            self.say(f"  left softmax: {layer.name} ({layer.reason})")
+
+    def plan(self, plan: Plan) -> None:
+        """What each layer becomes, with bars."""
+        most = max((max(x.features_per_head) for x in plan.layers if not x.keep_softmax), default=1)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("layer", max_width=26, overflow="ellipsis", no_wrap=True)
+        for title in ("features", "window", "sinks"):
+            table.add_column(title, justify="right")
+        table.add_column("")
+        for layer in plan.layers:
+            if layer.keep_softmax:
+                table.add_row(layer.name, "softmax", "", "", "")
+                continue
+            counts = layer.features_per_head
+            shown = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
+            bar = Text("━" * max(1, round(24 * max(counts) / most)), style="cyan")
+            table.add_row(layer.name, shown, str(layer.window), str(layer.sinks), bar)
+        self.console.print(table)
+        self.say(f"state per sequence: {size(plan.state_bytes())} in float32, whatever the context")
+
+    def losses(self, history: History) -> None:
+        """Loss of each layer at the start and at the end (means over a tenth of the steps)."""
+        tenth = max(1, len(history.losses) // 10)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("layer")
+        for title in ("first", "last"):
+            table.add_column(f"{title} {history.settings['loss']} loss", justify="right")
+        means = zip(history.layers, history.losses[:tenth].mean(0), history.losses[-tenth:].mean(0), strict=True)
+        for name, first, last in means:
+            table.add_row(name, f"{first:.4f}", f"{last:.4f}")
+        self.console.print(table)
+
+    def evaluation(self, figures: dict[str, Any]) -> None:
+        """The figures of one student."""
+        for section in ("language", "embeddings"):
+            for key, value in figures.get(section, {}).items():
+                shown = f"{value[0]:.4f} to {value[1]:.4f}" if isinstance(value, list) else f"{value:.6g}"
+                self.say(f"{key.replace('_', ' '):>20}  {shown}")
+        if "softmax_bytes" in figures:
+            ours, theirs = size(figures["state_bytes"]), size(figures["softmax_bytes"])
+            self.say(f"{'state':>20}  {ours} (softmax cache at {figures['length']} tokens: {theirs})")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("layer")
+        for title in ("attention KL", "output error"):
+            table.add_column(title, justify="right")
+        for name, layer in figures["layers"].items():
+            table.add_row(name, f"{layer['kl']:.4f}", f"{layer['output_error']:.4f}")
+        self.console.print(table)
+
+    def results(self, results: dict[str, Any]) -> None:
+        """The comparison of a run, one row per student."""
+        self.console.print()
+        self.console.print(results_table(results))
+        if "teacher_loss" in results["students"][0]:
+            self.say(f"teacher loss {results['students'][0]['teacher_loss']:.4f} nats per token")
+        if len(results["seeds"]) > 1:
+            self.say(f"mean of {len(results['seeds'])} seeds ± half their range")
+        best = min(results["students"], key=lambda row: row.get("gap", row["attention_kl"])["mean"])
+        for sample in best["runs"][0].get("samples", []):
+            self.console.print()
+            for who in ("prompt", "teacher", "student"):
+                name = f"student ({best['name']})" if who == "student" else who
+                self.console.print(Text.assemble((f"{name}: ", "bold"), " ".join(sample[who].split())))
+
+
+_COLUMNS = {
+    "student_loss": "loss",
+    "gap": "gap",
+    "kl": "KL",
+    "top1_agreement": "top-1",
+    "cosine": "cosine",
+    "spearman": "Spearman",
+    "attention_kl": "attn KL",
+    "attention_output_error": "out err",
+}
+
+
+def results_table(results: dict[str, Any]) -> Table:
+    """Students down, figures across."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("student", no_wrap=True)
+    keys = [key for key in _COLUMNS if key in results["students"][0]]
+    for key in keys:
+        table.add_column(_COLUMNS[key], justify="right", no_wrap=True)
+    table.add_column("state", justify="right", no_wrap=True)
+    several = len(results["seeds"]) > 1
+    for row in results["students"]:
+        cells = [f"{row[k]['mean']:.3f}" + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+        table.add_row(row["name"], *cells, size(row["state_bytes"]))
+    return table
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def _shaded(value: float, top: float) -> Text:
+    shade = _SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * value / top))]
+    return Text(f"{value:.1f}" if value < 100 else f"{value:.0f}", style=shade)
