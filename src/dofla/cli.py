@@ -205,9 +205,8 @@ def generate(
     model, tokenizer = _student(student, dtype)
     if chat:
         message = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(message, **options)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     torch.manual_seed(seed)
@@ -231,7 +230,7 @@ def demo(
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
 ) -> None:
     """Run the whole pipeline on the bundled teacher: a few minutes on two CPU cores."""
-    _run(Recipe.load(Path(__file__).parent / "demo" / "demo.yaml", change), out)
+    _run(Recipe.load(Path(__file__).parent / "recipes" / "demo.yaml", change), out)
 
 
 def _run(recipe: Recipe, out: Path) -> None:

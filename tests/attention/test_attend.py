@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,13 +98,14 @@ def test_any_split_into_calls_is_one_call(seed, length, cuts, window, sinks, kin
     options = {"scaling": 0.7, "window": window, "sinks": sinks}
     bounds = [0, *sorted({c for c in cuts if c < length}), length]
     state, pieces = None, []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         part = None if weight is None else weight[:, start:stop]
         out, state = attend(
             q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], fm, weight=part, state=state, **options
         )
         pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, -2), oracle(q, k, v, fm, weight=weight, **options), rtol=1e-9, atol=1e-9)
+    expected = oracle(q, k, v, fm, weight=weight, **options)
+    torch.testing.assert_close(torch.cat(pieces, -2), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("order", ["rising", "falling", "peak in the middle", "random"])
@@ -166,16 +169,16 @@ def test_half_precision_stays_close():
 
 def test_state_keeps_its_size_and_can_be_copied_and_reordered():
     q, k, v, fm = make(4, 3, 2, 1, 60)
-    _, state = attend(q[:, :, :40], k[:, :, :40], v[:, :, :40], fm, scaling=1.0, window=4, sinks=2)
+    first, rest = (tuple(t[:, :, part] for t in (q, k, v)) for part in (slice(40), slice(40, None)))
+    options = {"scaling": 1.0, "window": 4, "sinks": 2}
+    _, state = attend(*first, fm, **options)
     kept = state.copy()
-    out, later = attend(q[:, :, 40:], k[:, :, 40:], v[:, :, 40:], fm, scaling=1.0, window=4, sinks=2, state=state)
+    out, later = attend(*rest, fm, **options, state=state)
     assert later.bytes == state.bytes
-    again, _ = attend(q[:, :, 40:], k[:, :, 40:], v[:, :, 40:], fm, scaling=1.0, window=4, sinks=2, state=kept)
+    again, _ = attend(*rest, fm, **options, state=kept)
     torch.testing.assert_close(out, again)
     order = torch.tensor([2, 0, 1])
-    swapped, _ = attend(
-        q[order, :, 40:], k[order, :, 40:], v[order, :, 40:], fm, scaling=1.0, window=4, sinks=2, state=kept.reorder(order)
-    )
+    swapped, _ = attend(*(t[order] for t in rest), fm, **options, state=kept.reorder(order))
     torch.testing.assert_close(swapped, out[order])
 
 
@@ -185,9 +188,7 @@ def test_log_kernel_is_exact_in_float32(seed, spread):
     g = torch.Generator().manual_seed(seed)
     a = spread * torch.randn(2, 4, 7, 6, generator=g)
     b = spread * torch.randn(2, 2, 9, 6, generator=g)
-    expected = torch.logsumexp(
-        a.double().unsqueeze(-2) + b.double().repeat_interleave(2, 1).unsqueeze(-3), dim=-1
-    )
+    expected = torch.logsumexp(a.double().unsqueeze(-2) + b.double().repeat_interleave(2, 1).unsqueeze(-3), dim=-1)
     torch.testing.assert_close(log_kernel(a, b).double(), expected, rtol=1e-5, atol=1e-4)
 
 

@@ -57,32 +57,32 @@ NAMES = _words("""
 
 RELATIONS = (
     Relation(
-        "{name} has a pet",
-        "What pet does {name} have?",
+        "{name} fed the",
+        "What did {name} feed?",
         _words("""
             dog cat bird fish frog bear fox duck rabbit mouse horse cow pig sheep goat lion tiger monkey turtle
             snake bee butterfly squirrel hen wolf deer whale spider bug worm puppy kitten
         """),
     ),
     Relation(
-        "{name} lives near the",
-        "Where does {name} live?",
+        "{name} saw the",
+        "What did {name} see?",
         _words("""
             park forest lake river beach sea hill mountain farm garden school store market castle tower bridge cave
             field pond island village city church road barn library museum zoo bakery harbor desert valley
         """),
     ),
     Relation(
-        "{name} has lost the",
-        "What has {name} lost?",
+        "{name} lost the",
+        "What did {name} lose?",
         _words("""
             ball kite car truck doll boat book hat cup box key bell drum ring coin stick rope lamp spoon bag shoe
             scarf blanket basket map balloon crown flute bike train clock pencil
         """),
     ),
     Relation(
-        "{name} loves to eat",
-        "What does {name} love to eat?",
+        "{name} ate",
+        "What did {name} eat?",
         _words("""
             cake bread soup cheese rice corn candy pie jam honey nuts grapes pears plums beans carrots potatoes
             cookies pancakes noodles pizza salad toast eggs butter berries cherries bananas peaches lemons melons
@@ -90,16 +90,16 @@ RELATIONS = (
         """),
     ),
     Relation(
-        "{name} likes the color",
-        "What color does {name} like?",
+        "{name} likes",
+        "What does {name} like?",
         _words("""
             red blue green yellow pink purple orange brown black white gray gold silver violet tan lime cream ruby
             rose sky snow mint coral amber
         """),
     ),
     Relation(
-        "{name} picked the number",
-        "What number did {name} pick?",
+        "{name} picked",
+        "What did {name} pick?",
         _words("""
             one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
             seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred

