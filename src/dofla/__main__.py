@@ -1,0 +1,5 @@
+"""``python -m dofla``."""
+
+from dofla.cli import main
+
+main()

@@ -1,0 +1,188 @@
+"""The command line: the whole chain of verbs on a tiny model, and one-line errors with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dofla.cli import main
+
+WORDS = [f"w{n}" for n in range(60)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a tiny model, its tokenizer, and text."""
+    folder = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+    documents = [" ".join(WORDS[i] for i in torch.randint(60, (40,), generator=generator)) for _ in range(60)]
+    (folder / "text.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def call(*arguments) -> int:
+    """Run the command line in this process; returns its exit code."""
+    before, sys.argv = sys.argv, ["dofla", *map(str, arguments)]
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code or 0
+    finally:
+        sys.argv = before
+    return 0
+
+
+def profiled(home: Path, name: str) -> Path:
+    folder = home / name
+    if not folder.exists():
+        options = ["--data", home / "text.txt", "--length", 32, "--windows", 8, "--samples", 64]
+        assert call("profile", home / "model", *options, "--out", folder) == 0
+    return folder
+
+
+def test_the_verbs_work_one_after_the_other(home, capsys):
+    profile = profiled(home, "profile")
+    assert json.loads((profile / "profile.json").read_text())["samples"] == 64
+    plan = home / "plan.json"
+    assert call("allocate", profile, "--budget", 8, "--out", plan) == 0
+    options = ["--data", home / "text.txt", "--length", 32, "--windows", 16, "--batch-size", 4]
+    assert call("distill", home / "model", "--plan", plan, *options, "--out", home / "distilled") == 0
+    assert len(json.loads((home / "distilled" / "losses.json").read_text())["layers"]) == 2
+    student = home / "distilled" / "adapter"
+    figures = home / "figures.json"
+    evaluation = ["--data", home / "text.txt", "--length", 16, "--windows", 4, "--out", figures]
+    assert call("evaluate", student, *evaluation) == 0
+    assert json.loads(figures.read_text())["language"]["teacher_loss"] > 0
+    assert call("generate", student, "--prompt", "w1 w2 w3", "--new-tokens", 5) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+RECIPE = """
+model: {model}
+budget: 8
+seeds: [0, 1]
+data: {{source: {text}, length: 32, windows: 16}}
+validation: {{source: {text}, length: 32, windows: 4, split: all}}
+profile: {{samples: 64, windows: 8}}
+students:
+  - {{name: Performer, strategy: fixed, trained: false}}
+  - {{name: DoF + Clip, strategy: dof_clip, window: 2, sinks: 1}}
+distill: {{steps: 3, rows: 8, checkpoint_every: 2}}
+evaluate: {{prompts: 1, prompt_tokens: 4, new_tokens: 4}}
+"""
+
+
+def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
+    recipe = home / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=home / "model", text=home / "text.txt"))
+    out = home / "run"
+    assert call("run", recipe, "--out", out) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert [row["name"] for row in results["students"]] == ["Performer", "DoF + Clip"]
+    assert {len(row["runs"]) for row in results["students"]} == {2}
+    finished = out / "students" / "dof-clip-seed1"
+    weights = (finished / "adapter" / "feature_maps.safetensors").read_bytes()
+    for path in sorted((finished / "adapter").iterdir()):
+        path.unlink()
+    (finished / "adapter").rmdir()
+    (finished / "evaluation.json").unlink()
+    assert call("run", recipe, "--out", out) == 0
+    assert (finished / "adapter" / "feature_maps.safetensors").read_bytes() == weights
+    again = json.loads((out / "results.json").read_text())
+    assert [row["gap"] for row in again["students"]] == [row["gap"] for row in results["students"]]
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert call("run", recipe, "--out", out, "--set", "budget=4") == 2
+    assert "another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["profile", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
+        (["profile", "MODEL", "--data", "missing.txt", "--out", "NEW"], ["missing.txt"]),
+        (["profile", "MODEL", "--data", "TEXT", "--length", 100000, "--out", "NEW"], ["100000", "tokens"]),
+        (["profile", "MODEL", "--data", "TEXT", "--out", "PROFILE"], ["exists already"]),
+        (["profile", "MODEL", "--data", "TEXT", "--normalization", "size", "--out", "NEW"], ["size", "trace"]),
+        (["profile", "MODEL", "--data", "TEXT", "--dtype", "int3", "--out", "NEW"], ["int3", "bfloat16"]),
+        (["allocate", "PROFILE", "--lambda", 0, "--out", "NEW"], ["lambda is 0"]),
+        (["allocate", "PROFILE", "--strategy", "best", "--out", "NEW"], ["best", "dof_clip"]),
+        (["allocate", "PROFILE", "--feature-map", "magic", "--out", "NEW"], ["magic", "prf"]),
+        (["allocate", "PROFILE", "--budget", 0, "--out", "NEW"], ["budget 0", "too small"]),
+        (["allocate", "missing", "--out", "NEW"], ["missing"]),
+        (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
+        (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
+        (["evaluate", "MODEL", "--data", "TEXT"], ["plain model"]),
+        (["run", "missing.yaml"], ["missing.yaml"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
+    places = {
+        "MODEL": home / "model",
+        "TEXT": home / "text.txt",
+        "NEW": home / "new",
+        "PROFILE": profiled(home, "profile"),
+    }
+    capsys.readouterr()
+    assert call(*(places.get(a, a) for a in arguments)) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+    assert not (home / "new").exists()
+    assert not list(home.glob(".*partial*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n- b", ["expected fields"]),
+        ("budget: 3", ["'model' is missing"]),
+        ("model: x\nbudgets: 3", ["budgets", "budget"]),
+        ("model: x\nbudget: lots", ["budget", "lots"]),
+        ("model: x\nbudget: true", ["budget", "True"]),
+        ("model: x\ndata: {wrong: 1}", ["data", "wrong"]),
+        ("model: x\nseeds: [a]", ["seeds"]),
+        ("model: x\nstudents: []", ["students"]),
+        ("model: x\nstudents: [{name: A}, {name: A}]", ["'A'"]),
+        ("model: [x", ["cannot be read"]),
+    ],
+)
+def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert call("run", recipe, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert str(recipe) in error
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+
+
+def test_the_installed_command_starts():
+    done = subprocess.run([sys.executable, "-m", "dofla", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip()
