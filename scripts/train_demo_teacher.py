@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from recall_initialisation import initialise_for_recall
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -30,10 +31,8 @@ END = "<|endoftext|>"
 LARGEST_FILE = 8_000_000
 # The recall circuit appears far sooner when recall documents come first, short ones before long ones.
 FIRST_RECALL_SHARE = 0.8
-FIRST_MOST_FACTS, MOST_FACTS = 4, 9
+FIRST_MOST_VILLAGERS, MOST_VILLAGERS = 4, 9
 LONGEST_FILLER = 240
-# Peak attention logits of the first layer (to nearby tokens) and of the others (to like tokens) at initialisation.
-LOCAL_LOGIT, MATCH_LOGIT = 9.0, 5.0
 
 
 class Arch(str, Enum):
@@ -52,16 +51,16 @@ def main(
     layers: int = 4,
     head_size: int = 32,
     context: int = 512,
-    batch: int = 4,
-    steps: int = 3000,
-    learning_rate: float = 8e-4,
+    batch: int = 6,
+    steps: int = 1500,
+    learning_rate: float = 1e-3,
     warmup: int = 100,
     weight_decay: float = 0.1,
     recall_share: Annotated[float, typer.Option(help="Share of recall documents after the curriculum.")] = 0.2,
-    curriculum: Annotated[float, typer.Option(help="Share of the steps that the curriculum takes.")] = 0.5,
+    curriculum: Annotated[float, typer.Option(help="Share of the steps that the curriculum takes.")] = 0.3,
     seed: int = 0,
     bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16: quicker where the CPU has AMX.")] = True,
-    report_every: int = 200,
+    report_every: int = 150,
 ) -> None:
     """Train a teacher and write model, tokenizer and training.json."""
     settings = {name: _plain(value) for name, value in locals().items()}
@@ -162,48 +161,8 @@ def build_model(
         pad_token_id=tokenizer.pad_token_id,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    initialise_for_recall(model, head_size)
+    initialise_for_recall(model)
     return model
-
-
-@torch.no_grad()
-def initialise_for_recall(model: torch.nn.Module, head_size: int) -> None:
-    """Start close to a circuit that recalls, which training from noise takes millions of tokens to find.
-
-    The first layer averages nearby tokens: its queries and keys read one direction that all embeddings share, so that
-    only the rotary phase is left to tell keys apart. Later layers attend to tokens like the current one, since their
-    queries and keys are equal projections. Values and output are each other's transpose: what is attended to is copied.
-    """
-    embedding = model.get_input_embeddings().weight
-    width = embedding.shape[1]
-    shared = torch.nn.functional.normalize(torch.randn(width), dim=0)
-    embedding += shared * embedding.std() * width**0.5
-    fastest = torch.zeros(head_size)
-    fastest[1:4] = 1
-    # A normalised embedding has half of its squared norm, the width, along the shared direction.
-    fastest *= (LOCAL_LOGIT * head_size**0.5 / fastest.sum() / (width / 2)) ** 0.5
-    heads = width // head_size
-    for index, (query, key, value, output) in enumerate(attention_weights(model, heads)):
-        if index == 0:
-            projection = torch.outer(fastest.repeat(heads), shared) + 0.02 * torch.randn(width, width)
-        else:
-            projection = torch.nn.init.orthogonal_(torch.empty(width, width)) * (MATCH_LOGIT / head_size**0.5) ** 0.5
-        query.copy_(projection.view_as(query))
-        key.copy_(projection.view_as(key))
-        copying = torch.nn.init.orthogonal_(torch.empty(width, width))
-        value.copy_(copying.view_as(value))
-        output.copy_(0.7 * copying.T)
-
-
-def attention_weights(model: torch.nn.Module, heads: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Each layer's query, key and value weights by head, and its output weight."""
-    width = model.config.hidden_size
-    for module in model.modules():
-        if hasattr(module, "query_key_value"):
-            yield *module.query_key_value.weight.view(heads, 3, -1, width).unbind(1), module.dense.weight
-        elif hasattr(module, "q_proj"):
-            projections = (module.q_proj, module.k_proj, module.v_proj)
-            yield *(linear.weight.view(heads, -1, width) for linear in projections), module.o_proj.weight
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -243,8 +202,8 @@ def mixed_batches(
         recall_count = count * (FIRST_RECALL_SHARE + (recall_share - FIRST_RECALL_SHARE) * progress)
         recall_count = int(recall_count + rng.random())
         longest_filler = round(LONGEST_FILLER * progress)
-        most_facts = round(FIRST_MOST_FACTS + (MOST_FACTS - FIRST_MOST_FACTS) * progress)
-        rows = [recall_row(tokenizer, longest_filler, most_facts, length, rng) for _ in range(recall_count)]
+        most_villagers = round(FIRST_MOST_VILLAGERS + (MOST_VILLAGERS - FIRST_MOST_VILLAGERS) * progress)
+        rows = [recall_row(tokenizer, longest_filler, most_villagers, length, rng) for _ in range(recall_count)]
         rows += [story_rows[next(story_order)][:length] for _ in range(count - recall_count)]
         yield torch.stack(rows)
 
@@ -255,12 +214,12 @@ def endless_shuffle(count: int, rng: Random) -> Iterator[int]:
 
 
 def recall_row(
-    tokenizer: PreTrainedTokenizerFast, longest_filler: int, most_facts: int, length: int, rng: Random
+    tokenizer: PreTrainedTokenizerFast, longest_filler: int, most_villagers: int, length: int, rng: Random
 ) -> torch.Tensor:
-    """A row that begins where a document begins, so that its facts are not cut off."""
+    """A row that begins where a document begins, so that its introductions are not cut off."""
     tokens: list[int] = []
     while len(tokens) < length:
-        [document] = recall_documents(1, rng.getrandbits(48), (0, longest_filler), (3, most_facts))
+        [document] = recall_documents(1, rng.getrandbits(48), (0, longest_filler), (3, most_villagers))
         tokens += [tokenizer.bos_token_id, *tokenizer.encode(document, add_special_tokens=False)]
     return torch.tensor(tokens[:length])
 

@@ -95,7 +95,7 @@ def test_nearby_tokens_do_not_suffice(model, documents):
     assert gap >= 0.3
 
 
-def test_facts_are_recalled_over_a_distance(model, tokenizer):
+def test_names_are_recalled_over_a_distance(model, tokenizer):
     prompts = recall_prompts(40, RECALL_DISTANCE, tokenizer, seed=2024)
     accuracy = sum(recalls(model, tokenizer, *prompt) for prompt in prompts) / len(prompts)
     print(f"recall at {RECALL_DISTANCE} tokens: {accuracy:.0%}")
