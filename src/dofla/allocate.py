@@ -6,12 +6,13 @@ a window and sinks, which cost bytes as well, are paid for out of the same budge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
-from dofla.plan import LayerPlan, Plan
+from dofla.plan import LayerPlan, Plan, is_whole
 from dofla.profile import LayerProfile, Profile
 from dofla.spectrum import DEFAULT_LAMBDA, check_lambda
 
@@ -21,13 +22,14 @@ Strategy = Callable[[Sequence[LayerProfile], Sequence[float], Fraction], list[Fr
 
 def fixed(layers: Sequence[LayerProfile], dof: Sequence[float], average: Fraction) -> list[Fraction]:
     """The same number everywhere."""
-    return [average] * len(layers)
+    return [Fraction(math.floor(average))] * len(layers)
 
 
 def proportional_to_dof(layers: Sequence[LayerProfile], dof: Sequence[float], average: Fraction) -> list[Fraction]:
-    """Algorithm 1: in proportion to the degrees of freedom, the mean being the budget."""
-    shares = [Fraction(n) for n in dof]
-    return [average * len(shares) * share / sum(shares) for share in shares]
+    """Algorithm 1: in proportion to the degrees of freedom, at the cost of ``average`` features everywhere."""
+    shares, costs = [Fraction(n) for n in dof], _costs(layers)
+    cost = sum(share * cost for share, cost in zip(shares, costs, strict=True))
+    return [average * sum(costs) * share / cost for share in shares]
 
 
 def clipped_dof(layers: Sequence[LayerProfile], dof: Sequence[float], average: Fraction) -> list[Fraction]:
@@ -85,7 +87,10 @@ def allocate(
     _check_choice("strategy", strategy, STRATEGIES)
     _check_choice("over_heads", over_heads, OVER_HEADS)
     feature_map_class(feature_map)
-    names = [layer.name for layer in profile.layers]
+    for what, number in (("budget", budget), ("window", window), ("sinks", sinks)):
+        if not is_whole(number) or number < 0:
+            raise DoflaError(f"{what} is {number!r}: give a whole number, 0 or more")
+    names = [layer.name for layer in (*profile.layers, *profile.skipped)]
     for name in keep_softmax:
         if name not in names:
             raise DoflaError(f"keep_softmax names {name!r}, which is no layer of this profile: it has {names[0]}, ...")
@@ -113,9 +118,9 @@ def allocate(
 
 def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sinks: int) -> Fraction:
     """Average number of features once window and sinks are paid for."""
-    numbers = sum(budget * x.kv_heads * (x.value_dim + 1) for x in layers)
+    numbers = budget * sum(_costs(layers))
     numbers -= sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in layers)
-    average = Fraction(numbers, sum(x.kv_heads * (x.value_dim + 1) for x in layers))
+    average = Fraction(numbers, sum(_costs(layers)))
     if average < 1:
         exact = f" after a window of {window} and {sinks} sinks" if window or sinks else ""
         raise DoflaError(
@@ -124,9 +129,14 @@ def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sin
     return average
 
 
+def _costs(layers: Sequence[LayerProfile]) -> list[int]:
+    """Numbers of state that one more feature per KV head costs in each layer."""
+    return [x.kv_heads * (x.value_dim + 1) for x in layers]
+
+
 def _round(layers: Sequence[LayerProfile], wished: Sequence[Fraction], average: Fraction) -> list[int]:
     """Whole numbers near the wished ones, at least 1 each, of no more total cost than ``average`` everywhere."""
-    costs = [x.kv_heads * (x.value_dim + 1) for x in layers]
+    costs = _costs(layers)
     counts = [max(1, int(share)) for share in wished]
     spare = average * sum(costs) - sum(cost * count for cost, count in zip(costs, counts, strict=True))
     # Layers lifted to 1 may have used more than there is: take it back where a feature is the smallest loss.

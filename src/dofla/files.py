@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,21 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary path that replaces the file ``path`` when the block ends well, and vanishes otherwise."""
+    """A temporary path that replaces the file ``path`` when the block ends well, and vanishes otherwise.
+
+    Raises:
+        DoflaError: if the system does not let it be written.
+    """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         yield partial
         partial.replace(path)
+    except OSError as error:
+        raise DoflaError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def write_json(path: str | Path, data: Any) -> None:
@@ -64,6 +71,8 @@ def read_json(path: str | Path, what: str) -> Any:
         raise DoflaError(f"{path} does not exist: it should hold {what}") from None
     except IsADirectoryError:
         raise DoflaError(f"{path} is a folder: expected a file with {what}") from None
+    except OSError as error:
+        raise DoflaError(f"cannot read {path}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DoflaError(f"{path} is not {what}: {error}") from error
     if not isinstance(data, dict):

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
 
 from dofla.attention import State, attend, exact_scores, log_kernel
 from dofla.feature_maps import FeatureMap, feature_map_class
+
+
+def without_autocast(method: Callable) -> Callable:
+    """For methods that take exponents: mixed-precision training would halve the precision of the products in them."""
+
+    @wraps(method)
+    def call(self: nn.Module, query: Tensor, *args, **kwargs):
+        if not torch.amp.is_autocast_available(query.device.type):
+            return method(self, query, *args, **kwargs)
+        with torch.autocast(query.device.type, enabled=False):
+            return method(self, query, *args, **kwargs)
+
+    return call
 
 
 class LinearAttention(nn.Module):
@@ -44,6 +58,7 @@ class LinearAttention(nn.Module):
         for feature_map in self.maps:
             feature_map.reset_parameters(generator)
 
+    @without_autocast
     def forward(
         self,
         query: Tensor,
@@ -78,6 +93,7 @@ class LinearAttention(nn.Module):
                 after.append(state)
         return self.join(outputs, query.shape[1] // key.shape[1]), after
 
+    @without_autocast
     def log_scores(
         self, query: Tensor, key: Tensor, rows: Tensor, *, scaling: float, weight: Tensor | None, causal: bool
     ) -> Tensor:

@@ -41,21 +41,30 @@ class LayerPlan:
     keep_softmax: bool = False
 
     def __post_init__(self) -> None:
+        self._check_whole("kv_heads", "head_dim", "value_dim", least=1)
+        if not isinstance(self.keep_softmax, bool):
+            raise DoflaError(f"layer {self.name}: keep_softmax is {self.keep_softmax!r}: give true or false")
         if self.keep_softmax:
             return
-        feature_map_class(self.feature_map)
+        try:
+            feature_map_class(self.feature_map)
+        except DoflaError as error:
+            raise DoflaError(f"layer {self.name}: {error}") from None
         counts = self.features if isinstance(self.features, list) else [self.features]
         if isinstance(self.features, list) and len(counts) != self.kv_heads:
             raise DoflaError(
                 f"layer {self.name}: {len(counts)} feature numbers for {self.kv_heads} KV heads: "
                 "give one each, or an int"
             )
-        if not all(_is_whole(count) and count >= 1 for count in counts):
-            raise DoflaError(f"layer {self.name}: features is {self.features}: every KV head needs at least 1")
-        for what in ("window", "sinks"):
-            if not _is_whole(getattr(self, what)) or getattr(self, what) < 0:
-                value = getattr(self, what)
-                raise DoflaError(f"layer {self.name}: {what} is {value!r}: give a whole number, 0 or more")
+        if not all(is_whole(count) and count >= 1 for count in counts):
+            raise DoflaError(f"layer {self.name}: features is {self.features!r}: every KV head needs at least 1")
+        self._check_whole("window", "sinks", least=0)
+
+    def _check_whole(self, *fields: str, least: int) -> None:
+        for what in fields:
+            value = getattr(self, what)
+            if not is_whole(value) or value < least:
+                raise DoflaError(f"layer {self.name}: {what} is {value!r}: give a whole number, {least} or more")
 
     @property
     def features_per_head(self) -> list[int]:
@@ -121,13 +130,18 @@ class Plan:
         layers = data.get("layers")
         if not isinstance(layers, dict) or not layers:
             raise DoflaError(f"{where} has no layers: a plan lists its attention modules by name under 'layers'")
-        try:
-            plans = [LayerPlan(name=name, **entry) for name, entry in layers.items()]
-        except DoflaError:
-            raise
-        except TypeError as error:
-            raise DoflaError(f"{where} has a layer with wrong fields: {error}") from error
-        return cls(plans, str(data.get("model", "")), dict(data.get("made_by") or {}))
+        plans = []
+        for name, entry in layers.items():
+            try:
+                plans.append(LayerPlan(name=name, **entry))
+            except DoflaError as error:
+                raise DoflaError(f"{where}: {error}") from None
+            except TypeError as error:
+                raise DoflaError(f"{where}: layer {name} has wrong fields: {error}") from error
+        made_by = data.get("made_by") or {}
+        if not isinstance(made_by, dict):
+            raise DoflaError(f"{where}: made_by is {made_by!r}: give an object, or leave it out")
+        return cls(plans, str(data.get("model", "")), made_by)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, replacing what was there."""
@@ -142,5 +156,6 @@ class Plan:
         return cls.from_dict(read_json(path, "a plan"), str(path))
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is an integer, which True is not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -92,14 +92,18 @@ class Profile:
     def load(cls, folder: str | Path) -> Profile:
         """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
         folder = Path(folder)
-        data = read_json(folder / "profile.json", "a profile")
+        data, path = read_json(folder / "profile.json", "a profile"), folder / "spectra.safetensors"
         try:
-            tensors = load_file(folder / "spectra.safetensors")
-            return cls._from_json(data, tensors)
+            tensors = load_file(path)
         except FileNotFoundError:
-            raise DoflaError(f"{folder / 'spectra.safetensors'} is missing: run dofla profile again") from None
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise DoflaError(f"{folder} is not a readable profile ({error}): run dofla profile again") from error
+            raise DoflaError(f"{path} is missing: run dofla profile again") from None
+        except (SafetensorError, OSError) as error:
+            raise DoflaError(f"{path} is damaged ({error}): run dofla profile again") from error
+        try:
+            return cls._from_json(data, tensors)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
 
     def _to_json(self) -> dict:
         dof = self.dof()
@@ -123,6 +127,8 @@ class Profile:
             eigenvalues = tensors[entry["name"]]
             if len(eigenvalues) != len(entry["per_head"]):
                 raise ValueError(f"{entry['name']}: {len(eigenvalues)} spectra for {len(entry['per_head'])} heads")
+            if not torch.isfinite(eigenvalues).all():
+                raise ValueError(f"{entry['name']}: its eigenvalues are not finite")
             spectra, statistics = [], []
             for values, head in zip(eigenvalues, entry["per_head"], strict=True):
                 spectra.append(Spectrum(values, head.pop("log_scale"), head.pop("retry")))

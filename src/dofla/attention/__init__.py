@@ -13,13 +13,14 @@ from dofla.attention.chunked import chunked
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
 from dofla.attention.recurrent import recurrent
-from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer
+from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable
 
 __all__ = [
     "LOG_ZERO",
     "FeatureState",
     "State",
     "TokenBuffer",
+    "accumulable",
     "attend",
     "chunked",
     "exact_scores",

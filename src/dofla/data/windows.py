@@ -114,6 +114,14 @@ def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -
     return TokenWindows.of(data)
 
 
+def batches(windows: TokenWindows | Images, batch_size: int) -> list[range]:
+    """Positions of the windows of each batch, in order; the last batch may be smaller. DoflaError if batch_size < 1."""
+    if batch_size < 1:
+        raise DoflaError(f"batch_size is {batch_size}: give 1 or more")
+    count = len(windows)
+    return [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
+
+
 def _int64(tensor: Any, name: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DoflaError(

@@ -34,18 +34,21 @@ class Checkpoint:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DoflaError(f"cannot write to {self.folder}: {error.strerror}") from error
-        data = next(iter(windows.batch(range(len(windows))).values()))
-        digest = hashlib.blake2b(data.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-        self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows), "data": digest}
+        digest = hashlib.blake2b(digest_size=8)
+        for data in windows.batch(range(len(windows))).values():
+            digest.update(data.cpu().contiguous().view(torch.uint8).numpy())
+        self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows)}
+        self.settings["data"] = digest.hexdigest()
 
-    def resume(self, layers: Mapping[str, LinearAttention], optimizer, schedule) -> list[list[float]]:
-        """Load what an interrupted run left, if any, and return its curve [steps done][layers].
+    def resume(self, layers: Mapping[str, LinearAttention], optimizer) -> list[list[float]]:
+        """Load what an interrupted run left and return its curve [steps done][layers]; save the start of a new run.
 
         Raises:
             DoflaError: if the file is damaged or belongs to other settings.
         """
         path = self.folder / STATE
         if not path.exists():
+            self.save(layers, optimizer, [])
             return []
         try:
             with safe_open(path, "pt") as file:
@@ -58,14 +61,15 @@ class Checkpoint:
                 raise DoflaError(
                     f"{path} belongs to a run with another {key}: remove it to start over, or choose another folder"
                 )
-        curve = tensors["curve"]
-        with torch.no_grad():
-            for name, parameter in _named_parameters(layers):
-                parameter.copy_(tensors[name])
-                moments = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in _MOMENTS}
-                optimizer.state[parameter] = {"step": torch.tensor(float(len(curve))), **moments}
-        for _ in curve:
-            schedule.step()
+        try:
+            curve = tensors["curve"]
+            with torch.no_grad():
+                for name, parameter in _named_parameters(layers):
+                    parameter.copy_(tensors[name])
+                    moments = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in _MOMENTS}
+                    optimizer.state[parameter] = {"step": torch.tensor(float(len(curve))), **moments}
+        except KeyError as error:
+            raise DoflaError(f"{path} is damaged ({error} is missing): remove it to start over") from error
         return curve.tolist()
 
     def save(self, layers: Mapping[str, LinearAttention], optimizer, curve: list[list[float]]) -> None:
@@ -74,10 +78,11 @@ class Checkpoint:
         for name, parameter in _named_parameters(layers):
             tensors[name] = parameter.detach().cpu().contiguous()
             for key in _MOMENTS:
-                tensors[f"{name}:{key}"] = optimizer.state[parameter][key].cpu().contiguous()
+                moment = optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+                tensors[f"{name}:{key}"] = moment.detach().cpu().contiguous()
         with replacing(self.folder / STATE) as partial:
             save_file(tensors, partial, metadata={"settings": json.dumps(self.settings)})
-        by_layer = dict(zip(layers, zip(*curve, strict=True), strict=True))
+        by_layer = {name: [losses[n] for losses in curve] for n, name in enumerate(layers)}
         write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": by_layer})
 
 

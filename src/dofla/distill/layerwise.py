@@ -17,7 +17,8 @@ from dofla.distill.checkpoint import Checkpoint
 from dofla.distill.losses import layer_loss
 from dofla.errors import DoflaError
 from dofla.feature_maps import FeatureMap
-from dofla.integration.recorder import AttentionCall, recording
+from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_of
 
 
@@ -87,14 +88,14 @@ def distill(
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {})}
 
     optimizer = torch.optim.Adam(_parameter_groups(layers, learning_rates or {}))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: (1 + math.cos(math.pi * done / steps)) / 2)
+    optimizer.zero_grad()  # of what a run that was broken off may have left
+    rates = [group["lr"] for group in optimizer.param_groups]
     curve: list[list[float]] = []
     checkpoint = Checkpoint(folder, settings, plan_of(student), windows) if folder is not None else None
     if checkpoint is not None:
-        curve = checkpoint.resume(layers, optimizer, schedule)
+        curve = checkpoint.resume(layers, optimizer)
 
     started = time.perf_counter()
-    student.eval()
     for step in range(len(curve), steps):
         losses = dict.fromkeys(layers, 0.0)
 
@@ -107,12 +108,13 @@ def distill(
             value.backward()
             losses[call.name] += value.item()
 
-        with recording(student, layers, learn), torch.no_grad():
+        with evaluation_mode(student), recording(student, layers, learn), torch.no_grad():
             for batch in _batches(windows, batch_size, accumulate, seed, step):
-                student.base_model(**{k: v.to(student.device) for k, v in batch.items()})
+                run_body(student, batch)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
         curve.append(list(losses.values()))
         if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
             checkpoint.save(layers, optimizer, curve)
@@ -139,7 +141,7 @@ def _parameter_groups(layers: Mapping[str, torch.nn.Module], given: Mapping[str,
 
 def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
     rate = given.get(name, feature_map.learning_rates.get(name))
-    if rate is None or not rate > 0:
+    if rate is None or not 0 < rate < math.inf:
         raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
     return rate
 

@@ -32,9 +32,15 @@ def attention_kl(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> T
 
 
 def softmax_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
-    """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect."""
-    real = call.real_rows(rows).unsqueeze(1)
-    return (attention_kl(call, layer, rows) * real).sum() / (real.sum() * call.query.shape[1])
+    """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect.
+
+    The divisor counts the real rows that a random draw of as many rows is expected to hold, and not those that this
+    one holds (perhaps none): only so is the loss of a draw an unbiased estimate of the loss of all rows.
+    """
+    batch, heads, length, _ = call.query.shape
+    real = batch * length if call.weight is None else call.weight.bool().sum()
+    kl = attention_kl(call, layer, rows) * call.real_rows(rows).unsqueeze(1)
+    return kl.sum() / (real * heads * len(rows) / length)
 
 
 def l2_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
@@ -49,7 +55,8 @@ def l2_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor
     over = (0, 2, 3)
     level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
     level = level[None, :, None, None]
-    error = (torch.exp(exact - level) - torch.exp(approximate - level)).square().sum(over).log()
+    error = (torch.exp(exact - level) - torch.exp(approximate - level)).square().sum(over)
+    error = error.clamp_min(torch.finfo(error.dtype).tiny).log()  # a perfect student has an error of exactly 0
     return (error + 2 * level.flatten() - torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)).mean()
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows
+from dofla.data import Images, TokenWindows, batches
+from dofla.integration.recorder import run_body
 from dofla.integration.surgery import softmax
 
 
@@ -21,9 +22,8 @@ def embedding_figures(
         ``spearman`` (rank correlation, over all pairs of inputs, of the similarities that either model gives them).
     """
     embeddings: dict[str, list[Tensor]] = {"teacher": [], "student": []}
-    for start in range(0, len(windows), batch_size):
-        batch = windows.batch(range(start, min(start + batch_size, len(windows))))
-        batch = {k: v.to(student.device) for k, v in batch.items()}
+    for part in batches(windows, batch_size):
+        batch = windows.batch(part)
         with softmax(student):
             embeddings["teacher"].append(_embed(student, batch))
         embeddings["student"].append(_embed(student, batch))
@@ -34,9 +34,9 @@ def embedding_figures(
 
 
 def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    hidden = model.base_model(**batch).last_hidden_state.float()
+    hidden = run_body(model, batch).last_hidden_state.float()
     mask = batch.get("attention_mask")
-    weights = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask.float()
+    weights = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask.to(hidden)
     pooled = (hidden * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
     return torch.nn.functional.normalize(pooled, dim=-1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows
+from dofla.data import Images, TokenWindows, batches
 from dofla.distill.losses import attention_kl
-from dofla.integration.recorder import AttentionCall, recording
+from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.surgery import linear_layers
 
 ROWS = 128
@@ -46,7 +46,6 @@ def attention_fidelity(
         )
 
     with recording(student, layers, compare):
-        for start in range(0, len(windows), batch_size):
-            batch = windows.batch(range(start, min(start + batch_size, len(windows))))
-            student.base_model(**{k: v.to(student.device) for k, v in batch.items()})
+        for part in batches(windows, batch_size):
+            run_body(student, windows.batch(part))
     return {name: {"kl": (s[0] / s[1]).item(), "output_error": (s[2] / s[3]).sqrt().item()} for name, s in sums.items()}

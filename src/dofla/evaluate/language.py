@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, batches
 from dofla.errors import DoflaError
 from dofla.integration.surgery import softmax
 
@@ -28,17 +28,21 @@ def next_token_figures(
         ``teacher_loss``, ``student_loss``, ``gap`` (nats per token), ``gap_interval`` (95 %, bootstrap over windows),
         ``kl`` (KL(teacher ‖ student) of the next-token distributions, nats), ``top1_agreement`` (share of positions
         where both find the same token likeliest).
+
+    Raises:
+        DoflaError: if the windows hold one token each, or the student's logits are not finite.
     """
+    if windows.length < 2:
+        raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     rows = []
-    starts = range(0, len(windows), batch_size)
-    for done, start in enumerate(starts, start=1):
-        batch = windows.batch(range(start, min(start + batch_size, len(windows))))
-        batch = {k: v.to(student.device) for k, v in batch.items()}
+    parts = batches(windows, batch_size)
+    for done, part in enumerate(parts, start=1):
+        batch = {k: v.to(student.device) for k, v in windows.batch(part).items()}
         with softmax(student):
             teacher = student(**batch, use_cache=False).logits
         rows.append(_compare(teacher, student(**batch, use_cache=False).logits, batch))
         if progress:
-            progress(done, len(starts))
+            progress(done, len(parts))
     sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, teacher, student, kl, agreement
     tokens = sums[:, 0].sum()
     teacher_loss, student_loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()

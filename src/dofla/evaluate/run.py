@@ -12,6 +12,7 @@ from dofla.data import Images, TokenWindows, as_windows
 from dofla.evaluate.embeddings import embedding_figures
 from dofla.evaluate.fidelity import attention_fidelity
 from dofla.evaluate.language import next_token_figures
+from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of
 
 FIDELITY_WINDOWS = 16
@@ -41,19 +42,15 @@ def evaluate(
     """
     windows = as_windows(tokens)
     plan = plan_of(student)
-    training = student.training
-    student.eval()
-    try:
+    with evaluation_mode(student):
         figures: dict[str, Any] = {"model": describe(student), "source": windows.source, "windows": len(windows)}
         if isinstance(windows, TokenWindows) and student.can_generate():
             options = {"batch_size": batch_size, "seed": seed, "progress": progress}
             figures["language"] = next_token_figures(student, windows, **options)
         else:
-            figures["embeddings"] = embedding_figures(student, windows)
+            figures["embeddings"] = embedding_figures(student, windows, batch_size=batch_size)
         some = windows.take(FIDELITY_WINDOWS) if isinstance(windows, TokenWindows) else windows
         figures["layers"] = attention_fidelity(student, some, batch_size=batch_size, seed=seed)
-    finally:
-        student.train(training)
     if isinstance(windows, TokenWindows):
         figures["length"] = windows.length
         figures["softmax_bytes"] = plan.softmax_bytes(windows.length, student.dtype)

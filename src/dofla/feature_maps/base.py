@@ -13,7 +13,7 @@ class FeatureMap(nn.Module, ABC):
     """M positive features for the queries and keys of ``heads`` KV heads, given as their logarithms.
 
     Attention depends on the features only through ``logsumexp_m(log_query[i, m] + log_key[j, m])``, and a constant
-    added to all log-features of one query changes nothing.
+    added to all log-features of one query changes nothing. They are float64 for vectors in float64, else float32.
 
     Attributes:
         heads: KV heads; the query heads of a group share the features of their KV head.
@@ -34,11 +34,11 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        """Log-features [B, H, L, M] of queries ``x`` [B, H, L, d], H a multiple of ``heads``; never below float32."""
+        """Log-features [B, H, L, M] of queries ``x`` [B, H, L, d], H a multiple of ``heads``."""
 
     @abstractmethod
     def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]; never below float32."""
+        """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]."""
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}"

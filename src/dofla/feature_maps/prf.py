@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from dofla.attention import accumulable
 from dofla.feature_maps.base import FeatureMap
 
 
@@ -36,10 +37,9 @@ class PRF(FeatureMap):
         return log_features.view(batch, heads, length, self.features)
 
     def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        z = self.z if x.dtype == torch.float64 else self.z.float()
-        x = x.to(z.dtype) * math.sqrt(scaling)
-        weight = (self.log_alpha.to(z.dtype) - math.log(self.features)) / 2
-        return x @ z.mT + (weight.unsqueeze(-2) - x.square().sum(dim=-1, keepdim=True) / 2)
+        x = accumulable(x) * math.sqrt(scaling)
+        weight = (self.log_alpha.to(x.dtype) - math.log(self.features)) / 2
+        return x @ self.z.to(x.dtype).mT + (weight.unsqueeze(-2) - x.square().sum(dim=-1, keepdim=True) / 2)
 
 
 def orthogonal_gaussian(heads: int, rows: int, dim: int, generator: torch.Generator | None = None) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import CacheLayerMixin
 
 from dofla.attention import State
 from dofla.errors import DoflaError
-from dofla.integration.interface import LINEAR
+from dofla.integration.interface import LINEAR, cache_entry
 
 
 class LinearCacheLayer(CacheLayerMixin):
@@ -28,6 +28,7 @@ class LinearCacheLayer(CacheLayerMixin):
         super().__init__()
         self.states: list[State] | None = None
         self.tokens = 0
+        self.handed_over = False
 
     @property
     def bytes(self) -> int:
@@ -38,6 +39,12 @@ class LinearCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.handed_over:
+            raise DoflaError(
+                "the cache holds states of linear attention, which softmax attention cannot go on from: "
+                "start with a fresh cache"
+            )
+        self.handed_over = False
         self.is_initialized = True
         self.tokens += key_states.shape[-2]
         return key_states, value_states
@@ -66,7 +73,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise DoflaError(
-                f"cannot take {tokens_to_remove} tokens back out of a linear-attention state: "
+                f"cannot take {abs(tokens_to_remove)} tokens back out of a linear-attention state: "
                 "assisted decoding and rollback need softmax attention, or a copy of the cache made earlier"
             )
 
@@ -81,6 +88,7 @@ class LinearCacheLayer(CacheLayerMixin):
             self.states = [fn(state) for state in self.states]
 
 
+@torch.compiler.disable
 def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a linearised module: give it its cache entry, swapping in ours the first time.
 
@@ -89,11 +97,13 @@ def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
     if module.config._attn_implementation != LINEAR:
         return
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-    module.dofla.give_cache(None if cache is None else linear_entry(cache, module.layer_idx))
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    cache_entry.set(None if cache is None else linear_entry(cache, module.layer_idx, module.dofla.beside_softmax))
 
 
-def linear_entry(cache: Cache, index: int) -> LinearCacheLayer:
-    """Entry ``index`` of the cache, made linear if it is still empty."""
+def linear_entry(cache: Cache, index: int, beside_softmax: bool) -> LinearCacheLayer:
+    """Entry ``index`` of the cache, made linear if it is still empty, and ready for the next tokens."""
     while len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     entry = cache.layers[index]
@@ -103,7 +113,13 @@ def linear_entry(cache: Cache, index: int) -> LinearCacheLayer:
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
                 "start generation of a linearised model with a fresh cache"
             )
+        if beside_softmax and isinstance(entry, StaticLayer):
+            raise DoflaError(
+                "a static cache cannot serve linear and softmax layers in one model: use the dynamic cache, "
+                "which is the default"
+            )
         entry = cache.layers[index] = LinearCacheLayer()
+    entry.handed_over = True
     return entry
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.files import new_folder, read_json, write_json
-from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of
+from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, restore
 from dofla.plan import Plan
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
@@ -90,10 +90,11 @@ def load(path: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) ->
     plan = Plan.load(folder / "plan.json")
     tensors = read_tensors(folder / WEIGHTS)
     base = adapter.get("base_model")
-    if not base:
+    if not (base and isinstance(base, str)):
         raise DoflaError(f"{folder / ADAPTER} names no base model: set 'base_model' to its path or name")
     model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
-    linearize(model, plan)
+    # The base of a student that was opened from a standalone checkpoint is that checkpoint.
+    linearize(restore(model) if is_linearized(model) else model, plan)
     load_feature_map_tensors(model, tensors, str(folder / WEIGHTS))
     return model
 
@@ -108,18 +109,26 @@ def load_model(
     """
     # Without the safetensors flag transformers would fall back to pickled weights.
     kwargs = {"use_safetensors": True, **kwargs}
+    # Tensors of another shape are let pass and named below; transformers says no more than that there are some.
+    resize = kwargs.pop("ignore_mismatched_sizes", False)
+    options = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         wanted = class_name or (config.architectures or [None])[0]
-        auto = getattr(transformers, wanted or "", None) or transformers.AutoModel
+        auto = getattr(transformers, str(wanted), None)
+        if not (isinstance(auto, type) and issubclass(auto, PreTrainedModel)):
+            auto = transformers.AutoModel
         if trust_remote_code and getattr(config, "auto_map", None):
             auto = transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+        model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except DoflaError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DoflaError(f"cannot load model {str(name)!r}: {first_line}") from error
+    if loaded["mismatched_keys"] and not resize:
+        key, found, expected = min(loaded["mismatched_keys"])
+        raise DoflaError(f"cannot load model {str(name)!r}: {key} is {list(found)}, not {list(expected)}")
     return model.eval()
 
 

@@ -28,6 +28,10 @@ RECORDING = "dofla_recording"
 Visitor = Callable[..., None]
 _visitor: ContextVar[Visitor | None] = ContextVar("dofla_visitor", default=None)
 
+cache_entry: ContextVar[Any] = ContextVar("dofla_cache_entry", default=None)
+"""The entry of the cache that the linear layer being called reads and writes, or None. A variable of the thread, so
+that several can generate with one model."""
+
 
 @torch.compiler.disable
 def linear_attention(
@@ -55,7 +59,8 @@ def linear_attention(
         raise DoflaError("output_attentions: linear attention forms no attention weights; use dofla.softmax(model)")
     query, scaling = standard_scaling(module, query, scaling)
     causal = is_causal(module, kwargs)
-    cache = layer.take_cache()
+    cache = cache_entry.get()
+    cache_entry.set(None)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     out, states = layer(
         query, key, value, scaling=scaling, weight=weight, states=cache.states if cache else None, causal=causal

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, as_windows
+from dofla.data import Images, TokenWindows, as_windows, batches
 from dofla.errors import DoflaError
-from dofla.integration.recorder import AttentionCall, recording
-from dofla.integration.sites import AttentionSite, attention_sites
+from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.sites import AttentionSite, attention_sites, evaluation_mode
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.spectrum import NORMALIZATIONS, gram_spectrum
@@ -156,6 +155,7 @@ def profile(
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
     windows = as_windows(tokens)
+    parts = batches(windows, batch_size)
     sites, skipped = _choose(attention_sites(model), keep_softmax)
     reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in sites}
     tallies = {name: Tally(torch.Generator().manual_seed(seed)) for name in sites}
@@ -168,19 +168,11 @@ def profile(
         reservoirs[call.name].add(call)
         tallies[call.name].add(call)
 
-    training = model.training
-    # The head on top (a vocabulary of logits) plays no part in attention and can cost more than a layer.
-    body = model.base_model.eval()
-    try:
-        with recording(model, sites, look), torch.inference_mode():
-            starts = range(0, len(windows), batch_size)
-            for batch_number, start in enumerate(starts):
-                batch = windows.batch(range(start, min(start + batch_size, len(windows))))
-                body(**{k: v.to(model.device) for k, v in batch.items()}, **_without_cache(model))
-                if progress:
-                    progress("reading", batch_number + 1, len(starts))
-    finally:
-        model.train(training)
+    with evaluation_mode(model), recording(model, sites, look), torch.inference_mode():
+        for batch_number, part in enumerate(parts):
+            run_body(model, windows.batch(part))
+            if progress:
+                progress("reading", batch_number + 1, len(parts))
 
     layers = []
     for done, (name, site) in enumerate(sites.items(), start=1):
@@ -219,7 +211,3 @@ def _choose(
     if not chosen:
         raise DoflaError("no layer is left to linearise: all attend to bounded windows or are in keep_softmax")
     return chosen, skipped
-
-
-def _without_cache(model: PreTrainedModel) -> dict[str, Any]:
-    return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}

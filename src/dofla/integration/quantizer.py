@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 from dofla.plan import Plan
 
@@ -43,13 +44,18 @@ class DoflaQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from dofla.integration.surgery import attach
+        from dofla.integration.surgery import attach, renamed, softmax_implementation
 
+        self.quantization_config.plan = renamed(self.quantization_config.plan, model)
         attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
-        model._dofla_softmax_implementation = model.config._attn_implementation
+        model._dofla_softmax_implementation = softmax_implementation(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            loaded = parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)
+            if f".{METHOD}." in name and not loaded:
+                raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
         model.set_attn_implementation(LINEAR)
         # transformers forbids .half() and .to(dtype) on quantised models; this one is none.
         model.is_quantized = False

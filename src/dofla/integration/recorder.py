@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
@@ -72,3 +73,12 @@ def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[A
 
     with attention_implementation(model, RECORDING), visiting(forward_call):
         yield
+
+
+def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput:
+    """Run the model on a batch, without its head and without filling a cache.
+
+    The head on top (a vocabulary of logits) plays no part in attention and can cost more than a layer.
+    """
+    options = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
+    return model.base_model(**{k: v.to(model.device) for k, v in batch.items()}, **options)

@@ -52,6 +52,18 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
         model.set_attn_implementation(before)
 
 
+@contextmanager
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the model is in evaluation mode; afterwards each module is in the mode it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     """All attention modules of ``model`` by name, in the order of the forward pass.
 
@@ -81,13 +93,8 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             ),
         )
 
-    training = model.training
-    model.eval()
-    try:
-        with attention_implementation(model, RECORDING), visiting(visit), torch.no_grad():
-            model(**_a_few_tokens(model))
-    finally:
-        model.train(training)
+    with evaluation_mode(model), attention_implementation(model, RECORDING), visiting(visit), torch.no_grad():
+        model(**_a_few_tokens(model))
     if not sites:
         raise DoflaError(_unreachable(model))
     return sites
@@ -131,4 +138,6 @@ def _a_few_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     ids = (torch.arange(8, device=device) % config.get_text_config().vocab_size).unsqueeze(0)
     # Two lengths, so that cross-attention shows as more keys than queries.
     extra = {"decoder_input_ids": ids[:, :6]} if config.is_encoder_decoder else {}
+    if getattr(config, "add_cross_attention", False):
+        extra["encoder_hidden_states"] = torch.zeros(1, 6, config.hidden_size, device=device, dtype=model.dtype)
     return {"input_ids": ids, **extra}

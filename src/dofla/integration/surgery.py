@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.cache import LinearCacheLayer, hand_over_cache
+from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites
@@ -26,19 +27,10 @@ class AttachedLinearAttention(LinearAttention):
     half-precision log-feature would be off by whole factors.
     """
 
-    def __init__(self, layer: LayerPlan) -> None:
+    def __init__(self, layer: LayerPlan, beside_softmax: bool) -> None:
         super().__init__(layer.feature_map, layer.features_per_head, layer.head_dim, layer.window, layer.sinks)
         self.name = layer.name
-        self._cache: LinearCacheLayer | None = None
-
-    def give_cache(self, cache: LinearCacheLayer | None) -> None:
-        """Called before the module's forward pass."""
-        self._cache = cache
-
-    def take_cache(self) -> LinearCacheLayer | None:
-        """Called once by the attention function; the layer keeps no hold on a user's cache."""
-        cache, self._cache = self._cache, None
-        return cache
+        self.beside_softmax = beside_softmax
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def move_only(t: Tensor) -> Tensor:
@@ -65,8 +57,9 @@ def linearize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> PreTraine
     """
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) first")
+    plan = renamed(plan, model)
     _check(plan, attention_sites(model))
-    before = model.config._attn_implementation
+    before = softmax_implementation(model)
     generator = torch.Generator().manual_seed(seed)
     for layer in attach(model, plan):
         layer.reset_parameters(generator)
@@ -77,18 +70,40 @@ def linearize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> PreTraine
     return model
 
 
+def softmax_implementation(model: PreTrainedModel) -> str:
+    """The attention a model not yet linearised runs with. Ours in its place (asked for when loading, or taken over
+    with the config of a student) says nothing; then it is the model's default."""
+    name = model.config._attn_implementation
+    return model.get_correct_attn_implementation(None) if name == LINEAR else name
+
+
 def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
     """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
     attached = []
-    for layer in plan.layers:
-        if layer.keep_softmax:
-            continue
-        module = model.get_submodule(layer.name)
-        module.dofla = AttachedLinearAttention(layer).to(next(module.parameters()).device)
+    linear = [layer for layer in plan.layers if not layer.keep_softmax]
+    for layer in linear:
+        try:
+            module = model.get_submodule(layer.name)
+        except AttributeError:
+            raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
+        module.dofla = AttachedLinearAttention(layer, beside_softmax=len(linear) < len(plan.layers))
+        module.dofla.to(next(module.parameters()).device)
         module.dofla.train(module.training)
         module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
         attached.append(module.dofla)
     return attached
+
+
+def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
+    """The plan with the names its layers have in ``model``, which may be the body alone of the model it was made
+    for, or the same body under another head."""
+    prefix = f"{model.base_model_prefix}."
+    modules = dict(model.named_modules())
+    layers = []
+    for layer in plan.layers:
+        names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
+        layers.append(replace(layer, name=next((name for name in names if name in modules), layer.name)))
+    return replace(plan, layers=layers)
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,90 @@
+"""Tiny random models for all tests, as the fixture ``tiny``. Nothing may try the network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.utils import logging
+
+from dofla import LayerPlan, Plan
+from dofla.integration.sites import attention_sites
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+
+VOCABULARY = 64
+# Weights of this size make attention far from uniform.
+_SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+_TEXT = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+class Tiny:
+    """Models with the weights of a seed, texts for them, and plans that treat all their layers alike."""
+
+    def llama(self, seed: int = 0, **config) -> LlamaForCausalLM:
+        defaults = {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}
+        return self._make(LlamaForCausalLM, LlamaConfig(**{**_SIZE, **_TEXT, **defaults, **config}), seed)
+
+    def gpt2(self, seed: int = 0, **config) -> GPT2LMHeadModel:
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
+        return self._make(GPT2LMHeadModel, GPT2Config(**{**_TEXT, **sizes, **config}), seed)
+
+    def bert(self, seed: int = 0, **config) -> BertModel:
+        return self._make(BertModel, BertConfig(**{**_SIZE, **_TEXT, "intermediate_size": 48, **config}), seed)
+
+    def vit(self, seed: int = 0, **config) -> ViTModel:
+        sizes = {**_SIZE, "intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_channels": 3}
+        return self._make(ViTModel, ViTConfig(**{**sizes, **config}), seed)
+
+    def tokens(self, windows: int, length: int, seed: int = 0) -> torch.Tensor:
+        return torch.randint(VOCABULARY, (windows, length), generator=torch.Generator().manual_seed(seed))
+
+    def images(self, count: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {"pixel_values": torch.randn(count, 3, 16, 16, generator=generator)}
+
+    def padded(self, windows: int, length: int, side: str = "right", seed: int = 0) -> dict[str, torch.Tensor]:
+        """Windows of which the second half of the tokens is padding, less of it from window to window."""
+        mask = torch.ones(windows, length, dtype=torch.int64)
+        for n in range(windows):
+            spare = max(length // 2 - n, 0)
+            if side == "left":
+                mask[n, :spare] = 0
+            else:
+                mask[n, length - spare :] = 0
+        return {"input_ids": self.tokens(windows, length, seed), "attention_mask": mask}
+
+    def plan(self, model: PreTrainedModel, features: int | list[int] = 8, **options) -> Plan:
+        """The same features, window, sinks, ... in every layer."""
+        return Plan(
+            [
+                LayerPlan(site.name, site.kv_heads, site.head_dim, site.value_dim, features, **options)
+                for site in attention_sites(model).values()
+            ]
+        )
+
+    @staticmethod
+    def _make(kind: type[PreTrainedModel], config, seed: int) -> PreTrainedModel:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return kind(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tiny:
+    return Tiny()

@@ -1,0 +1,108 @@
+"""Fidelity of each layer's attention against attention written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dofla
+from dofla.data import TokenWindows, as_windows
+from dofla.evaluate.fidelity import attention_fidelity
+from dofla.integration.recorder import recording
+from dofla.integration.surgery import linear_layers
+
+LENGTH = 18
+
+
+def student_of(tiny, kind, **plan):
+    model = getattr(tiny, kind)()
+    return dofla.linearize(model, tiny.plan(model, **plan))
+
+
+def by_hand(student, batch):
+    """From the recorded vectors, in float64 and with the kernel written out."""
+    calls, figures = {}, {}
+    layers = linear_layers(student)
+    with recording(student, layers, lambda call: calls.update({call.name: call})), torch.no_grad():
+        student.base_model(**batch)
+    for name, call in calls.items():
+        layer, length = layers[name], call.key.shape[2]
+        share = call.query.shape[1] // call.key.shape[1]
+        query = call.query.double()
+        key, value = (x.double().repeat_interleave(share, dim=1) for x in (call.key, call.value))
+        assert len(layer.maps) == 1
+        a = layer.maps[0].log_query(call.query, call.scaling).double()
+        b = layer.maps[0].log_key(call.key, call.scaling).double().repeat_interleave(share, dim=1)
+        exact = call.scaling * query @ key.mT
+        approximate = torch.logsumexp(a.unsqueeze(-2) + b.unsqueeze(-3), dim=-1)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        near = (distance if call.causal else distance.abs()) < layer.window
+        approximate = torch.where(near, exact, approximate)
+        real = torch.ones(len(query), length) if call.weight is None else call.weight.double()
+        hidden = (real[:, None, None, :] == 0) | ((distance < 0) & call.causal)
+        teacher, ours = (x.masked_fill(hidden, -1e9).log_softmax(-1) for x in (exact, approximate))
+        rows = real[:, None, :].expand(-1, query.shape[1], -1)
+        kl = ((teacher.exp() * (teacher - ours)).sum(-1) * rows).sum() / rows.sum()
+        error = ((teacher.exp() - ours.exp()) @ value)[rows.bool()].square().sum()
+        output = (teacher.exp() @ value)[rows.bool()].square().sum()
+        figures[name] = {"kl": kl.item(), "output_error": (error / output).sqrt().item()}
+    return figures
+
+
+def assert_close(got, expected):
+    assert got.keys() == expected.keys()
+    for name, layer in expected.items():
+        assert got[name] == pytest.approx(layer, rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "llama left", "gpt2 right", "bert right", "vit"])
+@pytest.mark.parametrize("window", [0, 3])
+def test_fidelity_is_divergence_and_output_error_over_all_real_rows(tiny, kind, window):
+    kind, _, side = kind.partition(" ")
+    student = student_of(tiny, kind, window=window)
+    batch = {"input_ids": tiny.tokens(5, LENGTH)}
+    if side:
+        batch = tiny.padded(5, LENGTH, side)
+    if kind == "vit":
+        batch = tiny.images(5)
+    got = attention_fidelity(student, as_windows(batch), batch_size=2)
+    assert_close(got, by_hand(student, batch))
+    assert all(figure > 1e-3 for layer in got.values() for figure in layer.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("plan", [{"window": LENGTH}, {"sinks": LENGTH}])
+def test_exact_attention_is_perfectly_faithful(tiny, kind, plan):
+    student = student_of(tiny, kind, **plan)
+    for layer in attention_fidelity(student, as_windows(tiny.padded(3, LENGTH))).values():
+        assert layer["kl"] == pytest.approx(0, abs=1e-6)
+        assert layer["output_error"] == pytest.approx(0, abs=1e-5)
+
+
+def test_only_linear_layers_are_compared(tiny):
+    model = tiny.llama()
+    plan = tiny.plan(model)
+    plan.layers[0].keep_softmax = True
+    dofla.linearize(model, plan)
+    figures = attention_fidelity(model, TokenWindows.of(tiny.tokens(2, LENGTH)))
+    assert list(figures) == ["model.layers.1.self_attn"]
+
+
+def test_the_teachers_inputs_are_compared_whatever_earlier_layers_became(tiny):
+    windows = TokenWindows.of(tiny.tokens(3, LENGTH))
+    good, bad = student_of(tiny, "llama"), student_of(tiny, "llama")
+    first = "model.layers.0.self_attn"
+    with torch.no_grad():
+        linear_layers(bad)[first].maps[0].z.mul_(3)
+    ours, theirs = (attention_fidelity(student, windows) for student in (good, bad))
+    assert ours[first] != theirs[first]
+    assert ours["model.layers.1.self_attn"] == theirs["model.layers.1.self_attn"]
+
+
+def test_rows_of_long_windows_are_drawn_by_the_seed(tiny):
+    student, windows = student_of(tiny, "llama"), TokenWindows.of(tiny.tokens(2, 160))
+    one, same, other = (attention_fidelity(student, windows, seed=seed) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+    for name, layer in by_hand(student, {"input_ids": windows.input_ids}).items():
+        assert one[name] == pytest.approx(layer, rel=0.1)

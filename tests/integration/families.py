@@ -1,0 +1,170 @@
+"""Tiny models of many families, with random weights: built in milliseconds, and each the real class of its family."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BertConfig,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
+)
+
+import dofla
+from dofla.integration.sites import attention_sites
+
+VOCABULARY = 96
+POSITIONS = 512
+
+# Weights of this size make attention far from uniform, so that a wrong key or a lost token shows.
+_ANY = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+_SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
+_BASE = {**_ANY, **_SIZE, "intermediate_size": 48, "max_position_embeddings": POSITIONS}
+_GROUPED = {**_BASE, "num_key_value_heads": 2}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "initializer_range": 0.2, **_ANY}
+_SLIDING = {"head_dim": 12, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], **_GROUPED}
+
+CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(**_GPT),
+    "gpt_neox": lambda: GPTNeoXConfig(**_BASE),
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    "qwen3": lambda: Qwen3Config(head_dim=12, **_GROUPED),
+    "mistral": lambda: MistralConfig(sliding_window=None, **_GROUPED),
+    "phi": lambda: PhiConfig(**_BASE),
+    "opt": lambda: OPTConfig(**_ANY, **_SIZE, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=POSITIONS),
+    "gemma": lambda: GemmaConfig(head_dim=12, **_GROUPED),
+    "olmo2": lambda: Olmo2Config(**_GROUPED),
+    "bert_decoder": lambda: BertConfig(is_decoder=True, **_BASE),
+    "gemma3": lambda: Gemma3TextConfig(**_SLIDING),
+}
+"""Decoders that can be linearised; in gemma3 every other layer has a sliding window and stays as it is."""
+
+_BART = {"d_model": 32, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "init_std": 0.2}
+_BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
+_BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "forced_eos_token_id": None}
+
+_OTHERS: dict[str, tuple[type, Callable[[], PreTrainedConfig]]] = {
+    "bert": (AutoModel, lambda: BertConfig(**_BASE)),
+    "roberta": (AutoModelForMaskedLM, lambda: RobertaConfig(**_BASE)),
+    "vit": (
+        AutoModelForImageClassification,
+        lambda: ViTConfig(**_SIZE, intermediate_size=48, image_size=32, patch_size=8),
+    ),
+    "gptj": (AutoModelForCausalLM, lambda: GPTJConfig(rotary_dim=4, **_GPT)),
+    "bloom": (AutoModelForCausalLM, lambda: BloomConfig(hidden_size=32, n_layer=2, n_head=4, **_ANY)),
+    "falcon": (AutoModelForCausalLM, lambda: FalconConfig(**_ANY, **_SIZE)),
+    "gemma2": (AutoModelForCausalLM, lambda: Gemma2Config(**_SLIDING)),
+    "gpt_oss": (
+        AutoModelForCausalLM,
+        lambda: GptOssConfig(num_local_experts=2, num_experts_per_tok=1, rope_parameters=None, **_SLIDING),
+    ),
+    "mistral_sliding": (AutoModelForCausalLM, lambda: MistralConfig(sliding_window=16, **_GROUPED)),
+    "gpt2_crossing": (AutoModelForCausalLM, lambda: GPT2Config(add_cross_attention=True, **_GPT)),
+    "bert_crossing": (AutoModelForCausalLM, lambda: BertConfig(is_decoder=True, add_cross_attention=True, **_BASE)),
+    "bart": (AutoModelForSeq2SeqLM, lambda: BartConfig(**_BART)),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        lambda: T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
+        ),
+    ),
+}
+
+
+@cache
+def _model(family: str) -> PreTrainedModel:
+    auto, config = (AutoModelForCausalLM, CAUSAL[family]) if family in CAUSAL else _OTHERS[family]
+    torch.manual_seed(0)
+    return auto.from_config(config()).eval()
+
+
+def teacher(family: str) -> PreTrainedModel:
+    """A model of the family, the same weights each time; the caller's own."""
+    return copy.deepcopy(_model(family))
+
+
+def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
+    """A plan for all layers of ``model`` that can be linearised.
+
+    Kinds: ``plain``, one number of features; ``ragged``, not the same for all KV heads, a window of 3, 2 sinks;
+    ``exact_window``, ``exact_sinks``, a window or sinks for all of any text; ``softmax_first``, ``softmax_last`` and
+    ``all_softmax``, plain but for the first, the last or all layers. What cannot be linear is kept softmax in all.
+    """
+    sites = list(attention_sites(model).values())
+    last = len(sites) - 1
+    kept = {"softmax_first": {0}, "softmax_last": {last}, "all_softmax": set(range(len(sites)))}.get(kind, set())
+    layers = []
+    for n, site in enumerate(sites):
+        shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
+        if n in kept or site.linear_time or site.refusal:
+            layers.append(dofla.LayerPlan(*shape, keep_softmax=True))
+            continue
+        ragged = [(5, 7, 7, 5)[head] + n for head in range(site.kv_heads)]
+        options = {
+            "ragged": {"features": ragged, "window": 3, "sinks": 2},
+            "exact_window": {"features": ragged, "window": POSITIONS},
+            "exact_sinks": {"features": ragged, "sinks": POSITIONS},
+        }
+        layers.append(dofla.LayerPlan(*shape, **options.get(kind, {"features": 8})))
+    return dofla.Plan(layers, model=type(model).__name__)
+
+
+@cache
+def _student(family: str, kind: str) -> PreTrainedModel:
+    model = teacher(family)
+    return dofla.linearize(model, plan_for(model, kind))
+
+
+def student(family: str, kind: str = "plain") -> PreTrainedModel:
+    """The linearised model, shared by all tests that do not change it; the others take :func:`own_student`."""
+    return _student(family, kind)
+
+
+def own_student(family: str, kind: str = "plain") -> PreTrainedModel:
+    """A linearised model the caller may change."""
+    model = teacher(family)
+    return dofla.linearize(model, plan_for(model, kind))
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Random tokens [batch, length], none of them the padding token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+
+
+CASES = [
+    *[(family, "plain") for family in CAUSAL],
+    *[(family, "ragged") for family in ("gpt2", "gpt_neox", "llama", "opt")],
+    *[(family, kind) for family in ("gpt2", "llama", "bert_decoder") for kind in ("softmax_first", "softmax_last")],
+    ("llama", "all_softmax"),
+]
+"""Family and kind of plan of the students that must behave as any causal language model does."""

@@ -1,0 +1,175 @@
+"""Inside a model the layers compute what they should: the oracle's attention, on the teacher's queries and keys."""
+
+import pytest
+import torch
+from families import CAUSAL, own_student, student, teacher, tokens
+from torch.testing import assert_close
+
+from dofla.attention import naive_attention
+from dofla.integration.interface import linear_attention
+from dofla.integration.recorder import recording
+from dofla.integration.sites import attention_sites
+from dofla.integration.surgery import linear_layers
+
+ENCODERS = ["bert", "roberta", "vit"]
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def inputs(model):
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, 13:] = 0
+    extra = {"decoder_input_ids": tokens(2, 9)} if model.config.is_encoder_decoder else {}
+    return {"input_ids": tokens(2, 20), "attention_mask": mask, **extra}
+
+
+@torch.no_grad()
+def output(model):
+    out = model(**inputs(model))
+    real = inputs(model).get("attention_mask")
+    out = out.logits if "logits" in out else out.last_hidden_state
+    return out if real is None or model.config.is_encoder_decoder else out[real.bool()]
+
+
+def calls(model):
+    """What each linear layer is called with and gives back in one forward pass."""
+    seen = {}
+    for name, layer in linear_layers(model).items():
+        layer.register_forward_hook(
+            lambda layer, args, kwargs, out, name=name: seen.update({name: (*args, kwargs, out[0])}), with_kwargs=True
+        )
+    output(model)
+    return seen
+
+
+def oracle(layer, query, key, value, scaling, weight, causal, **_):
+    """Head by head, in float64."""
+    share = query.shape[1] // key.shape[1]
+    outputs = []
+    for head in range(query.shape[1]):
+        number = next(n for n, group in enumerate(layer.groups) if head // share in group)
+        group, feature_map = layer.groups[number], layer.maps[number]
+        place = group.index(head // share)
+        q, k, v = (t[:, [n]].double() for t, n in ((query, head), (key, head // share), (value, head // share)))
+        a, b = (
+            log_features(x.expand(-1, len(group), -1, -1), scaling)[:, [place]]
+            for log_features, x in ((feature_map.log_query, q), (feature_map.log_key, k))
+        )
+        options = {"query": q, "key": k, "scaling": scaling, "weight": weight, "causal": causal}
+        outputs.append(naive_attention(a, b, v, window=layer.window, sinks=layer.sinks, **options))
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, "bart"])
+def test_each_layer_gives_what_the_oracle_gives(family):
+    model = own_student(family, "ragged")
+    sites = attention_sites(teacher(family))
+    seen = calls(model)
+    assert seen
+    for name, (query, key, value, kwargs, out) in seen.items():
+        site = sites[name]
+        assert (kwargs["scaling"], kwargs["causal"]) == (site.scaling, site.causal)
+        assert (kwargs["weight"] is None) == (family == "vit" or ("decoder" in name and family == "bart"))
+        expected = oracle(linear_layers(model)[name], query, key, value, **kwargs)
+        assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS])
+def test_the_first_linear_layer_sees_the_queries_keys_and_values_of_its_teacher(family):
+    """Later layers see inputs the earlier ones have changed."""
+    model, original, recorded = own_student(family, "ragged"), teacher(family), {}
+    with recording(original, linear_layers(model), lambda call: recorded.update({call.name: call})):
+        output(original)
+    name, (query, key, value, kwargs, _) = next(iter(calls(model).items()))
+    call = recorded[name]
+    assert (call.scaling, call.causal) == (kwargs["scaling"], kwargs["causal"])
+    assert_close((query, key, value), (call.query, call.key, call.value), rtol=0, atol=0)
+
+
+def test_a_family_that_scales_its_queries_itself_is_seen_with_the_scaling_shared_by_queries_and_keys():
+    model, projected, recorded = teacher("opt"), {}, {}
+    for name in attention_sites(model):
+        module = model.get_submodule(name).q_proj
+        module.register_forward_hook(lambda module, args, out, name=name: projected.update({name: out}))
+    with recording(model, attention_sites(model), lambda call: recorded.update({call.name: call})):
+        output(model)
+    for name, call in recorded.items():
+        assert call.scaling == pytest.approx(8**-0.5)
+        assert_close(call.query.transpose(1, 2).flatten(2), projected[name])
+
+
+def test_a_family_that_passes_no_scaling_gets_the_customary_one():
+    module = student("llama", "ragged").model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
+    expected, _ = linear_attention(module, query, key, value, None, scaling=8**-0.5)
+    assert_close(linear_attention(module, query, key, value, None)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["exact_window", "exact_sinks"])
+@pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, "bart"])
+def test_exact_scores_for_the_whole_text_make_the_student_its_teacher(family, kind):
+    model, original = student(family, kind), teacher(family)
+    assert_close(output(model), output(original), **CLOSE)
+    if model.can_generate():
+        ids, options = tokens(2, 9), {"max_new_tokens": 12, "do_sample": False}
+        assert_close(model.generate(ids, **options), original.generate(ids, **options))
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_padding_changes_no_vector_of_an_encoder(family):
+    model = student(family, "ragged")
+    lengths, longest = (20, 11, 3), 20
+    ids, mask = torch.zeros(3, longest, dtype=torch.long), torch.zeros(3, longest, dtype=torch.long)
+    alone = [tokens(1, length, seed=length) for length in lengths]
+    for row, sequence in enumerate(alone):
+        ids[row, : sequence.shape[1]], mask[row, : sequence.shape[1]] = sequence[0], 1
+    with torch.no_grad():
+        together = model(ids, attention_mask=mask)[0]
+        for row, sequence in enumerate(alone):
+            assert_close(together[row, : sequence.shape[1]], model(sequence)[0][0], **CLOSE)
+
+
+def test_an_encoder_sees_later_tokens():
+    model, ids = student("bert"), tokens(1, 20)
+    changed = ids.clone()
+    changed[0, -1] = ids[0, -1] % 90 + 1
+    with torch.no_grad():
+        difference = (model(ids)[0] - model(changed)[0]).abs()
+    assert difference[0, 0].max() > 1e-3
+
+
+def test_an_image_model_sees_all_patches():
+    model = student("vit")
+    pixels = inputs(model)["pixel_values"]
+    changed = pixels.clone()
+    changed[:, :, -8:, -8:] += 1
+    with torch.no_grad():
+        assert model(pixels).logits.isfinite().all()
+        assert (model(pixels).logits - model(changed).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_encoder_decoder_with_softmax_cross_attention_generates_with_cache_as_without(beams):
+    model = student("bart", "ragged")
+    assert sorted(name.rsplit(".", 1)[1] for name in linear_layers(model)) == ["self_attn"] * 4
+    batch = inputs(model)
+    options = {"attention_mask": batch["attention_mask"], "num_beams": beams, "do_sample": False, "max_new_tokens": 9}
+    with_cache = model.generate(batch["input_ids"], **options)
+    assert_close(with_cache, model.generate(batch["input_ids"], **options, use_cache=False))
+    alone = model.generate(batch["input_ids"][:1, :13], **options | {"attention_mask": None})
+    assert_close(with_cache[:1], alone)
+
+
+@pytest.mark.parametrize("family", ["gpt2_crossing", "bert_crossing"])
+def test_a_decoder_beside_softmax_cross_attention_gives_with_cache_what_it_gives_without(family):
+    model, ids = student(family, "ragged"), tokens(2, 9)
+    context = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    assert not any("crossattention" in name for name in linear_layers(model))
+    with torch.no_grad():
+        whole = model(ids, encoder_hidden_states=context, use_cache=False).logits
+        first = model(ids[:, :6], encoder_hidden_states=context, use_cache=True)
+        cache = first.past_key_values
+        rest = model(ids[:, 6:], encoder_hidden_states=context, past_key_values=cache, use_cache=True).logits
+    assert_close(torch.cat([first.logits, rest], 1), whole, **CLOSE)

@@ -1,0 +1,192 @@
+"""The other things people do with a model: pipelines, streams, threads, compiling, long texts."""
+
+import contextlib
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from families import CAUSAL, VOCABULARY, own_student, plan_for, student, teacher, tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    TextStreamer,
+    pipeline,
+)
+
+import dofla
+from dofla.integration.cache import cache_bytes
+from dofla.integration.surgery import linear_layers, plan_of
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = {"<pad>": 0, **{f"w{n}": n for n in range(1, VOCABULARY)}}
+    plain = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", padding_side="left")
+
+
+def test_a_text_generation_pipeline_takes_a_student(tokenizer):
+    model, options = student("llama", "ragged"), {"max_new_tokens": 5, "do_sample": False}
+    texts = ["w3 w14 w15 w92 w6", "w2 w7 w18"]
+    write = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")
+    together = write(texts, batch_size=2, **options)
+    for text, (answer,) in zip(texts, together, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        made = model.generate(ids, **options)[0, ids.shape[1] :]
+        assert answer["generated_text"] == text + tokenizer.decode(made)
+
+
+def test_a_streamer_shows_the_text_that_comes_out(tokenizer):
+    ids, shown = tokens(1, 6), io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        streamer = TextStreamer(tokenizer, skip_prompt=True)
+        made = student("llama").generate(ids, max_new_tokens=5, do_sample=False, streamer=streamer)
+    assert shown.getvalue().strip() == tokenizer.decode(made[0, 6:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_classifier_can_be_linearised_and_padding_does_not_matter(family):
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(teacher(family).config).eval()
+    dofla.linearize(model, plan_for(model, "ragged"))
+    ids = torch.cat([tokens(1, 12), torch.zeros(1, 5, dtype=torch.long)], 1)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=(ids > 0).long()).logits
+        assert_close(padded, model(ids[:, :12]).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_any_family_goes_the_way_from_profile_to_student(family):
+    model = teacher(family)
+    profile = dofla.profile(model, tokens(4, 24), samples=32)
+    plan = dofla.allocate(profile, budget=8, window=2, sinks=1)
+    dofla.linearize(model, plan)
+    assert set(linear_layers(model)) == {layer.name for layer in profile.layers}
+    assert model.generate(tokens(1, 5), max_new_tokens=3).shape == (1, 8)
+
+
+def test_several_threads_can_generate_with_one_model():
+    model = student("llama", "ragged")
+    prompts = [tokens(1, 5 + n, seed=n) for n in range(8)]
+    alone = [model.generate(ids, max_new_tokens=10, do_sample=False) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda ids: model.generate(ids, max_new_tokens=10, do_sample=False), prompts))
+    assert_close(together, alone)
+
+
+@pytest.mark.parametrize("family", [family for family in CAUSAL if family != "gemma3"])
+def test_a_static_cache_gives_what_the_dynamic_one_gives(family):
+    model, ids = student(family), tokens(2, 9)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert_close(static, model.generate(ids, **options))
+
+
+def bytes_of_states(model, ids):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache_bytes(cache)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["plain", "ragged"])
+def test_a_state_has_the_bytes_the_plan_says(family, kind):
+    model = student(family, kind)
+    plan = plan_of(model)
+    expected = plan.state_bytes() + 4 * sum(layer.window + layer.sinks for layer in groups(model))
+    assert bytes_of_states(model, tokens(1, 30)) == expected
+    assert bytes_of_states(model, tokens(3, 300)) == 3 * expected
+
+
+def groups(model):
+    """One entry per group of heads; each keeps a weight for every exact token beside keys and values."""
+    return [layer for layer in linear_layers(model).values() for _ in layer.groups]
+
+
+@pytest.mark.parametrize(("config", "kind"), [(GPT2Config, "plain"), (LlamaConfig, "ragged")])
+def test_the_state_does_not_grow_over_2000_tokens(config, kind):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    length = {"max_position_embeddings": 2100, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**shape, **length)).eval()
+    dofla.linearize(model, plan_for(model, kind))
+    sizes = []
+
+    class Watch(TextStreamer):
+        def __init__(self):
+            pass
+
+        def put(self, value):
+            sizes.append(cache_bytes(cache) if cache.layers else 0)
+
+        def end(self):
+            pass
+
+    cache = DynamicCache(config=model.config)
+    made = model.generate(tokens(1, 3) % 50, past_key_values=cache, max_new_tokens=2000, streamer=Watch())
+    assert made.shape == (1, 2003)
+    assert cache.get_seq_length() == 2002
+    assert sizes[10] > 0
+    assert set(sizes[10:]) == {sizes[10]} == {cache_bytes(cache)}
+
+
+def test_a_compiled_student_gives_the_same_logits():
+    torch._dynamo.reset()
+    model, ids = own_student("llama", "ragged"), tokens(2, 20)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert_close(torch.compile(model, backend="eager")(ids).logits, expected, **CLOSE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "kind"), [("gpt2", "plain"), ("llama", "ragged"), ("llama", "softmax_first")])
+def test_a_student_compiled_to_machine_code_generates_the_same_text(family, kind):
+    torch._dynamo.reset()
+    model, ids = own_student(family, kind), tokens(2, 20)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    model.forward = torch.compile(model.forward)
+    assert_close(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_weights_move_between_students_as_between_any_models():
+    model, other = student("llama", "ragged"), own_student("llama", "ragged")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.normal_()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert_close(other(tokens(1, 9)).logits, model(tokens(1, 9)).logits, rtol=0, atol=0)
+
+
+def test_a_student_can_get_a_larger_vocabulary(tmp_path):
+    model = own_student("llama", "ragged")
+    model.resize_token_embeddings(VOCABULARY + 8)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert opened(tokens(1, 9)).logits.shape[-1] == VOCABULARY + 8
+        assert_close(opened(tokens(1, 9)).logits, model(tokens(1, 9)).logits, rtol=0, atol=0)
+
+
+def test_a_student_opens_on_a_device_map(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers needs it for device maps")
+    model = student("llama", "ragged")
+    model.save_pretrained(tmp_path)
+    for device_map in ("cpu", {"": "cpu"}, "auto"):
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+        ids = tokens(1, 9).to(opened.device)
+        with torch.no_grad():
+            assert_close(opened(ids).logits.cpu(), model(ids.cpu()).logits, **CLOSE)

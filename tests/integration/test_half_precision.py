@@ -1,0 +1,105 @@
+"""In half precision the feature maps and the states stay float32, and the answers stay near."""
+
+import pytest
+import torch
+from families import CAUSAL, own_student, student, tokens
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import dofla
+from dofla.integration.surgery import linear_layers
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def dtypes(model):
+    maps = {id(p) for layer in linear_layers(model).values() for p in layer.parameters()}
+    return tuple({p.dtype for p in model.parameters() if (id(p) in maps) == inside} for inside in (True, False))
+
+
+@torch.no_grad()
+def logits(model, ids, **options):
+    return model(ids, **options).logits.float()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_feature_maps_stay_float32_however_a_model_is_cast(dtype, tmp_path):
+    student("gpt2", "ragged").save_pretrained(tmp_path / "whole")
+    casts = [own_student("gpt2", "ragged").to(dtype), own_student("gpt2", "ragged").to("cpu", dtype)]
+    casts.append(getattr(own_student("gpt2", "ragged"), {torch.bfloat16: "bfloat16", torch.float16: "half"}[dtype])())
+    casts.append(AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=dtype))
+    casts.append(dofla.load(tmp_path / "whole", dtype=dtype))
+    casts[0].save_pretrained(tmp_path / "half")
+    casts.append(AutoModelForCausalLM.from_pretrained(tmp_path / "half"))
+    expected = student("gpt2", "ragged")
+    for model in casts:
+        assert dtypes(model) == ({torch.float32}, {dtype})
+        for name, layer in linear_layers(model).items():
+            assert_close(layer.state_dict(), linear_layers(expected)[name].state_dict(), rtol=0, atol=0)
+        assert_close(logits(model, tokens(2, 20)), logits(casts[0], tokens(2, 20)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_adapter_on_a_half_precision_base_keeps_float32_maps(dtype, tmp_path):
+    base = dofla.restore(own_student("llama"))
+    base.to(dtype).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plan = student("llama", "ragged").config.quantization_config.plan
+    dofla.linearize(model, plan)
+    dofla.save_adapter(model, tmp_path / "adapter")
+    opened = dofla.load(tmp_path / "adapter")
+    assert dtypes(opened) == dtypes(model) == ({torch.float32}, {dtype})
+    assert_close(logits(opened, tokens(1, 9)), logits(model, tokens(1, 9)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("family", "kind"), [*[(family, "plain") for family in CAUSAL], ("llama", "ragged"), ("llama", "softmax_first")]
+)
+def test_half_precision_answers_are_near_those_of_float32(family, kind, dtype):
+    ids = tokens(2, 70)
+    whole = student(family, kind)
+    model = own_student(family, kind).to(dtype)
+    expected, got = logits(whole, ids), logits(model, ids)
+    assert got.isfinite().all()
+    error = (got.softmax(-1) - expected.softmax(-1)).abs().sum(-1).mean() / 2
+    assert error < {torch.bfloat16: 0.08, torch.float16: 0.01}[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("family", "kind"), [("llama", "ragged"), ("gpt2", "plain"), ("opt", "ragged")])
+def test_states_are_float32_and_exact_tokens_have_the_dtype_of_the_model(family, kind, dtype):
+    model = own_student(family, kind).to(dtype)
+    ids = tokens(2, 30)
+    cache = DynamicCache(config=model.config)
+    whole = logits(model, ids)
+    pieces = [logits(model, piece, past_key_values=cache) for piece in ids.split([20, *[1] * 10], 1)]
+    difference = (torch.cat(pieces, 1).softmax(-1) - whole.softmax(-1)).abs().sum(-1).mean() / 2
+    assert difference < {torch.bfloat16: 0.08, torch.float16: 0.01}[dtype]
+    for entry in cache.layers:
+        for state in entry.states:
+            assert {state.features.mean.dtype, state.features.log_mass.dtype} == {torch.float32}
+            for buffer in (state.window, state.sinks):
+                assert buffer is None or {buffer.key.dtype, buffer.value.dtype} == {dtype}
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert generated.shape == (2, 35)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "ragged"), ("gpt2", "plain"), ("bert", "ragged")])
+def test_mixed_precision_leaves_the_linear_layers_alone(family, kind):
+    model, seen = own_student(family, kind).train(), []
+    for layer in linear_layers(model).values():
+        layer.register_forward_hook(lambda *call: seen.append(call), with_kwargs=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens(2, 30))[0].float().square().mean().backward()
+    for layer, args, kwargs, (out, _) in seen:
+        assert_close(out, layer.forward(*args, **kwargs)[0], rtol=0, atol=0)
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_a_double_precision_model_computes_in_double_precision():
+    model, seen = own_student("llama", "ragged").double(), []
+    for layer in linear_layers(model).values():
+        layer.register_forward_hook(lambda layer, args, out: seen.extend([args[0].dtype, out[0].dtype]))
+    assert model(tokens(1, 9)).logits.dtype == torch.float64
+    assert set(seen) == {torch.float64}

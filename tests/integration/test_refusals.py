@@ -1,0 +1,128 @@
+"""What linear attention cannot express is refused by name and with the reason, before anything is changed."""
+
+import pytest
+import torch
+from families import own_student, plan_for, student, teacher, tokens
+
+import dofla
+from dofla.integration.sites import attention_sites
+
+
+def plan_of_linear_layers(model):
+    sites = attention_sites(model).values()
+    return dofla.Plan([dofla.LayerPlan(s.name, s.kv_heads, s.head_dim, s.value_dim, features=4) for s in sites])
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "reason"),
+    [
+        ("gemma2", "model.layers.1.self_attn", "soft-capped"),
+        ("gpt_oss", "model.layers.1.self_attn", "its attention sinks are parameters"),
+        ("bart", "model.decoder.layers.0.encoder_attn", "cross-attention"),
+        ("gpt2_crossing", "transformer.h.0.crossattention", "cross-attention"),
+        ("bert_crossing", "bert.encoder.layer.0.crossattention.self", "cross-attention"),
+        ("t5", "encoder.block.0.layer.0.SelfAttention", "position bias"),
+        ("mistral_sliding", "model.layers.0.self_attn", "a bounded window already"),
+        ("gemma3", "model.layers.0.self_attn", "a bounded window already"),
+    ],
+)
+def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason):
+    model = teacher(family)
+    plan = plan_of_linear_layers(model)
+    first = next(n for n, x in enumerate(plan.layers) if x.name == layer)
+    plan.layers.insert(0, plan.layers.pop(first))
+    with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be linearised: .*{reason}.*keep_softmax"):
+        dofla.linearize(model, plan)
+
+
+@pytest.mark.parametrize(
+    ("family", "match"),
+    [
+        ("gemma2", r"layer model\.layers\.1\.self_attn cannot be linearised: its logits are soft-capped"),
+        ("gpt_oss", r"layer model\.layers\.1\.self_attn cannot be linearised: its attention sinks are parameters"),
+        ("mistral_sliding", "no layer is left to linearise"),
+    ],
+)
+def test_profiling_refuses_such_a_layer_too(family, match):
+    with pytest.raises(dofla.DoflaError, match=match):
+        dofla.profile(teacher(family), tokens(2, 16))
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon"])
+def test_a_family_with_its_own_attention_code_is_refused(family):
+    model = teacher(family)
+    before = model.config._attn_implementation
+    for attempt in (lambda: plan_for(model), lambda: dofla.profile(model, tokens(2, 16))):
+        with pytest.raises(dofla.DoflaError, match=rf"{type(model).__name__} has no attention that goes through"):
+            attempt()
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_is_not_linearised_twice():
+    model = own_student("llama")
+    with pytest.raises(dofla.DoflaError, match="linearised already"):
+        dofla.linearize(model, dofla.Plan([]))
+
+
+def test_a_model_that_is_not_linearised_has_nothing_to_restore():
+    for function in (dofla.restore, lambda model: dofla.softmax(model).__enter__()):
+        with pytest.raises(dofla.DoflaError, match="not linearised"):
+            function(teacher("llama"))
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = plan_for(teacher("gpt2"))
+    with pytest.raises(dofla.DoflaError, match=r"another model: it names 'transformer\.h\.0\.attn'.*GPT2LMHeadModel"):
+        dofla.linearize(teacher("llama"), plan)
+
+
+def test_a_plan_that_leaves_a_layer_out_is_refused():
+    model = teacher("llama")
+    plan = plan_for(model)
+    del plan.layers[1]
+    with pytest.raises(dofla.DoflaError, match=r"says nothing of 'model\.layers\.1\.self_attn'"):
+        dofla.linearize(model, plan)
+
+
+@pytest.mark.parametrize("what", ["kv_heads", "head_dim", "value_dim"])
+def test_a_plan_for_other_shapes_is_refused(what):
+    model = teacher("llama")
+    plan = plan_for(model)
+    setattr(plan.layers[1], what, 3)
+    with pytest.raises(dofla.DoflaError, match=rf"layer model\.layers\.1\.self_attn has {what} \d, the plan says 3"):
+        dofla.linearize(model, plan)
+
+
+# Calls that softmax attention answers and linear attention cannot
+
+
+def test_a_four_dimensional_mask_is_refused_naming_the_layer():
+    blocks = torch.block_diag(torch.ones(5, 5), torch.ones(5, 5)).tril().bool()[None, None]
+    with pytest.raises(dofla.DoflaError, match=r"layer model\.layers\.0\.self_attn got a 4-dimensional .* mask"):
+        student("llama")(tokens(1, 10), attention_mask=blocks)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "qwen3"])
+def test_sequences_packed_into_one_row_are_refused(family):
+    model = student(family)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])
+    with pytest.raises(dofla.DoflaError, match=r"layer .*0.* do not pack several sequences into one row"):
+        model(tokens(1, 10), position_ids=packed, use_cache=False)
+
+
+def test_attention_weights_are_refused_as_there_are_none():
+    with pytest.raises(dofla.DoflaError, match="output_attentions"):
+        student("llama")(tokens(1, 10), output_attentions=True)
+    with pytest.raises(dofla.DoflaError, match="output_attentions"):
+        student("bert")(tokens(1, 10), output_attentions=True)
+
+
+def test_assisted_decoding_is_refused_as_a_state_takes_nothing_back():
+    with pytest.raises(dofla.DoflaError, match="tokens back out of a linear-attention state"):
+        student("llama").generate(tokens(1, 10).repeat(1, 3), prompt_lookup_num_tokens=3, max_new_tokens=10)
+
+
+def test_a_static_cache_beside_softmax_layers_is_refused():
+    for kind in ("softmax_first", "softmax_last"):
+        with pytest.raises(dofla.DoflaError, match="static cache"):
+            student("llama", kind).generate(tokens(1, 10), cache_implementation="static", max_new_tokens=4)

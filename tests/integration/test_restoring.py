@@ -1,0 +1,232 @@
+"""Linearising can be undone, bit for bit, and suspended for a while."""
+
+import copy
+import json
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+from families import CAUSAL, own_student, plan_for, student, teacher, tokens
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+import dofla
+from dofla.integration.surgery import is_linearized, linear_layers
+
+FAMILIES = [*CAUSAL, "bert", "roberta", "vit"]
+
+
+@torch.no_grad()
+def outputs(model):
+    if model.main_input_name == "pixel_values":
+        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        return model(pixel_values=pixels).logits
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, 15:] = 0
+    return model(input_ids=tokens(2, 20), attention_mask=mask)[0]
+
+
+def everything(model):
+    """All that could differ from a model never touched: config, weights, attributes and hooks of each module."""
+    return {
+        "config": model.config.to_dict(),
+        "implementation": model.config._attn_implementation,
+        "weights": list(model.state_dict()),
+        "modules": {name: set(vars(module)) for name, module in model.named_modules()},
+        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_restored_model_is_the_original_bit_for_bit(family):
+    original, model = teacher(family), own_student(family)
+    assert (outputs(model) - outputs(original)).abs().max() > 1e-3
+    assert dofla.restore(model) is model
+    assert everything(model) == everything(original)
+    assert_close(outputs(model), outputs(original), rtol=0, atol=0)
+    assert_close(model.state_dict(), original.state_dict(), rtol=0, atol=0)
+
+
+def test_a_model_with_the_config_of_a_student_has_a_teacher_of_its_own():
+    model = type(teacher("llama"))(own_student("llama").config)
+    original = copy.deepcopy(model)
+    original.set_attn_implementation("sdpa")
+    dofla.linearize(model, plan_for(model))
+    with dofla.softmax(model):
+        assert_close(outputs(model), outputs(original), rtol=0, atol=0)
+
+
+def test_a_student_can_be_pickled():
+    model = student("llama", "ragged")
+    other = pickle.loads(pickle.dumps(model))
+    assert_close(outputs(other), outputs(model), rtol=0, atol=0)
+    assert_close(outputs(dofla.restore(other)), outputs(teacher("llama")), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_attention_implementation_the_model_had_comes_back(implementation):
+    model = teacher("llama")
+    model.set_attn_implementation(implementation)
+    dofla.linearize(model, plan_for(model))
+    with dofla.softmax(model):
+        assert model.config._attn_implementation == implementation
+    dofla.restore(model)
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_failed_linearisation_leaves_the_model_alone():
+    original, model = teacher("llama"), teacher("llama")
+    plan = plan_for(model)
+    plan.layers[1].head_dim = 7
+    with pytest.raises(dofla.DoflaError):
+        dofla.linearize(model, plan)
+    assert everything(model) == everything(original)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_suspended_student_is_its_teacher(family):
+    model, original = own_student(family), teacher(family)
+    before = outputs(model)
+    with dofla.softmax(model) as suspended:
+        assert suspended is model
+        assert_close(outputs(model), outputs(original), rtol=0, atol=0)
+        if family in CAUSAL:
+            ids = tokens(2, 7)
+            for options in ({}, {"num_beams": 2}, {"use_cache": False}):
+                options |= {"max_new_tokens": 6, "do_sample": False}
+                assert_close(model.generate(ids, **options), original.generate(ids, **options))
+    assert_close(outputs(model), before, rtol=0, atol=0)
+
+
+def test_a_student_is_a_student_again_after_an_error_while_suspended():
+    model = own_student("llama")
+    before = outputs(model)
+    with pytest.raises(ZeroDivisionError), dofla.softmax(model):
+        raise ZeroDivisionError
+    assert_close(outputs(model), before, rtol=0, atol=0)
+
+
+def test_a_model_can_be_linearised_again_after_restoring():
+    model = own_student("llama", "ragged")
+    before = outputs(model)
+    dofla.restore(model)
+    plan = plan_for(model, "ragged")
+    dofla.linearize(model, plan)
+    assert_close(outputs(model), before, rtol=0, atol=0)
+
+
+def test_the_seed_decides_the_feature_maps():
+    logits = []
+    for seed in (0, 0, 1):
+        model = teacher("llama")
+        logits.append(outputs(dofla.linearize(model, plan_for(model), seed=seed)))
+    assert_close(logits[0], logits[1], rtol=0, atol=0)
+    assert not torch.equal(logits[0], logits[2])
+
+
+def test_a_copy_of_a_student_has_a_life_of_its_own():
+    model = own_student("llama", "ragged")
+    before = outputs(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in linear_layers(other).values():
+            layer.reset_parameters(torch.Generator().manual_seed(9))
+    assert not torch.equal(outputs(other), before)
+    dofla.restore(other)
+    assert everything(other) == everything(teacher("llama"))
+    assert_close(outputs(other), outputs(teacher("llama")), rtol=0, atol=0)
+    assert is_linearized(model)
+    assert_close(outputs(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "all_softmax"),
+        ("gpt2", "all_softmax"),
+        ("gemma2", "all_softmax"),
+        ("gpt_oss", "all_softmax"),
+        ("mistral_sliding", "plain"),
+        ("t5", "all_softmax"),
+        ("bart", "all_softmax"),
+    ],
+)
+def test_with_all_layers_kept_softmax_nothing_changes(family, kind):
+    original, model = teacher(family), own_student(family, kind)
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    extra = {"decoder_input_ids": tokens(2, 9)} if original.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        got, expected = (m(input_ids=ids, attention_mask=mask, **extra).logits for m in (model, original))
+    real = slice(None) if extra else mask.bool()
+    assert_close(got[real], expected[real], rtol=0, atol=0)
+    for search in ({}, {"num_beams": 2}):
+        assert_close(model.generate(ids, **options, **search), original.generate(ids, **options, **search))
+
+
+# Caches know which attention filled them
+
+
+def test_a_cache_filled_by_softmax_is_refused():
+    model = own_student("llama")
+    cache = DynamicCache(config=model.config)
+    with dofla.softmax(model), torch.no_grad():
+        model(tokens(1, 5), past_key_values=cache)
+    with pytest.raises(dofla.DoflaError, match="already holds 5 tokens of softmax attention in layer 0"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("back", [dofla.softmax, lambda model: nullcontext(dofla.restore(model))])
+def test_a_cache_filled_by_linear_attention_is_refused_by_softmax(back):
+    model = own_student("llama")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 5), past_key_values=cache)
+    with back(model), pytest.raises(dofla.DoflaError, match="holds states of linear attention"):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+def test_nothing_can_be_taken_back_out_of_a_state():
+    model = student("llama")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 5), past_key_values=cache)
+    cache.crop(0)
+    with pytest.raises(dofla.DoflaError, match="cannot take 2 tokens back out"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == 5
+
+
+def test_an_emptied_cache_starts_anew():
+    model, ids = student("llama", "ragged"), tokens(1, 9)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        first = model(ids, past_key_values=cache).logits
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert_close(model(ids, past_key_values=cache).logits, first, rtol=0, atol=0)
+
+
+def test_rows_of_a_cache_can_be_chosen_and_repeated():
+    model, ids = student("llama", "ragged"), tokens(3, 9)
+    step = tokens(3, 1, seed=5)
+    caches = [DynamicCache(config=model.config) for _ in range(3)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+        expected = model(step, past_key_values=caches[0]).logits
+        chosen = torch.tensor([2, 0])
+        caches[1].batch_select_indices(chosen)
+        assert_close(model(step[chosen], past_key_values=caches[1]).logits, expected[chosen])
+        caches[2].batch_repeat_interleave(2)
+        repeated = step.repeat_interleave(2, 0)
+        assert_close(model(repeated, past_key_values=caches[2]).logits, expected.repeat_interleave(2, 0))
+
+
+def test_the_config_of_a_student_is_plain_json():
+    text = json.dumps(student("llama", "ragged").config.to_diff_dict())
+    assert json.loads(text)["quantization_config"]["quant_method"] == "dofla"
+    assert "dofla" in student("llama").config.to_json_string()

@@ -1,0 +1,297 @@
+"""Students on disk: folders any Hugging Face user can open, adapters that hold the feature maps alone."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from families import CASES, CAUSAL, own_student, plan_for, student, teacher, tokens
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+)
+
+import dofla
+from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors
+from dofla.integration.surgery import linear_layers, plan_of
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=tokens(2, 20)).logits
+
+
+def assert_same_student(opened, original):
+    assert type(opened) is type(original)
+    assert plan_of(opened).to_dict() == plan_of(original).to_dict()
+    assert opened.state_dict().keys() == original.state_dict().keys()
+    assert_close(logits(opened), logits(original), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A standalone llama student; not to be changed."""
+    path = tmp_path_factory.mktemp("standalone") / "student"
+    student("llama", "ragged").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A llama teacher on disk."""
+    teacher("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    """An adapter of a student of ``base``, with weights that no seed gives."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    dofla.linearize(model, plan_for(model, "ragged"), seed=123)
+    dofla.save_adapter(model, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_the_stock_auto_class_opens_a_saved_student(family, kind, tmp_path):
+    model = student(family, kind)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_student(opened, model)
+    ids = tokens(1, 6)
+    assert_close(opened.generate(ids, max_new_tokens=6), model.generate(ids, max_new_tokens=6))
+    assert_same_student(dofla.load(tmp_path), model)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "vit", "bart", "gpt2_crossing"])
+def test_so_does_the_class_of_a_model_that_is_no_plain_decoder(family, tmp_path):
+    model = student(family, "ragged")
+    model.save_pretrained(tmp_path)
+    for opened in (type(model).from_pretrained(tmp_path), dofla.load(tmp_path)):
+        assert type(opened) is type(model)
+        assert plan_of(opened).to_dict() == plan_of(model).to_dict()
+        assert_close(opened.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("asked", ["eager", "sdpa", "dofla"])
+def test_the_attention_asked_for_when_opening_is_that_of_the_teacher(folder, asked):
+    opened = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=asked)
+    assert_close(logits(opened), logits(student("llama", "ragged")), rtol=0, atol=0)
+    with dofla.softmax(opened):
+        assert opened.config._attn_implementation == asked.replace("dofla", "sdpa")
+        assert_close(logits(opened), logits(teacher("llama")))
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_an_adapter_and_its_base_give_the_student_again(family, tmp_path):
+    teacher(family).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    dofla.linearize(model, plan_for(model, "ragged"), seed=123)
+    dofla.save_adapter(model, tmp_path / "adapter")
+    assert_same_student(dofla.load(tmp_path / "adapter"), model)
+
+
+def test_an_adapter_holds_the_feature_maps_and_nothing_else(adapter):
+    assert sorted(path.name for path in adapter.iterdir()) == [ADAPTER, WEIGHTS, "plan.json"]
+    model = dofla.load(adapter)
+    held, maps = load_file(adapter / WEIGHTS), feature_map_tensors(model)
+    assert held.keys() == maps.keys()
+    assert sum(t.numel() for t in held.values()) < 0.1 * model.num_parameters()
+
+
+def test_an_adapter_can_be_given_another_place_for_its_base(adapter, base, tmp_path):
+    expected = logits(dofla.load(adapter))
+    base.rename(tmp_path / "moved")
+    with pytest.raises(dofla.DoflaError, match=r"cannot load model '.*base'"):
+        dofla.load(adapter)
+    pointer = json.loads((adapter / ADAPTER).read_text())
+    (adapter / ADAPTER).write_text(json.dumps(pointer | {"base_model": str(tmp_path / "moved")}))
+    assert_close(logits(dofla.load(adapter)), expected, rtol=0, atol=0)
+
+
+def test_an_opened_student_can_be_saved_in_both_ways_again(folder, tmp_path):
+    opened = AutoModelForCausalLM.from_pretrained(folder)
+    opened.save_pretrained(tmp_path / "again")
+    dofla.save_adapter(opened, tmp_path / "adapter")
+    assert_same_student(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), opened)
+    assert_same_student(dofla.load(tmp_path / "adapter"), opened)
+
+
+def test_a_student_in_several_shards_opens(tmp_path):
+    model = student("llama", "ragged")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same_student(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_an_opened_student_gives_its_teacher_back(folder):
+    opened, original = AutoModelForCausalLM.from_pretrained(folder), teacher("llama")
+    with dofla.softmax(opened):
+        assert_close(logits(opened), logits(original), rtol=0, atol=0)
+    dofla.restore(opened)
+    assert_close(logits(opened), logits(original), rtol=0, atol=0)
+    assert opened.state_dict().keys() == original.state_dict().keys()
+    opened.to(torch.bfloat16)
+    assert {p.dtype for p in opened.parameters()} == {torch.bfloat16}
+
+
+def test_a_restored_student_saves_as_its_teacher(folder, tmp_path):
+    teacher("llama").save_pretrained(tmp_path / "teacher")
+    dofla.restore(AutoModelForCausalLM.from_pretrained(folder)).save_pretrained(tmp_path / "restored")
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("teacher", "restored")]
+    assert configs[0] == configs[1]
+    assert load_file(tmp_path / "restored/model.safetensors").keys() == teacher("llama").state_dict().keys()
+
+
+def test_another_head_can_be_put_on_a_saved_student(folder):
+    body = AutoModel.from_pretrained(folder)
+    whole = student("llama", "ragged")
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        assert_close(body(ids).last_hidden_state, whole.model(ids).last_hidden_state, rtol=0, atol=0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    assert classifier(ids).logits.shape == (2, 3)
+    assert_close(feature_map_tensors(classifier), feature_map_tensors(whole), rtol=0, atol=0)
+
+
+def test_a_head_can_be_put_on_a_saved_encoder(tmp_path):
+    body = own_student("bert")
+    body.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert type(classifier) is BertForSequenceClassification
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        assert_close(classifier.bert(ids).pooler_output, body(ids).pooler_output, rtol=0, atol=0)
+    assert sorted(linear_layers(classifier)) == [f"bert.encoder.layer.{n}.attention.self" for n in (0, 1)]
+    classifier.save_pretrained(tmp_path / "tuned")
+    again = dofla.load(tmp_path / "tuned")
+    with torch.no_grad():
+        assert_close(again(ids).logits, classifier(ids).logits, rtol=0, atol=0)
+
+
+# What is wrong with a folder is said in one line
+
+
+def assert_refused(path, match):
+    with pytest.raises(dofla.DoflaError, match=match) as caught:
+        dofla.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_tensors(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda a: cut(a / WEIGHTS), rf"{WEIGHTS} is damaged"),
+        (lambda a: (a / WEIGHTS).write_bytes(b""), rf"{WEIGHTS} is damaged"),
+        (lambda a: (a / WEIGHTS).unlink(), rf"{WEIGHTS} does not exist"),
+        (lambda a: (a / "plan.json").unlink(), "plan.json does not exist"),
+        (lambda a: (a / "plan.json").write_text("{"), "plan.json is not a plan"),
+        (lambda a: (a / ADAPTER).write_text("[1]"), rf"{ADAPTER} is not a dofla adapter"),
+        (lambda a: (a / ADAPTER).write_text("{}"), "names no base model"),
+        (lambda a: (a / ADAPTER).write_text('{"base_model": "no/such/model/anywhere"}'), "cannot load model"),
+        (lambda a: (a / ADAPTER).write_text('{"base_model": 3}'), "base_model"),
+        (lambda a: change_tensors(a / WEIGHTS, lambda t: t.popitem()), "is on one side only"),
+        (
+            lambda a: change_tensors(a / WEIGHTS, lambda t: t.update({k: v[:, :-1] for k, v in t.items()})),
+            r"does not fit its plan: .*maps\.0",
+        ),
+        (lambda a: change_tensors(a / WEIGHTS, lambda t: next(iter(t.values())).fill_(torch.nan)), "NaN or infinity"),
+    ],
+    ids=[
+        *["cut", "empty", "no weights", "no plan", "broken plan", "broken pointer", "no pointer", "pointer to nowhere"],
+        *["pointer to a number", "missing tensor", "wrong shapes", "NaN"],
+    ],
+)
+def test_a_damaged_adapter_is_refused(adapter, damage, match):
+    damage(adapter)
+    assert_refused(adapter, match)
+
+
+def rename_layers(folder):
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["quantization_config"]["layers"]
+    config["quantization_config"]["layers"] = {name.replace("self_attn", "attn"): x for name, x in layers.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def drop_a_feature_map(tensors):
+    del tensors["model.layers.1.self_attn.dofla.maps.0.z"]
+
+
+def shorten_a_feature_map(tensors):
+    name = "model.layers.1.self_attn.dofla.maps.0.z"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda f: cut(f / "model.safetensors"), "cannot load model"),
+        (lambda f: (f / "model.safetensors").unlink(), "cannot load model"),
+        (lambda f: (f / "config.json").unlink(), "cannot load model"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot load model"),
+        (rename_layers, r"model\.layers\.0\.attn"),
+        (
+            lambda f: change_tensors(f / "model.safetensors", drop_a_feature_map),
+            r"layers\.1\.self_attn\.dofla\.maps\.0\.z",
+        ),
+        (
+            lambda f: change_tensors(f / "model.safetensors", shorten_a_feature_map),
+            r"layers\.1\.self_attn\.dofla\.maps\.0\.z",
+        ),
+    ],
+    ids=["cut", "no weights", "no config", "broken config", "other names", "missing feature map", "wrong shape"],
+)
+def test_a_damaged_standalone_student_is_refused(folder, tmp_path, damage, match):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    damage(copied)
+    assert_refused(copied, match)
+
+
+def test_pickled_weights_are_not_opened(folder, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    assert_refused(copied, "cannot load model")
+
+
+def test_pickled_weights_of_a_base_are_not_opened(adapter, base):
+    torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+    assert_refused(adapter, "cannot load model")
+
+
+def test_a_plain_model_is_no_student(base):
+    assert_refused(base, "is a plain model")
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    assert_refused(tmp_path / "nothing", "is not a folder")
+
+
+def test_an_adapter_is_not_written_over_another(adapter):
+    before = (adapter / WEIGHTS).read_bytes()
+    with pytest.raises(dofla.DoflaError, match="exists already"):
+        dofla.save_adapter(student("llama"), adapter)
+    assert (adapter / WEIGHTS).read_bytes() == before
+    assert not [path for path in adapter.parent.iterdir() if "partial" in path.name]
+
+
+def test_an_adapter_of_a_softmax_model_is_refused(tmp_path):
+    with pytest.raises(dofla.DoflaError, match="not linearised"):
+        dofla.save_adapter(teacher("llama"), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,256 @@
+"""Algorithm 1 and its relatives, in whole numbers, within the budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dofla import allocate
+from dofla.allocate import STRATEGIES
+from dofla.errors import DoflaError
+from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
+from dofla.spectrum import Spectrum
+
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+
+# Table 1 of arXiv 2507.03340: dimensions selected for GPT-2 at an average of 64.
+PAPER_GPT2 = [130, 182, 35, 44, 42, 65, 92, 33, 28, 34, 46, 39]
+
+
+class KnownProfile(Profile):
+    """A profile whose degrees of freedom [layer][KV head] are given."""
+
+    def dof(self, lam=0.1, normalization=None):
+        super().dof(lam, normalization)
+        return self.known
+
+
+def layer(number, shape=(1, 64, 64)):
+    kv_heads, head_dim, value_dim = shape
+    spectrum = Spectrum(torch.tensor([0.75, 0.25], dtype=torch.float64), 0.0)
+    heads = [spectrum] * kv_heads, [HeadStatistics()] * kv_heads
+    return LayerProfile(f"layers.{number}", kv_heads, kv_heads, head_dim, value_dim, 0.125, True, *heads)
+
+
+def known(rows, shapes=None, skipped=()):
+    """A profile with these degrees of freedom; ``shapes`` (kv_heads, head_dim, value_dim) of each layer."""
+    rows = [row if isinstance(row, list) else [row] for row in rows]
+    shapes = shapes or [(len(row), 64, 64) for row in rows]
+    layers = [layer(number, shape) for number, shape in enumerate(shapes)]
+    profile = KnownProfile("teacher", layers, samples=8, tokens=8, source="here", seed=0, skipped=list(skipped))
+    profile.known = rows
+    return profile
+
+
+def features(plan):
+    return [x.features for x in plan.layers]
+
+
+def numbers(plan):
+    return sum(x.feature_numbers + x.token_numbers for x in plan.layers)
+
+
+def allowed(profile, budget):
+    """State of ``budget`` features in every layer."""
+    return sum(budget * x.kv_heads * (x.value_dim + 1) for x in profile.layers)
+
+
+dofs = st.floats(0.9, 300.0)
+dims = st.sampled_from([1, 4, 16, 64, 128])
+
+
+@st.composite
+def profiles(draw, uniform=False):
+    count = draw(st.integers(1, 8))
+    kv_heads, shape = draw(st.integers(1, 3)), (draw(dims), draw(dims))
+    shapes = [
+        (kv_heads, *shape) if uniform else (draw(st.integers(1, 3)), draw(dims), draw(dims)) for _ in range(count)
+    ]
+    return known([[draw(dofs) for _ in range(shape[0])] for shape in shapes], shapes)
+
+
+@quick
+@given(
+    profile=profiles(),
+    budget=st.integers(1, 200),
+    strategy=st.sampled_from(sorted(STRATEGIES)),
+    over_heads=st.sampled_from(["max", "mean"]),
+    window=st.integers(0, 5),
+    sinks=st.integers(0, 3),
+)
+def test_no_plan_costs_more_than_its_budget_or_leaves_a_layer_empty(
+    profile, budget, strategy, over_heads, window, sinks
+):
+    tokens = sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
+    options = {"over_heads": over_heads, "window": window, "sinks": sinks}
+    if allowed(profile, budget) - tokens < allowed(profile, 1):
+        with pytest.raises(DoflaError, match=f"budget {budget} is too small"):
+            allocate(profile, budget, strategy, **options)
+        return
+    plan = allocate(profile, budget, strategy, **options)
+    assert numbers(plan) <= allowed(profile, budget)
+    assert all(isinstance(count, int) and count >= 1 for count in features(plan))
+    assert {(x.window, x.sinks) for x in plan.layers} == {(window, sinks)}
+
+
+@quick
+@given(profile=profiles(), budget=st.integers(1, 200), window=st.integers(0, 3))
+def test_fixed_is_the_same_number_everywhere_and_all_the_budget_buys(profile, budget, window):
+    left = allowed(profile, budget) - sum(window * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
+    affordable = left // allowed(profile, 1)
+    if affordable < 1:
+        return
+    plan = allocate(profile, budget, "fixed", window=window)
+    assert set(features(plan)) == {affordable}
+
+
+@quick
+@given(profile=profiles(), budget=st.integers(1, 200), window=st.integers(0, 3))
+def test_dof_spends_its_budget_to_within_one_feature_per_layer(profile, budget, window):
+    tokens = sum(window * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
+    if allowed(profile, budget) - tokens < allowed(profile, 1):
+        return
+    plan = allocate(profile, budget, "dof", window=window)
+    assert allowed(profile, budget - 1) <= numbers(plan) <= allowed(profile, budget)
+
+
+@quick
+@given(profile=profiles(uniform=True), budget=st.integers(1, 200))
+def test_dof_is_proportional_within_rounding(profile, budget):
+    plan = allocate(profile, budget, "dof")
+    dof = [max(row) for row in profile.known]
+    shares = [budget * len(dof) * n / sum(dof) for n in dof]
+    if min(shares) >= 1:
+        assert all(abs(count - share) < 1 + 1e-9 for count, share in zip(features(plan), shares, strict=True))
+    ranked = [count for _, count in sorted(zip(dof, features(plan), strict=True))]
+    assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(ranked))
+
+
+@quick
+@given(profile=profiles(), budget=st.integers(1, 200))
+def test_dof_is_proportional_within_rounding_even_if_layers_cost_differently(profile, budget):
+    plan = allocate(profile, budget, "dof")
+    dof = [max(row) for row in profile.known]
+    costs = [x.kv_heads * (x.value_dim + 1) for x in profile.layers]
+    factor = budget * sum(costs) / sum(n * cost for n, cost in zip(dof, costs, strict=True))
+    if factor * min(dof) >= 1:
+        assert all(abs(count - factor * n) < 1 + 1e-9 for count, n in zip(features(plan), dof, strict=True))
+
+
+@quick
+@given(profile=profiles(uniform=True), budget=st.integers(1, 200))
+def test_clipped_dof_is_dof_cut_at_the_head_size(profile, budget):
+    plan = allocate(profile, budget, "dof_clip")
+    dof = [max(row) for row in profile.known]
+    head_dim = profile.layers[0].head_dim
+    shares = [min(head_dim, budget * len(dof) * n / sum(dof)) for n in dof]
+    assert max(features(plan)) <= head_dim
+    if min(shares) >= 1:
+        assert all(abs(count - share) < 1 + 1e-9 for count, share in zip(features(plan), shares, strict=True))
+
+
+def test_dof_is_algorithm_1_rounded_where_rounding_keeps_the_budget():
+    dof, budget = [4.7, 7.5, 4.4, 2.0, 3.9, 17.7, 149.3, 28.0, 39.3, 94.1, 5.7, 24.6], 64
+    expected = [round(budget * n / (sum(dof) / len(dof))) for n in dof]
+    assert sum(expected) == budget * len(dof)
+    assert features(allocate(known(dof), budget, "dof")) == expected
+
+
+def test_the_dimensions_the_paper_reports_come_out_within_the_budget_it_names():
+    plan = allocate(known(PAPER_GPT2), 64, "dof")
+    # The published numbers add up to 770, two above the budget of 768.
+    assert sum(features(plan)) == 64 * 12
+    differences = [ours - theirs for ours, theirs in zip(features(plan), PAPER_GPT2, strict=True)]
+    assert sorted(differences) == [-1, -1] + [0] * 10
+    clipped = allocate(known(PAPER_GPT2), 64, "dof_clip")
+    assert features(clipped) == [min(64, count) for count in PAPER_GPT2]
+
+
+def test_a_layer_with_hardly_any_degrees_of_freedom_keeps_one_feature():
+    assert features(allocate(known([1e-9, 1.0, 3.0]), 4, "dof")) == [1, 3, 8]
+
+
+@pytest.mark.parametrize(("over_heads", "expected"), [("max", [12, 4]), ("mean", [8, 8])])
+def test_a_layers_number_comes_from_its_heads(over_heads, expected):
+    assert features(allocate(known([[3.0, 1.0, 2.0], [2.0, 2.0, 2.0]]), 8, over_heads="mean")) == [8, 8]
+    profile = known([[9.0, 0.0, 0.0], [3.0, 3.0, 3.0]])
+    assert features(allocate(profile, 8, over_heads=over_heads)) == expected
+
+
+def test_window_and_sinks_are_paid_for_at_the_price_of_features():
+    # A token costs 2·64 numbers, a feature 65: 4 tokens are paid with 512 / 65 features, rounded up.
+    plan = allocate(known([1.0]), 32, window=3, sinks=1)
+    assert features(plan) == [32 - math.ceil(512 / 65)]
+
+
+def test_layers_kept_softmax_take_no_part():
+    profile = known([5.0, 1.0, 3.0], skipped=[SkippedLayer("odd", 2, 16, 8, "asked for")])
+    plan = allocate(profile, 16, keep_softmax=["layers.0", "odd"])
+    kept = {x.name: x.keep_softmax for x in plan.layers}
+    assert kept == {"layers.0": True, "layers.1": False, "layers.2": False, "odd": True}
+    assert [plan[f"layers.{n}"].features for n in (1, 2)] == [8, 24]
+    assert (plan["odd"].kv_heads, plan["odd"].head_dim, plan["odd"].value_dim) == (2, 16, 8)
+
+
+def test_all_layers_may_be_kept_softmax():
+    plan = allocate(known([5.0, 1.0]), keep_softmax=["layers.0", "layers.1"])
+    assert all(x.keep_softmax for x in plan.layers)
+    assert plan.state_bytes() == 0
+
+
+def test_the_plan_records_how_it_was_made():
+    plan = allocate(known([1.0, 2.0]), 32, "dof_clip", lam=0.5, over_heads="mean", normalization="top")
+    assert plan.model == "teacher"
+    assert plan.made_by == {
+        "strategy": "dof_clip",
+        "budget": 32,
+        "lambda": 0.5,
+        "over_heads": "mean",
+        "normalization": "top",
+    }
+    assert allocate(known([1.0]), 4).made_by["normalization"] == "trace"
+
+
+def test_lambda_and_normalization_reach_the_spectra():
+    flat, steep = (torch.tensor(values, dtype=torch.float64) for values in ([1.0] * 8, [1.0] + [0.01] * 7))
+    layers = [layer(0), layer(1)]
+    layers[0].spectra, layers[1].spectra = [Spectrum(flat, 0.0)], [Spectrum(steep, 0.0)]
+    profile = Profile("teacher", layers, samples=8, tokens=8, source="here", seed=0)
+    for lam, normalization in ((1e-3, "trace"), (0.1, "top")):
+        dof = [row[0] for row in profile.dof(lam, normalization)]
+        got = features(allocate(profile, 500, lam=lam, normalization=normalization))
+        assert got[0] == pytest.approx(1000 * dof[0] / sum(dof), abs=1)
+        assert sum(got) == 1000
+    assert features(allocate(profile, 500, lam=1e-3)) != features(allocate(profile, 500, lam=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lam": 0.0}, "lambda is 0.0"),
+        ({"lam": -1.0}, "lambda is -1.0"),
+        ({"lam": math.nan}, "lambda is nan"),
+        ({"lam": math.inf}, "lambda is inf"),
+        ({"strategy": "best"}, "unknown strategy 'best': choose one of dof, dof_clip, fixed"),
+        ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
+        ({"over_heads": "median"}, "unknown over_heads 'median': choose one of max, mean"),
+        ({"normalization": "unit"}, "unknown normalization 'unit': choose one of trace, top, mean, none"),
+        ({"keep_softmax": ["layers.9"]}, r"keep_softmax names 'layers.9'.*layers\.0"),
+        ({"budget": 0}, "budget 0 is too small"),
+        ({"budget": -4}, "budget is -4"),
+        ({"budget": 12.5}, "budget is 12.5"),
+        ({"budget": "64"}, "budget is '64'"),
+        ({"window": -1}, "window is -1"),
+        ({"sinks": 0.5}, "sinks is 0.5"),
+        ({"budget": 4, "window": 2}, "budget 4 is too small .* after a window of 2 and 0 sinks"),
+    ],
+)
+def test_a_bad_option_is_one_line_with_the_way_out(options, message):
+    with pytest.raises(DoflaError, match=message) as error:
+        allocate(known([1.0, 2.0]), **options)
+    assert "\n" not in str(error.value)

