@@ -52,7 +52,7 @@ def main(
     head_size: int = 32,
     context: int = 512,
     batch: int = 6,
-    steps: int = 1500,
+    steps: int = 1200,
     learning_rate: float = 1e-3,
     warmup: int = 100,
     weight_decay: float = 0.1,
