@@ -49,8 +49,8 @@ def main(
         rows.append({"dtype": name, "seconds": total, "reading": stages["reading"], "forward_alone": forward})
         print(
             f"{name}: {total:.1f} s (reading {stages['reading']:.1f} s, spectra {total - stages['reading']:.1f} s), "
-            f"{total / PAPER_SECONDS:.2f} of the paper's {PAPER_SECONDS} s; the forward passes alone take {forward:.1f} s "
-            f"({torch.get_num_threads()} threads)",
+            f"{total / PAPER_SECONDS:.2f} of the paper's {PAPER_SECONDS} s; "
+            f"the forward passes alone take {forward:.1f} s ({torch.get_num_threads()} threads)",
             flush=True,
         )
     if out:

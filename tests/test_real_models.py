@@ -74,9 +74,8 @@ def test_smollm2_decodes_with_a_cache_as_without(smollm2):
     options = {"max_new_tokens": 24, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, use_cache=False))
 
-    cache, pieces = DynamicCache(config=model.config), []
-    for token in inputs["input_ids"].split(1, dim=1):
-        pieces.append(model(token, past_key_values=cache).logits)
+    cache = DynamicCache(config=model.config)
+    pieces = [model(token, past_key_values=cache).logits for token in inputs["input_ids"].split(1, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, 1), model(**inputs).logits, rtol=1e-3, atol=1e-3)
 
 

@@ -34,7 +34,8 @@ class View:
         """A bar; the block calls ``update(done, total, text)``. Without a terminal, one line at the end."""
         counts = TextColumn("{task.completed}/{task.total} {task.fields[text]}")
         columns = (TextColumn(label), BarColumn(bar_width=20), counts)
-        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as bar:
+        options = {"console": self.console, "transient": True, "disable": not self.console.is_terminal}
+        with Progress(*columns, TimeRemainingColumn(), **options) as bar:
             task = bar.add_task(label, total=None, text="")
 
             def update(done: int, total: int, text: str = "") -> None:
@@ -57,8 +58,8 @@ class View:
                 table.add_column(str(head), justify="right")
             for n, row in enumerate(dof):
                 table.add_row(str(n), *(_shaded(row[h], top) if h < len(row) else Text("") for h in shown))
-            kind = f"λ = {lam:.3g}, scale: {profile.normalization}, {profile.samples} samples"
-            self.console.print(f"\nDegrees of freedom per layer and KV head ({kind})")
+            kind = f"λ = {lam:.3g}, {profile.normalization} normalised, J = {profile.samples}"
+            self.console.print(f"\nDegrees of freedom by layer and KV head ({kind})")
             self.console.print(table)
         for layer in profile.skipped:
             self.say(f"  left softmax: {layer.name} ({layer.reason})")

@@ -43,8 +43,13 @@ def self_sample(
     """
     start = separator_id(tokenizer)
     _check(model, start, count, length, batch_size, temperature)
+    # Here and not above: what touches transformers' inside is built on this package.
+    from dofla.integration.sites import evaluation_mode
+    from dofla.integration.surgery import as_teacher
+
     samples = []
-    with _sampling_settings(model, temperature, length), _seeded(model, seed):
+    settings = _sampling_settings(model, temperature, length)
+    with as_teacher(model), evaluation_mode(model), settings, _seeded(model, seed):
         for begin in range(0, count, batch_size):
             prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=model.device)
             samples.append(model.generate(prompt, attention_mask=torch.ones_like(prompt)).cpu())
@@ -75,24 +80,21 @@ def _check(
 
 @contextmanager
 def _sampling_settings(model: PreTrainedModel, temperature: float, length: int) -> Iterator[None]:
-    """Evaluation mode and plain sampling to exactly `length` tokens, for as long as the context lasts.
+    """Plain sampling to exactly `length` tokens, for as long as the context lasts.
 
     The model's own generation config is set aside rather than overridden: `generate` fills whatever an argument leaves
     at None, eos_token_id included, from it.
     """
     from transformers import GenerationConfig
 
-    settings, training = model.generation_config, [module for module in model.modules() if module.training]
+    settings = model.generation_config
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_length=length, use_cache=True
     )
-    model.eval()
     try:
         yield
     finally:
         model.generation_config = settings
-        for module in training:
-            module.training = True
 
 
 @contextmanager

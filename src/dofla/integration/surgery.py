@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +141,11 @@ def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     linear_layers(model)
     with attention_implementation(model, model._dofla_softmax_implementation):
         yield model
+
+
+def as_teacher(model: PreTrainedModel) -> AbstractContextManager:
+    """Within the block the model computes softmax attention, linearised or not."""
+    return softmax(model) if is_linearized(model) else nullcontext()
 
 
 def _check(plan: Plan, sites: dict[str, AttentionSite]) -> None:
