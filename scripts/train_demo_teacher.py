@@ -159,6 +159,8 @@ def build_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        # The initialisation tells neighbours apart by rotary phase, which GPT-NeoX gives a quarter of each head only.
+        **({"rotary_pct": 1.0} if arch is Arch.gpt_neox else {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     initialise_for_recall(model)

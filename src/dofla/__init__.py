@@ -11,6 +11,7 @@ After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")``
 
 import dofla.integration  # noqa: F401 - registers dofla with transformers
 from dofla.allocate import allocate
+from dofla.data import TokenWindows, token_windows
 from dofla.distill import distill
 from dofla.errors import DoflaError
 from dofla.evaluate import evaluate
@@ -27,6 +28,7 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "Profile",
+    "TokenWindows",
     "allocate",
     "distill",
     "evaluate",
@@ -36,4 +38,5 @@ __all__ = [
     "restore",
     "save_adapter",
     "softmax",
+    "token_windows",
 ]
