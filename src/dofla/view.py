@@ -59,7 +59,7 @@ class View:
             for n, row in enumerate(dof):
                 table.add_row(str(n), *(_shaded(row[h], top) if h < len(row) else Text("") for h in shown))
             kind = f"λ = {lam:.3g}, {profile.normalization} normalised, J = {profile.samples}"
-            self.console.print(f"\nDegrees of freedom by layer and KV head ({kind})")
+            self.console.print(f"\nDegrees of freedom, layer × KV head ({kind})")
             self.console.print(table)
         for layer in profile.skipped:
             self.say(f"  left softmax: {layer.name} ({layer.reason})")
