@@ -78,8 +78,18 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     assert call("evaluate", student, *evaluation) == 0
     assert json.loads(figures.read_text())["language"]["teacher_loss"] > 0
     assert call("generate", student, "--prompt", "w1 w2 w3", "--new-tokens", 5) == 0
+    (home / "document.txt").write_text("w4 w5 w6 w7")
+    state = ["--prompt-state", home / "document.safetensors"]
+    options = ["--prompt", "w1 w2 w3", "--new-tokens", 5]
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert call("generate", student, *options, *state, "--document", home / "document.txt") == 0
+    first = capsys.readouterr().out
+    assert call("generate", student, *options, *state) == 0
+    assert capsys.readouterr().out == first
+    assert call("generate", student, "--prompt", "w4 w5 w6 w7 w1 w2 w3", "--new-tokens", 5) == 0
+    assert capsys.readouterr().out == first
+    assert call("generate", student, *options, "--prompt-state", home / "none.safetensors") == 2
 
 
 RECIPE = """

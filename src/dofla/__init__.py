@@ -17,6 +17,7 @@ from dofla.errors import DoflaError
 from dofla.evaluate import evaluate
 from dofla.integration.checkpoint import load, save_adapter
 from dofla.integration.profiler import profile
+from dofla.integration.prompt_state import load_state, read_prompt, save_state
 from dofla.integration.surgery import linearize, restore, softmax
 from dofla.plan import LayerPlan, Plan
 from dofla.profile import Profile
@@ -34,9 +35,12 @@ __all__ = [
     "evaluate",
     "linearize",
     "load",
+    "load_state",
     "profile",
+    "read_prompt",
     "restore",
     "save_adapter",
+    "save_state",
     "softmax",
     "token_windows",
 ]

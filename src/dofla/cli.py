@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from transformers.utils import logging as transformers_logging
 
 from dofla import __version__
 from dofla.allocate import allocate as make_plan
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, read_documents
 from dofla.distill import distill as train
 from dofla.errors import DoflaError
 from dofla.evaluate import evaluate as measure
@@ -20,6 +21,7 @@ from dofla.files import new_folder, write_json
 from dofla.integration.checkpoint import load as load_student
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.profiler import profile as make_profile
+from dofla.integration.prompt_state import load_state, read_prompt, save_state
 from dofla.integration.surgery import linearize
 from dofla.plan import Plan
 from dofla.profile import Profile
@@ -196,22 +198,29 @@ def generate(
     new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    prompt_state: Annotated[
+        Path | None, typer.Option(help="State of a text read earlier, to go on from; made from --document if missing.")
+    ] = None,
+    document: Annotated[Path | None, typer.Option(help="Text to read into --prompt-state before the prompt.")] = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> None:
     """Continue a text with a student."""
-    import torch
-
     model, tokenizer = _student(student, dtype)
+    start = _prompt_state(model, tokenizer, prompt_state, document)
     if chat:
         message = [{"role": "user", "content": prompt}]
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(message, **options)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    ids, options = inputs["input_ids"].to(model.device), {"max_new_tokens": new_tokens, "do_sample": sample}
+    if start is not None:
+        ids = torch.cat([start[0].to(model.device), ids], dim=1)
+        options["past_key_values"] = start[1]
     torch.manual_seed(seed)
-    out = model.generate(**inputs.to(model.device), max_new_tokens=new_tokens, do_sample=sample)
-    View().say(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    View().say(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 @app.command()
@@ -243,6 +252,21 @@ def _student(path: Path, dtype: str | None) -> tuple[Any, Any]:
     options = {} if dtype is None else {"dtype": dtype_of(dtype)}
     model = load_student(path, **options)
     return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+
+
+def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:
+    """The tokens and the cache to go on from, read from ``path`` or, the first time, from ``document``."""
+    if path is None:
+        if document is not None:
+            raise DoflaError(f"--document {document} needs --prompt-state FILE, where its state is kept")
+        return None
+    if not path.exists():
+        if document is None:
+            raise DoflaError(f"{path} does not exist: add --document FILE to make it")
+        text = "\n\n".join(read_documents(document))
+        ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+        save_state(read_prompt(model, ids), ids, path, model)
+    return load_state(path, model)
 
 
 def _version(wanted: bool) -> None:

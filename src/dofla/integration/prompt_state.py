@@ -1,0 +1,93 @@
+"""A prompt's state on disk: read a long document once, then go on from there as often as one likes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dofla.attention import FeatureState, State, TokenBuffer
+from dofla.errors import DoflaError
+from dofla.files import replacing
+from dofla.integration.cache import LinearCacheLayer, linear_entry
+from dofla.integration.surgery import linear_layers, plan_of
+
+_PARTS = {"features": FeatureState, "window": TokenBuffer, "sinks": TokenBuffer}
+
+
+def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096) -> DynamicCache:
+    """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L."""
+    linear_layers(model)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for piece in input_ids.to(model.device).split(chunk, dim=1):
+            model.base_model(piece, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: PreTrainedModel) -> None:
+    """Write what ``model`` remembers of a prompt, and the prompt's tokens [B, L], as one safetensors file.
+
+    Raises:
+        DoflaError: if a layer of the cache holds keys and values (a layer kept softmax), or the cache is empty.
+    """
+    tensors: dict[str, Tensor] = {"input_ids": input_ids.cpu().contiguous()}
+    for index, entry in enumerate(cache.layers):
+        if not isinstance(entry, LinearCacheLayer) or entry.states is None:
+            raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
+        for group, state in enumerate(entry.states):
+            for part in _PARTS:
+                bundle = getattr(state, part)
+                for field in fields(bundle) if bundle is not None else ():
+                    tensors[f"{index}.{group}.{part}.{field.name}"] = getattr(bundle, field.name).cpu().contiguous()
+    metadata = {"format": "1", "plan": json.dumps(plan_of(model).to_dict()["layers"])}
+    with replacing(path) as partial:
+        save_file(tensors, partial, metadata=metadata)
+
+
+def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
+    """The prompt's tokens [B, L] and a fresh cache holding its state, ready for ``generate``:
+
+        prompt, cache = load_state(path, model)
+        ids = torch.cat([prompt, question], dim=1)
+        model.generate(ids, past_key_values=cache)
+
+    Raises:
+        DoflaError: naming the file, if it is missing, damaged, or was written by a student of another plan.
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, "pt", device=str(model.device)) as file:
+            plan = json.loads((file.metadata() or {})["plan"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if plan != json.loads(json.dumps(plan_of(model).to_dict()["layers"])):
+            raise DoflaError(f"{path} was written by a student of another plan: read the prompt again with this one")
+        input_ids = tensors.pop("input_ids")
+        cache = DynamicCache(config=model.config)
+        for layer in linear_layers(model).values():
+            index = model.get_submodule(layer.name).layer_idx
+            entry = linear_entry(cache, index, beside_softmax=False)
+            entry.states = [_state(tensors, f"{index}.{group}", layer) for group in range(len(layer.groups))]
+            entry.tokens, entry.is_initialized, entry.handed_over = input_ids.shape[1], True, False
+    except FileNotFoundError:
+        raise DoflaError(f"{path} does not exist: it should hold the state of a prompt") from None
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        if isinstance(error, DoflaError):
+            raise
+        raise DoflaError(f"{path} is no readable prompt state ({error}): read the prompt again") from error
+    return input_ids, cache
+
+
+def _state(tensors: dict[str, Tensor], where: str, layer: torch.nn.Module) -> State:
+    wanted = {"features": True, "window": layer.window > 0, "sinks": layer.sinks > 0}
+    parts = {}
+    for part, bundle in _PARTS.items():
+        if wanted[part]:
+            parts[part] = bundle(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(bundle)))
+    return State(**parts)
