@@ -17,7 +17,7 @@ from dofla.demo.documents import recall_documents
 from dofla.run import load_teacher
 
 model, tokenizer = load_teacher("demo")
-words = tokenizer(" ".join(recall_documents(16, seed=1)), return_tensors="pt")["input_ids"]
+words = tokenizer(" ".join(recall_documents(16, seed=1)), return_tensors="pt", verbose=False)["input_ids"]
 
 plan = dofla.allocate(dofla.profile(model, words[:, :1024].view(4, 256), samples=256), budget=64)
 dofla.linearize(model, plan)
