@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from dofla.recipe import DataSpec, Recipe
 from dofla.run import dtype_of, load_teacher, load_tokenizer, resolve_model, windows_of
 from dofla.run import run as run_recipe
 from dofla.spectrum import DEFAULT_LAMBDA
-from dofla.view import View
+from dofla.view import View, loss_range
 
 app = typer.Typer(
     help="Turn a softmax transformer into a linear-attention model: measure, allot, distil, judge.",
@@ -156,7 +155,7 @@ def distill(
             seed=seed,
             folder=out,
             checkpoint_every=checkpoint_every,
-            progress=lambda step, total, losses: progress(step, total, f"loss {statistics.fmean(losses.values()):.3f}"),
+            progress=lambda step, total, losses: progress(step, total, loss_range(losses)),
         )
     view.losses(history)
     with new_folder(adapter) as folder:

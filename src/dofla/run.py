@@ -32,7 +32,7 @@ from dofla.integration.profiler import profile
 from dofla.integration.surgery import linearize, restore
 from dofla.profile import Profile
 from dofla.recipe import DataSpec, Recipe, StudentSpec
-from dofla.view import View
+from dofla.view import View, loss_range
 
 RECIPE, MACHINE, RESULTS = "recipe.yaml", "run.json", "results.json"
 
@@ -208,9 +208,7 @@ def _one_student(
                         source.training(),
                         seed=seed,
                         folder=home / "distill",
-                        progress=lambda step, steps, losses: progress(
-                            step, steps, f"loss {statistics.fmean(losses.values()):.3f}"
-                        ),
+                        progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),
                         **vars(recipe.distill),
                     ).seconds
             save_adapter(model, home / "adapter")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,6 +154,12 @@ def results_table(results: dict[str, Any]) -> Table:
         cells = [f"{row[k]['mean']:.3f}" + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
         table.add_row(row["name"], *cells, size(row["state_bytes"]))
     return table
+
+
+def loss_range(losses: Mapping[str, float]) -> str:
+    """Loss of all layers in a few words."""
+    values = losses.values()
+    return f"loss {statistics.fmean(values):.3f} (layers {min(values):.2f} to {max(values):.2f})"
 
 
 def size(count: int) -> str:
