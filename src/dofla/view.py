@@ -69,7 +69,7 @@ class View:
         """What each layer becomes, with bars."""
         most = max((max(x.features_per_head) for x in plan.layers if not x.keep_softmax), default=1)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("layer", max_width=26, overflow="ellipsis", no_wrap=True)
+        table.add_column("layer", max_width=30, overflow="ellipsis", no_wrap=True)
         for title in ("features", "window", "sinks"):
             table.add_column(title, justify="right")
         table.add_column("")
