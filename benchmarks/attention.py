@@ -9,6 +9,10 @@ that prefill reaches.
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
+
 import json
 import time
 from typing import Annotated
