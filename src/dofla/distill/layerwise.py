@@ -157,10 +157,7 @@ def _batches(windows: TokenWindows | Images, batch_size: int, accumulate: int, s
 
 
 def _rows(call: AttentionCall, rows: int | None, seed: int, step: int) -> Tensor:
-    length, device = call.query.shape[-2], call.query.device
-    if rows is None or rows >= length:
-        return torch.arange(length, device=device)
-    return torch.randperm(length, generator=_generator(seed, step))[:rows].sort().values.to(device)
+    return call.random_rows(rows or call.query.shape[-2], _generator(seed, step))
 
 
 def _generator(seed: int, number: int) -> torch.Generator:

@@ -28,8 +28,7 @@ def attention_fidelity(
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in layers}  # Σ kl, rows, Σ error², Σ output²
 
     def compare(call: AttentionCall) -> None:
-        length = call.query.shape[-2]
-        rows = torch.randperm(length, generator=generator)[:ROWS].sort().values.to(call.query.device)
+        rows = call.random_rows(ROWS, generator)
         real = call.real_rows(rows)[:, None, :]
         kl = attention_kl(call, layers[call.name], rows)
         teacher = call.log_weights(rows).exp()

@@ -83,7 +83,7 @@ class Tally:
             peak = norms.amax(dim=(0, 2, 3))
             self.peaks[f"{name}_max"] = torch.maximum(self.peaks.get(f"{name}_max", peak), peak)
 
-        rows = torch.randperm(length, generator=self.generator)[:_ROWS].sort().values.to(call.key.device)
+        rows = call.random_rows(_ROWS, self.generator)
         counted = real[:, rows]  # [B, R]
         self.rows += int(counted.sum())
         log_weights = call.log_weights(rows).view(batch, kv_heads, groups, len(rows), length)

@@ -44,6 +44,10 @@ class AttentionCall:
         scores = exact_scores(query, self.key, self.scaling)
         return torch.log_softmax(scores.masked_fill(self.hidden(rows), LOG_ZERO), dim=-1)
 
+    def random_rows(self, count: int, generator: torch.Generator) -> Tensor:
+        """``count`` different query rows (all, if there are no more) in order, drawn from a CPU generator."""
+        return torch.randperm(self.query.shape[-2], generator=generator)[:count].sort().values.to(self.query.device)
+
     def real_rows(self, rows: Tensor) -> Tensor:
         """Which of the rows are no padding [B, R]."""
         if self.weight is None:
