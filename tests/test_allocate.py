@@ -57,7 +57,7 @@ def numbers(plan):
 
 def allowed(profile, budget):
     """State of ``budget`` features in every layer."""
-    return sum(budget * x.kv_heads * (x.value_dim + 1) for x in profile.layers)
+    return sum(budget * x.kv_heads * (x.value_dim + 2) for x in profile.layers)
 
 
 dofs = st.floats(0.9, 300.0)
@@ -136,7 +136,7 @@ def test_dof_is_proportional_within_rounding(profile, budget):
 def test_dof_is_proportional_within_rounding_even_if_layers_cost_differently(profile, budget):
     plan = allocate(profile, budget, "dof")
     dof = [max(row) for row in profile.known]
-    costs = [x.kv_heads * (x.value_dim + 1) for x in profile.layers]
+    costs = [x.kv_heads * (x.value_dim + 2) for x in profile.layers]
     factor = budget * sum(costs) / sum(n * cost for n, cost in zip(dof, costs, strict=True))
     if factor * min(dof) >= 1:
         assert all(abs(count - factor * n) < 1 + 1e-9 for count, n in zip(features(plan), dof, strict=True))
@@ -183,9 +183,9 @@ def test_a_layers_number_comes_from_its_heads(over_heads, expected):
 
 
 def test_window_and_sinks_are_paid_for_at_the_price_of_features():
-    # A token costs 2·64 numbers, a feature 65: 4 tokens are paid with 512 / 65 features, rounded up.
+    # A token costs 2·64 numbers, a feature 66: 4 tokens are paid with 512 / 66 features, rounded up.
     plan = allocate(known([1.0]), 32, window=3, sinks=1)
-    assert features(plan) == [32 - math.ceil(512 / 65)]
+    assert features(plan) == [32 - math.ceil(512 / 66)]
 
 
 def test_layers_kept_softmax_take_no_part():

@@ -73,11 +73,11 @@ def test_softmax_bytes_are_the_bytes_of_the_teachers_cache(tiny):
 def test_numbers_of_a_layer_by_hand():
     layer = LayerPlan("a", kv_heads=2, head_dim=6, value_dim=4, features=[3, 5], window=7, sinks=2)
     assert layer.features_per_head == [3, 5]
-    assert layer.feature_numbers == 3 * 5 + 5 * 5
+    assert layer.feature_numbers == 3 * 6 + 5 * 6
     assert layer.token_numbers == 9 * 2 * (6 + 4)
     plan = Plan([layer, LayerPlan("b", 2, 6, 4, keep_softmax=True)])
-    assert plan.state_bytes() == (40 + 180) * 4
-    assert plan.state_bytes(torch.bfloat16) == 40 * 4 + 180 * 2
+    assert plan.state_bytes() == (48 + 180) * 4
+    assert plan.state_bytes(torch.bfloat16) == 48 * 4 + 180 * 2
     assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
     assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
 

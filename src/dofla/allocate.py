@@ -131,7 +131,7 @@ def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sin
 
 def _costs(layers: Sequence[LayerProfile]) -> list[int]:
     """Numbers of state that one more feature per KV head costs in each layer."""
-    return [x.kv_heads * (x.value_dim + 1) for x in layers]
+    return [x.kv_heads * (x.value_dim + 2) for x in layers]
 
 
 def _round(layers: Sequence[LayerProfile], wished: Sequence[Fraction], average: Fraction) -> list[int]:

@@ -85,13 +85,15 @@ class LinearAttention(nn.Module):
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
         options = {"scaling": scaling, "weight": weight, "window": self.window, "sinks": self.sinks, "causal": causal}
-        outputs, after = [], []
-        for n, (feature_map, part) in enumerate(zip(self.maps, self.split(query, key, value), strict=True)):
-            out, state = attend(*part, feature_map, state=states[n] if states else None, **options)
-            outputs.append(out)
-            if state is not None:
-                after.append(state)
-        return self.join(outputs, query.shape[1] // key.shape[1]), after
+        if len(self.groups) == 1:
+            out, state = attend(query, key, value, self.maps[0], state=states[0] if states else None, **options)
+            return out, [state] if causal else []
+        out, after = value.new_empty(*query.shape[:-1], value.shape[-1]), []
+        for n, (feature_map, heads) in enumerate(zip(self.maps, self.groups, strict=True)):
+            before = states[n] if states else None
+            out, state = attend(query, key, value, feature_map, state=before, heads=heads, out=out, **options)
+            after.append(state)
+        return out, after if causal else []
 
     @without_autocast
     def log_scores(

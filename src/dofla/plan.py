@@ -73,8 +73,8 @@ class LayerPlan:
 
     @property
     def feature_numbers(self) -> int:
-        """Numbers of feature state per sequence: a mean value and a log-mass per feature."""
-        return 0 if self.keep_softmax else sum(self.features_per_head) * (self.value_dim + 1)
+        """Numbers of feature state per sequence: a mean value and a log-mass, of double size, per feature."""
+        return 0 if self.keep_softmax else sum(self.features_per_head) * (self.value_dim + 2)
 
     @property
     def token_numbers(self) -> int:
@@ -99,7 +99,7 @@ class Plan:
     def state_bytes(self, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of state per sequence, whatever its length, of the linear layers.
 
-        M features take M·(dv+1) numbers per KV head, always in float32; a window or sink token takes d + dv numbers
+        M features take M·(dv+2) numbers per KV head, always in float32; a window or sink token takes d + dv numbers
         per KV head in the model's ``dtype``.
         """
         features = sum(layer.feature_numbers for layer in self.layers)

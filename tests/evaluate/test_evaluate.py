@@ -65,7 +65,7 @@ def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
         figures = dofla.evaluate(model.to(dtype), tiny.tokens(2, LENGTH))
         one_cache = LENGTH * 2 * (8 + 8) * size
         assert figures["softmax_bytes"] == 2 * one_cache
-        assert figures["state_bytes"] == (6 + 4) * (8 + 1) * 4 + 3 * 2 * (8 + 8) * size + one_cache
+        assert figures["state_bytes"] == (6 + 4) * (8 + 2) * 4 + 3 * 2 * (8 + 8) * size + one_cache
     assert figures["strategy"] == "by hand"
 
 

@@ -8,6 +8,7 @@ d head size of queries and keys, dv head size of values. A pair (query i, key j)
 and attention is the average of the values under those weights, normalised over the visible keys.
 """
 
+from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
 from dofla.attention.kernel import exact_scores, log_kernel
@@ -17,6 +18,7 @@ from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, ac
 
 __all__ = [
     "LOG_ZERO",
+    "Affine",
     "FeatureState",
     "State",
     "TokenBuffer",

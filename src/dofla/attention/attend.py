@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dofla.attention.backends import Features, add_exact_attention, linear_attention, segment
 from dofla.attention.chunked import chunked
-from dofla.attention.exact import exact_attention
-from dofla.attention.recurrent import recurrent
+from dofla.attention.exact import exact_attention, merge
 from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable
-
-
-class Features(Protocol):
-    """What :func:`attend` asks of a feature map."""
-
-    features: int
-
-    def log_query(self, x: Tensor, scaling: float) -> Tensor: ...
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor: ...
 
 
 def attend(
@@ -36,6 +27,8 @@ def attend(
     window: int = 0,
     sinks: int = 0,
     causal: bool = True,
+    heads: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, State | None]:
     """Linear attention of new tokens to themselves and to the past held in ``state``.
 
@@ -43,43 +36,86 @@ def attend(
         query: [B, H, L, d].
         key: [B, Hkv, L, d].
         value: [B, Hkv, L, dv].
-        features: the feature map, for Hkv heads.
+        features: the feature map, for Hkv heads (or for as many as ``heads`` names).
         scaling: the kernel to be approximated is ``exp(scaling · q·k)``.
         weight: key weights [B, L], 0 for padding; default all ones.
         state: the past, or None at the beginning of a sequence.
         window: the last ``window`` keys, the query's own included, have exact scores.
         sinks: so do the first ``sinks`` real keys.
         causal: False lets every query see every key; such a call has no past and leaves no state.
+        heads: do only these KV heads and their queries, as ragged layers do, group by group.
+        out: [B, H, L, dv], where to write the rows of those heads; needed if ``heads`` is given.
 
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state after the last token (None unless causal).
     """
-    tokens = _mask_padding(key, value, weight)
+    groups = query.shape[1] // key.shape[1]
+    query_heads = None if heads is None else [head * groups + n for head in heads for n in range(groups)]
     if not causal:
-        out = _attend_both_ways(query, tokens, features, scaling, window, sinks)
-        return out.to(value.dtype), None
-    if state is None:
-        state = empty_state(tokens, features.features, window, sinks)
-
+        tokens = _tokens(_select(key, heads), _select(value, heads), weight)
+        result = _attend_both_ways(_select(query, query_heads), tokens, features, scaling, window, sinks)
+        return _write(result.to(value.dtype), out, query_heads), None
     length = query.shape[-2]
-    line = state.window.then(tokens) if window else tokens
-    leaving = line[:length]
-    rank = _rank_of_leaving(leaving, state.sinks)
-    is_sink = rank < sinks
-    form = recurrent if length == 1 else chunked
-    seen = form(
-        features.log_query(query, scaling),
-        _log_keys(features, leaving, is_sink, scaling),
-        accumulable(leaving.value),
-        state=state.features,
-    )
-    sink_buffer, sink_hidden = _fill_sinks(state.sinks, leaving, rank, is_sink)
-    if window or sinks:
-        exact = exact_attention(query, line[1:], window - 1, 0, sink_buffer, sink_hidden, scaling)
-        out, _ = _merge(seen[:2], exact)
+    size = segment(query.shape[0] * (query.shape[1] if heads is None else len(query_heads)) * features.features, query)
+    if out is None and length > size:
+        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+    for start in range(0, length, size):
+        part = slice(start, start + size)
+        tokens = _tokens(_select(key, heads, part), _select(value, heads, part), _part(weight, part))
+        if state is None:
+            state = empty_state(tokens, features.features, window, sinks)
+        if weight is None and 0 < window <= start:
+            longer = slice(start - window, start + size)  # as below, but what was there anyway
+            line = _tokens(_select(key, heads, longer), _select(value, heads, longer), None)
+        else:
+            line = state.window.then(tokens) if window else tokens
+        queries = _select(query, query_heads, part)
+        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks)
+        result = _write(piece.to(value.dtype), out, query_heads, part)
+    if window and length > 1:
+        state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
+    return result, state
+
+
+def _part(weight: Tensor | None, part: slice) -> Tensor | None:
+    return None if weight is None else weight[:, part]
+
+
+def _select(x: Tensor, heads: Sequence[int] | None, part: slice = slice(None)) -> Tensor:
+    """Some heads and tokens of ``x`` [B, H, L, d]; a view if the heads stand side by side."""
+    x = x[:, :, part]
+    if heads is None:
+        return x
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
+        return x[:, heads[0] : heads[0] + len(heads)]
+    return x.index_select(1, torch.tensor(heads, device=x.device))
+
+
+def _write(piece: Tensor, out: Tensor | None, heads: Sequence[int] | None, part: slice = slice(None)) -> Tensor:
+    """``piece`` put where it belongs in ``out``, if there is one."""
+    if out is None:
+        return piece
+    if heads is None:
+        out[:, :, part] = piece
     else:
-        out = seen[0]
-    return out.to(value.dtype), State(seen[2], line[length:] if window else None, sink_buffer)
+        for n, head in enumerate(heads):  # whole rows each, much faster than an index
+            out[:, head, part] = piece[:, n]
+    return out
+
+
+def _attend_causally(
+    query: Tensor, line: TokenBuffer, features: Features, scaling: float, state: State, window: int, sinks: int
+) -> tuple[Tensor, State]:
+    """One segment; ``line`` is the window before it followed by its tokens."""
+    if not (window or sinks):
+        out, _, after = linear_attention(query, line, features, scaling=scaling, state=state.features)
+        return out, State(after)
+    length = query.shape[-2]
+    leaving = line[:length]
+    kept, buffer, visible_from = _take_sinks(state.sinks, leaving)
+    out, normaliser, after = linear_attention(query, kept, features, scaling=scaling, state=state.features)
+    out = add_exact_attention((out, normaliser), query, line[1:], window, buffer, visible_from, scaling)
+    return out, State(after, line[length:] if window else None, buffer)
 
 
 def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State:
@@ -93,10 +129,10 @@ def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> 
     )
 
 
-def _mask_padding(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
-    batch, length = key.shape[0], key.shape[-2]
+def _tokens(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
+    """Tokens with padding made harmless."""
     if weight is None:
-        return TokenBuffer(key, value, torch.zeros(batch, length, device=key.device))
+        return TokenBuffer(key, value, torch.zeros(key.shape[0], key.shape[-2], device=key.device))
     real = weight > 0
     log_weight = torch.where(real, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)
     hidden = ~real[:, None, :, None]
@@ -116,32 +152,36 @@ def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer | None) -> Tensor:
     return torch.where(real, already + real.cumsum(-1) - 1, never)
 
 
-def _fill_sinks(
-    held: TokenBuffer | None, leaving: TokenBuffer, rank: Tensor, is_sink: Tensor
-) -> tuple[TokenBuffer | None, Tensor | None]:
-    """The sinks after this call, and which query does not see which of them [B, L, s]: a query sees a sink once it
-    has left the window, before that it sees the same token there."""
+def _take_sinks(
+    held: TokenBuffer | None, leaving: TokenBuffer
+) -> tuple[TokenBuffer, TokenBuffer | None, Tensor | None]:
+    """Of the tokens that leave the window, the first real ones become sinks, as long as places are free.
+
+    Returns:
+        The tokens with those masked; the sinks after this call; and the first query that sees each of them [B, s]:
+        once it has left the window, for before that it is seen there.
+    """
     if held is None:
-        return None, None
+        return leaving, None, None
+    if held.key.device.type == "cpu" and bool((held.log_weight > LOG_ZERO).all()):  # on a GPU, asking costs more
+        return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
+    rank = _rank_of_leaving(leaving, held)
+    is_sink = rank < len(held)
+    kept = TokenBuffer(leaving.key, leaving.value, leaving.log_weight.masked_fill(is_sink, LOG_ZERO))
+    return kept, *_fill_sinks(held, leaving, rank, is_sink)
+
+
+def _fill_sinks(held: TokenBuffer, leaving: TokenBuffer, rank: Tensor, is_sink: Tensor) -> tuple[TokenBuffer, Tensor]:
     places = torch.arange(len(held), device=rank.device)
     arrives = is_sink.unsqueeze(-1) & (rank.unsqueeze(-1) == places)  # [B, L, s]
-    taken = arrives.any(dim=1)
-    moved = arrives.to(leaving.key.dtype).mT.unsqueeze(1)  # [B, 1, s, L]
-    free = taken[:, None, :, None]
-    source = arrives.to(torch.int64).argmax(dim=1)
+    taken, source = arrives.any(dim=1), arrives.to(torch.int64).argmax(dim=1)
+    free, place = taken[:, None, :, None], source[:, None, :, None]
     sinks = TokenBuffer(
-        torch.where(free, moved @ leaving.key, held.key),
-        torch.where(free, moved.to(leaving.value.dtype) @ leaving.value, held.value),
+        torch.where(free, leaving.key.take_along_dim(place, dim=2).to(held.key.dtype), held.key),
+        torch.where(free, leaving.value.take_along_dim(place, dim=2).to(held.value.dtype), held.value),
         torch.where(taken, leaving.log_weight.gather(1, source), held.log_weight),
     )
-    visible_from = torch.where(taken, source, 0)
-    return sinks, torch.arange(rank.shape[1], device=rank.device)[None, :, None] < visible_from.unsqueeze(1)
-
-
-def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two attentions over disjoint sets of keys, each with its log-normaliser, made one."""
-    share = torch.sigmoid(first[1] - second[1]).unsqueeze(-1)
-    return share * first[0] + (1 - share) * second[0], torch.logaddexp(first[1], second[1])
+    return sinks, torch.where(taken, source, 0)
 
 
 def _attend_both_ways(
@@ -158,15 +198,15 @@ def _attend_both_ways(
     else:
         past = chunked(a, *_delay(b, value, window), state=empty.features)
         future = chunked(a.flip(-2), *_delay(b.flip(-2), value.flip(-2), window), state=empty.features)
-        seen = _merge(past[:2], (future[0].flip(-2), future[1].flip(-1)))
+        seen = merge(past[:2], (future[0].flip(-2), future[1].flip(-1)))
     if not (window or sinks):
         return seen[0]
-    sink_buffer, _ = _fill_sinks(empty.sinks, tokens, rank, is_sink)
+    sink_buffer = _take_sinks(empty.sinks, tokens)[1]
     margin = max(window - 1, 0)
     beside = TokenBuffer.empty(tokens.key, tokens.value, margin)
     near, after = (beside.then(tokens).then(beside), margin) if window else (tokens[1:], 0)
     hidden = _sinks_inside_window(rank, sinks, window) if sinks else None
-    return _merge(seen, exact_attention(query, near, window - 1, after, sink_buffer, hidden, scaling))[0]
+    return merge(seen, exact_attention(query, near, window - 1, after, sink_buffer, hidden, scaling))[0]
 
 
 def _delay(b: Tensor, value: Tensor, steps: int) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,8 @@ def _one_chunk(a: Tensor, b: Tensor, value: Tensor, state: FeatureState) -> tupl
     kv_heads = b.shape[1]
     # Every exponent below is at most 0: features are measured from the largest key of the chunk or of the past,
     # queries from their own best feature at that level.
-    top = torch.maximum(state.log_mass, b.amax(dim=-2)).detach()
-    past = torch.exp(state.log_mass - top)
+    top = torch.maximum(state.log_mass.to(b.dtype), b.amax(dim=-2)).detach()
+    past = torch.exp(state.log_mass - top).to(b.dtype)
     keys = torch.exp(b - top.unsqueeze(-2))
     levelled = a.reshape(batch, kv_heads, -1, features) + top.unsqueeze(-2)
     best = levelled.amax(dim=-1, keepdim=True).detach()
@@ -67,8 +67,5 @@ def _one_chunk(a: Tensor, b: Tensor, value: Tensor, state: FeatureState) -> tupl
 
     out = (pairs @ value + to_past @ state.mean) / mass.unsqueeze(-1)
     normaliser = best.squeeze(-1) + mass.log()
-
-    new_mass = past + keys.sum(dim=-2)
-    mean = (past.unsqueeze(-1) * state.mean + keys.mT @ value) / new_mass.unsqueeze(-1)
-    state = FeatureState(mean, top + new_mass.log())
+    state = state.absorb_levelled(top, keys, value)
     return out.view(batch, heads, length, -1), normaliser.view(batch, heads, length), state

@@ -66,3 +66,9 @@ def exact_attention(
     normaliser = normaliser.transpose(2, 3).reshape(batch, heads, blocks * block)
     seen = normaliser[..., :length] > LOG_ZERO / 2
     return out[:, :, :length] * seen.unsqueeze(-1), normaliser[..., :length]
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two attentions over disjoint sets of keys, each an output and a log-normaliser, made one."""
+    share = torch.sigmoid(first[1] - second[1]).unsqueeze(-1)
+    return share * first[0] + (1 - share) * second[0], torch.logaddexp(first[1], second[1])

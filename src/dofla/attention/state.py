@@ -1,9 +1,12 @@
 """What linear attention carries from one token to the next, and the two things one does with it: absorb and read.
 
 Instead of the usual numerator ``S = Σ_j exp(b_j) v_j`` and denominator ``u = Σ_j exp(b_j)``, whose entries overflow on
-real models, the state keeps per feature the *mean* value ``S / u`` and the *log-mass* ``log u``: the same M·(dv+1)
-numbers per KV head, but a mean never leaves the range of the values and a log-mass grows like the largest key. Linear
-attention then reads as softmax attention over M slots: ``out = softmax(a + log_mass) @ mean``.
+real models, the state keeps per feature the *mean* value ``S / u`` and the *log-mass* ``log u``: as many numbers, but a
+mean never leaves the range of the values and a log-mass grows like the largest key. Linear attention then reads as
+softmax attention over M slots: ``out = softmax(a + log_mass) @ mean``.
+
+The log-mass is float64: one small key changes the logarithm of a large mass by less than the last digit of a float32,
+and after a long decode all those lost keys would have been many. M features cost 4·M·dv + 8·M bytes per KV head.
 """
 
 from __future__ import annotations
@@ -14,14 +17,20 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-LOG_ZERO = -1e30
-"""Log of the weight of a key nobody sees. Finite, so that differences of two of them are 0 and not NaN; far enough
-down that adding any log-feature to it changes nothing, and that exp of its distance to any real weight is exactly 0."""
+LOG_ZERO = -(2.0**100)
+"""Log of the weight of a key nobody sees. Finite and a power of two, so that differences of two of them, in whatever
+precision, are 0 and not NaN; far enough down that adding any log-feature to it changes nothing, and that exp of its
+distance to any real weight is exactly 0."""
 
 
 def accumulable(t: Tensor) -> Tensor:
     """``t`` in a precision fit for sums over many tokens: half precisions become float32, float64 stays."""
     return t if t.dtype == torch.float64 else t.float()
+
+
+def widest(t: Tensor) -> torch.dtype:
+    """The most precise type the device of ``t`` computes in: float64, but for Apple's GPUs."""
+    return torch.float32 if t.device.type == "mps" else torch.float64
 
 
 class _Tensors:
@@ -52,7 +61,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class FeatureState(_Tensors):
-    """The compressed past: ``mean`` [B, Hkv, M, dv] and ``log_mass`` [B, Hkv, M], float32 (or float64)."""
+    """The compressed past: ``mean`` [B, Hkv, M, dv], float32 (or float64), and ``log_mass`` [B, Hkv, M], float64."""
 
     mean: Tensor
     log_mass: Tensor
@@ -62,15 +71,19 @@ class FeatureState(_Tensors):
         cls, batch: int, heads: int, features: int, value_dim: int, *, dtype=torch.float32, device=None
     ) -> FeatureState:
         mean = torch.zeros(batch, heads, features, value_dim, dtype=dtype, device=device)
-        return cls(mean, torch.full((batch, heads, features), LOG_ZERO, dtype=dtype, device=device))
+        return cls(mean, torch.full((batch, heads, features), LOG_ZERO, dtype=widest(mean), device=device))
 
     def absorb(self, b: Tensor, value: Tensor) -> FeatureState:
         """The state after the keys with log-features ``b`` [B, Hkv, L, M] and values [B, Hkv, L, dv]."""
-        top = torch.maximum(self.log_mass, b.amax(dim=-2)).detach()
+        top = torch.maximum(self.log_mass.to(b.dtype), b.amax(dim=-2)).detach()
+        return self.absorb_levelled(top, torch.exp(b - top.unsqueeze(-2)), value)
+
+    def absorb_levelled(self, top: Tensor, keys: Tensor, value: Tensor) -> FeatureState:
+        """:meth:`absorb` for keys whose features [B, Hkv, L, M] are at hand, measured from ``top`` [B, Hkv, M]."""
         old = torch.exp(self.log_mass - top)
-        new = torch.exp(b - top.unsqueeze(-2))
-        mass = old + new.sum(dim=-2)
-        mean = (old.unsqueeze(-1) * self.mean + new.mT @ value) / mass.unsqueeze(-1)
+        mass = old + keys.sum(dim=-2)
+        left, share = (old / mass).to(value.dtype), (1 / mass).to(value.dtype)
+        mean = left.unsqueeze(-1) * self.mean + share.unsqueeze(-1) * (keys.mT @ value)
         return FeatureState(mean, top + mass.log())
 
     def read(self, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +91,7 @@ class FeatureState(_Tensors):
         batch, heads, length, features = a.shape
         kv_heads, value_dim = self.mean.shape[1], self.mean.shape[-1]
         grouped = a.reshape(batch, kv_heads, -1, features)
-        logits = grouped + self.log_mass.unsqueeze(-2)
+        logits = grouped + self.log_mass.to(a.dtype).unsqueeze(-2)
         out = torch.softmax(logits, dim=-1) @ self.mean
         normaliser = torch.logsumexp(logits, dim=-1)
         return out.view(batch, heads, length, value_dim), normaliser.view(batch, heads, length)

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from dofla.attention import Affine, accumulable
+
 
 class FeatureMap(nn.Module, ABC):
     """M positive features for the queries and keys of ``heads`` KV heads, given as their logarithms.
@@ -42,3 +44,19 @@ class FeatureMap(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}"
+
+
+class AffineFeatureMap(FeatureMap):
+    """A feature map whose log-features are :class:`dofla.attention.Affine`; it says which, and the rest follows."""
+
+    @abstractmethod
+    def affine(self, scaling: float, dtype: torch.dtype) -> tuple[Affine, Affine]:
+        """The maps of queries and of keys, in ``dtype``."""
+
+    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+        x = accumulable(x)
+        return self.affine(scaling, x.dtype)[0](x)
+
+    def log_key(self, x: Tensor, scaling: float) -> Tensor:
+        x = accumulable(x)
+        return self.affine(scaling, x.dtype)[1](x)

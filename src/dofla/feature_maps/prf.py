@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import accumulable
-from dofla.feature_maps.base import FeatureMap
+from dofla.attention import Affine
+from dofla.feature_maps.base import AffineFeatureMap
 
 
-class PRF(FeatureMap):
+class PRF(AffineFeatureMap):
     """``Phi_m(x) = sqrt(alpha_m / M) · exp(z_m·x √s − s|x|²/2)`` for the kernel ``exp(s x·y)``, s the scaling.
 
     Queries and keys share z and alpha. With z ~ N(0, I) and alpha = 1, as initialised, ``E[Phi(x)·Phi(y)]`` is the
@@ -31,15 +31,10 @@ class PRF(FeatureMap):
         self.log_alpha.zero_()
         self.z.copy_(orthogonal_gaussian(self.heads, self.features, self.head_dim, generator))
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        batch, heads, length, head_dim = x.shape
-        log_features = self.log_key(x.reshape(batch, self.heads, -1, head_dim), scaling)
-        return log_features.view(batch, heads, length, self.features)
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        x = accumulable(x) * math.sqrt(scaling)
-        weight = (self.log_alpha.to(x.dtype) - math.log(self.features)) / 2
-        return x @ self.z.to(x.dtype).mT + (weight.unsqueeze(-2) - x.square().sum(dim=-1, keepdim=True) / 2)
+    def affine(self, scaling: float, dtype: torch.dtype) -> tuple[Affine, Affine]:
+        bias = (self.log_alpha.to(dtype) - math.log(self.features)) / 2
+        shared = Affine(self.z.to(dtype), bias, math.sqrt(scaling), scaling / 2)
+        return shared, shared
 
 
 def orthogonal_gaussian(heads: int, rows: int, dim: int, generator: torch.Generator | None = None) -> Tensor:

@@ -1,0 +1,90 @@
+"""The arithmetic for a CPU without gradients, as C++ kernels: features.cpp is chunked.py, exact.cpp is exact.py.
+
+They keep each chunk in the processor's cache and use torch's own small matrix products (oneDNN). Where they cannot be
+built or do not run, :func:`obstacle` says why, and plain torch does the same work.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dofla.attention.affine import Affine
+from dofla.attention.state import FeatureState, TokenBuffer
+
+SWITCH = "DOFLA_KERNELS"
+"""Environment variable; 0 means plain torch."""
+
+
+@lru_cache(maxsize=1)
+def obstacle() -> str | None:
+    """Why the kernels cannot be used on this machine, or None. The first call compiles them."""
+    from dofla.attention.compiled.build import load
+
+    return load()
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors: float32 on a CPU, rows contiguous, no gradient asked for."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    if not all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors):
+        return False
+    return torch.backends.mkldnn.enabled and not torch.compiler.is_compiling() and obstacle() is None
+
+
+def linear_attention(
+    query: Tensor,
+    tokens: TokenBuffer,
+    state: FeatureState,
+    maps: tuple[Affine, Affine] | None = None,
+) -> tuple[Tensor, Tensor, FeatureState]:
+    """:func:`dofla.attention.chunked`, causal, of log-features or of vectors with affine maps.
+
+    Args:
+        query: [B, H, L, d], or log-features [B, H, L, M] without ``maps``.
+        tokens: keys [B, Hkv, L, d] (or log-features), values and log-weights.
+        state: what came before.
+        maps: of the queries and of the keys.
+    """
+    affine = [part for m in maps or (None, None) for part in _parts(m)]
+    out, normaliser, mean, log_mass = torch.ops.dofla.linear_attention(
+        query, tokens.key, tokens.value, tokens.log_weight, state.mean, state.log_mass, *affine
+    )
+    return out, normaliser, FeatureState(mean, log_mass)
+
+
+def _parts(affine: Affine | None) -> tuple[Tensor | None, Tensor | None, float, float]:
+    if affine is None:
+        return None, None, 1.0, 0.0
+    return affine.weight.contiguous(), affine.bias.contiguous(), affine.scale, affine.curvature
+
+
+def add_exact_attention(
+    seen: tuple[Tensor, Tensor],
+    query: Tensor,
+    near: TokenBuffer,
+    window: int,
+    sinks: TokenBuffer,
+    visible_from: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Merge exact attention to the window and the sinks into ``seen`` (output and log-normaliser), which it changes.
+
+    Args:
+        seen: output [B, H, L, dv] and log-normaliser [B, H, L] over the other keys.
+        query: [B, H, L, d].
+        near: L + window - 1 tokens; query i sees ``near[i : i + window]``.
+        window: how many.
+        sinks: s tokens.
+        visible_from: [B, s], the first query that sees a sink.
+        scaling: scores are ``scaling · q·k``.
+    """
+    near_part = near.key, near.value, near.log_weight
+    sink_part = sinks.key.contiguous(), sinks.value.contiguous(), sinks.log_weight.contiguous()
+    torch.ops.dofla.add_exact_attention(
+        query, *near_part, window, *sink_part, visible_from.contiguous(), scaling, seen[0], seen[1]
+    )
+    return seen[0]

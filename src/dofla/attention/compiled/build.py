@@ -1,0 +1,104 @@
+"""Compiling the kernels, once per machine and version, into the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from dofla.attention.compiled import SWITCH
+
+_HERE = Path(__file__).parent
+_SOURCES = ("features.cpp", "exact.cpp")
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_LIBRARY = "dofla_kernels"
+
+logger = logging.getLogger(__name__)
+
+
+def load() -> str | None:
+    """Make ``torch.ops.dofla`` ready, compiling it if need be; the reason why not, or None."""
+    reason = _obstacle()
+    if reason is not None:
+        return reason
+    folder = cache_folder()
+    try:
+        if (folder / f"{_LIBRARY}.so").exists():
+            torch.ops.load_library(folder / f"{_LIBRARY}.so")
+        else:
+            _compile_and_load(folder)
+    except Exception as error:  # compilers fail in many ways, and attention must go on without
+        logger.warning("the compiled kernels could not be built, plain torch is used instead: %s", error)
+        return f"building failed: {error}"
+    return None if torch.ops.dofla.supported() else "this processor lacks the vector instructions they need"
+
+
+def cache_folder() -> Path:
+    """Where the library of these sources, this torch and this processor is or will be."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    digest = hashlib.sha256("\0".join((torch.__version__, *_FLAGS, _processor())).encode())
+    for name in (*_SOURCES, "vector.h"):
+        digest.update((_HERE / name).read_bytes())
+    return root / "dofla" / f"kernels-{digest.hexdigest()[:16]}"
+
+
+def _obstacle() -> str | None:
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"switched off by {SWITCH}=0"
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return f"made for x86-64 Linux, not {platform.machine()} {platform.system()}"
+    if (cache_folder() / f"{_LIBRARY}.so").exists():
+        return None
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        return "no C++ compiler found"
+    if _ninja_folder() is None:
+        return "ninja is not installed: pip install 'dofla[cpu]'"
+    return None
+
+
+def _ninja_folder() -> str | None:
+    """Where ninja is; the one of the Python package need not be on the path."""
+    found = shutil.which("ninja")
+    if found is None and importlib.util.find_spec("ninja"):
+        found = shutil.which("ninja", path=importlib.import_module("ninja").BIN_DIR)
+    return found and str(Path(found).parent)
+
+
+def _compile_and_load(folder: Path) -> None:
+    """Built under a name of its own and then renamed, so that an interrupted build leaves nothing that looks done."""
+    from torch.utils.cpp_extension import load
+
+    logger.warning("compiling the CPU kernels into %s, once (about 15 seconds)", folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((path, _ninja_folder() or ""))
+    try:
+        load(
+            _LIBRARY,
+            [str(_HERE / name) for name in _SOURCES],
+            extra_cflags=list(_FLAGS),
+            build_directory=str(building),
+            is_python_module=False,
+        )
+        if not folder.exists():
+            building.rename(folder)
+    finally:
+        os.environ["PATH"] = path
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _processor() -> str:
+    """The instruction set, since the compiler uses all of it and home folders are shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("flags")), platform.processor())

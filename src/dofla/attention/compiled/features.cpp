@@ -1,0 +1,379 @@
+// Causal linear attention: the arithmetic of chunked.py, with each chunk kept in the cache. Queries and keys come as
+// log-features, or as vectors with an affine map (feature_maps/base.py) that is then applied chunk by chunk.
+#include "vector.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+namespace dofla {
+namespace {
+
+constexpr std::int64_t kChunk = 64;
+constexpr float kSmallestTrustedMass = 1e-28f;  // as in chunked.py
+
+// A product is compiled once for every size it meets, so sizes are few.
+std::int64_t padded(std::int64_t length) {
+  std::int64_t size = 16;
+  while (size < length) size *= 2;
+  return size;
+}
+
+struct Sizes {
+  std::int64_t features, vector_dim, value_dim, groups;  // groups: query heads per KV head
+};
+
+// log-features = scale weight @ x + bias - curvature |x|^2, weight [M, d]. Without a weight, x are the log-features.
+struct Map {
+  const float* weight;
+  const float* bias;
+  float scale, curvature;
+
+  Map of_head(std::int64_t head, const Sizes& sizes) const {
+    if (!weight) return *this;
+    return {weight + head * sizes.vector_dim * sizes.features, bias + head * sizes.features, scale, curvature};
+  }
+};
+
+struct State {
+  float* mean;       // [features, value_dim]
+  double* log_mass;  // [features]
+};
+
+// Some tokens of one KV head and of its query heads. Rows of the results follow each other.
+struct Tokens {
+  std::int64_t length;
+  Map query_map, key_map;
+  const float *query, *key, *value, *log_weight;
+  std::int64_t query_head, query_row, key_row, value_row;
+  float *out, *normaliser;
+  std::int64_t out_head, normaliser_head;
+
+  Tokens part(std::int64_t begin, std::int64_t count, std::int64_t value_dim) const {
+    Tokens t = *this;
+    t.length = count;
+    t.query += begin * query_row;
+    t.key += begin * key_row;
+    t.value += begin * value_row;
+    t.log_weight += begin;
+    t.out += begin * value_dim;
+    t.normaliser += begin;
+    return t;
+  }
+};
+
+// One thread's scratch memory and what it does with a chunk.
+class Worker {
+ public:
+  explicit Worker(const Sizes& sizes)
+      : sizes_(sizes), keys_(sizes.features * kChunk), top_(sizes.features), past_(sizes.features),
+        values_(kChunk * sizes.value_dim), vectors_(kChunk * sizes.vector_dim), log_features_(kChunk * sizes.features),
+        queries_(kChunk * sizes.features), to_past_(kChunk * sizes.features), pairs_(kChunk * kChunk),
+        out_(kChunk * sizes.value_dim), best_(kChunk), mass_(kChunk), added_(std::max(kChunk, sizes.features)) {}
+
+  // Rows of one chunk after `state`, which is not changed.
+  void attend(const Tokens& tokens, const State& state) {
+    load(tokens, state);
+    for (std::int64_t g = 0; g < sizes_.groups; ++g) {
+      if (!attend_head(tokens, g, state) && tokens.length > 1) return attend_halves(tokens, state);
+    }
+  }
+
+  // `state` after the keys of one chunk.
+  void absorb(const Tokens& tokens, const State& state) {
+    load(tokens, state);
+    absorb_loaded(tokens, state);
+  }
+
+  void attend_and_absorb(const Tokens& tokens, const State& state) {
+    attend(tokens, state);
+    if (loaded_ != tokens.key || loaded_length_ != tokens.length) load(tokens, state);
+    absorb_loaded(tokens, state);
+  }
+
+ private:
+  struct Rows {
+    const float* data;
+    std::int64_t stride;
+  };
+
+  // Rows padded with zeros to a size the products know; copied only if there are too few.
+  static Rows whole(Rows rows, std::int64_t length, std::int64_t dim, std::vector<float>& copy) {
+    const std::int64_t size = padded(length);
+    if (length == size) return rows;
+    for (std::int64_t j = 0; j < length; ++j) std::copy_n(rows.data + j * rows.stride, dim, &copy[j * dim]);
+    std::fill(copy.begin() + length * dim, copy.begin() + size * dim, 0.0f);
+    return {copy.data(), dim};
+  }
+
+  // A map's weight, transposed and scaled; kept as long as the head stays the same.
+  struct Weight {
+    const float* source = nullptr;
+    std::vector<float> transposed;
+  };
+
+  // The products of a map, without the rest of it.
+  Rows project(const Map& map, Weight& weight, Rows x, std::int64_t length) {
+    if (!map.weight) return x;
+    const std::int64_t dim = sizes_.vector_dim, stride = feature_stride();
+    if (weight.source != map.weight) {
+      weight.source = map.weight;
+      weight.transposed.resize(dim * stride);
+      transpose(map.weight, dim, sizes_.features, dim, weight.transposed.data(), stride);
+      for (float& w : weight.transposed) w *= map.scale;
+    }
+    const Rows rows = whole(x, length, dim, vectors_);
+    matmul(padded(length), sizes_.features, dim, rows.data, rows.stride, weight.transposed.data(), stride,
+           log_features_.data(), sizes_.features, false);
+    return {log_features_.data(), sizes_.features};
+  }
+
+  std::int64_t feature_stride() const { return (sizes_.features + 15) / 16 * 16; }
+
+  // curvature |x|^2 of one vector.
+  float penalty(const Map& map, const float* __restrict x) const {
+    if (map.curvature == 0.0f) return 0.0f;
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (std::int64_t n = 0; n < sizes_.vector_dim; ++n) total += x[n] * x[n];
+    return map.curvature * total;
+  }
+
+  // keys_ [features, kChunk]: exp(b - top), the level being the largest log-feature of the chunk or of the past.
+  void load(const Tokens& tokens, const State& state) {
+    const std::int64_t length = tokens.length, size = padded(length);
+    loaded_ = tokens.key;
+    loaded_length_ = length;
+    const Rows b = project(tokens.key_map, key_weight_, {tokens.key, tokens.key_row}, length);
+    transpose(b.data, b.stride, length, sizes_.features, keys_.data(), kChunk);
+    for (std::int64_t j = 0; j < length; ++j) {
+      added_[j] = tokens.log_weight[j] - penalty(tokens.key_map, tokens.key + j * tokens.key_row);
+    }
+    for (std::int64_t m = 0; m < sizes_.features; ++m) {
+      float* __restrict row = keys_.data() + m * kChunk;
+      const float* __restrict added = added_.data();
+      const float bias = tokens.key_map.weight ? tokens.key_map.bias[m] : 0.0f;
+#pragma omp simd
+      for (std::int64_t j = 0; j < length; ++j) row[j] = row[j] + bias + added[j];
+      const float best = largest(row, length, static_cast<float>(state.log_mass[m]));
+#pragma omp simd
+      for (std::int64_t j = 0; j < length; ++j) row[j] = exp_of_negative(row[j] - best);
+      for (std::int64_t j = length; j < size; ++j) row[j] = 0.0f;
+      top_[m] = best;
+      past_[m] = static_cast<float>(std::exp(state.log_mass[m] - best));
+    }
+    value_ = whole({tokens.value, tokens.value_row}, length, sizes_.value_dim, values_);
+  }
+
+  // False if a row's mass is so small that terms may have been lost.
+  bool attend_head(const Tokens& tokens, std::int64_t g, const State& state) {
+    const std::int64_t length = tokens.length, size = padded(length), features = sizes_.features;
+    const std::int64_t value_dim = sizes_.value_dim;
+    const float* vectors = tokens.query + g * tokens.query_head;
+    const Rows a_rows = project(tokens.query_map, query_weight_, {vectors, tokens.query_row}, length);
+    for (std::int64_t m = 0; m < features; ++m) {
+      added_[m] = top_[m] + (tokens.query_map.weight ? tokens.query_map.bias[m] : 0.0f);
+    }
+    for (std::int64_t i = 0; i < length; ++i) {
+      const float* __restrict a = a_rows.data + i * a_rows.stride;
+      const float* __restrict added = added_.data();
+      const float* __restrict past = past_.data();
+      float* __restrict query = queries_.data() + i * features;
+      float* __restrict to_past = to_past_.data() + i * features;
+#pragma omp simd
+      for (std::int64_t m = 0; m < features; ++m) query[m] = a[m] + added[m];
+      const float best = largest(query, features, query[0]);
+#pragma omp simd
+      for (std::int64_t m = 0; m < features; ++m) {
+        query[m] = exp_of_negative(query[m] - best);
+        to_past[m] = query[m] * past[m];
+      }
+      best_[i] = best;
+      mass_[i] = sum(to_past, features);
+    }
+    std::fill(queries_.begin() + length * features, queries_.begin() + size * features, 0.0f);
+    std::fill(to_past_.begin() + length * features, to_past_.begin() + size * features, 0.0f);
+
+    matmul(size, size, features, queries_.data(), features, keys_.data(), kChunk, pairs_.data(), kChunk, false);
+    bool trusted = true;
+    for (std::int64_t i = 0; i < length; ++i) {
+      float* __restrict row = pairs_.data() + i * kChunk;
+      std::fill(row + i + 1, row + size, 0.0f);
+      mass_[i] += sum(row, size);
+      trusted = trusted && !(mass_[i] < kSmallestTrustedMass);
+    }
+    if (!trusted && length > 1) return false;
+
+    matmul(size, value_dim, size, pairs_.data(), kChunk, value_.data, value_.stride, out_.data(), value_dim, false);
+    matmul(size, value_dim, features, to_past_.data(), features, state.mean, value_dim, out_.data(), value_dim, true);
+    for (std::int64_t i = 0; i < length; ++i) {
+      const float scale = 1.0f / mass_[i];
+      const float* __restrict from = out_.data() + i * value_dim;
+      float* __restrict to = tokens.out + g * tokens.out_head + i * value_dim;
+#pragma omp simd
+      for (std::int64_t n = 0; n < value_dim; ++n) to[n] = from[n] * scale;
+      tokens.normaliser[g * tokens.normaliser_head + i] =
+          best_[i] + std::log(mass_[i]) - penalty(tokens.query_map, vectors + i * tokens.query_row);
+    }
+    return true;
+  }
+
+  // A later key stands so far above that earlier rows underflow: half the chunk at a time. At length 1 the best feature
+  // of the row is present in full, so this ends.
+  void attend_halves(const Tokens& tokens, const State& state) {
+    const std::int64_t half = tokens.length / 2, value_dim = sizes_.value_dim;
+    std::vector<float> mean(state.mean, state.mean + sizes_.features * value_dim);
+    std::vector<double> log_mass(state.log_mass, state.log_mass + sizes_.features);
+    const State between{mean.data(), log_mass.data()};
+    attend_and_absorb(tokens.part(0, half, value_dim), between);
+    attend(tokens.part(half, tokens.length - half, value_dim), between);
+  }
+
+  void absorb_loaded(const Tokens& tokens, const State& state) {
+    const std::int64_t size = padded(tokens.length), value_dim = sizes_.value_dim;
+    loaded_ = nullptr;
+    for (std::int64_t m = 0; m < sizes_.features; ++m) {
+      float* __restrict row = keys_.data() + m * kChunk;
+      float* __restrict mean = state.mean + m * value_dim;
+      // In double: a mass in which small keys shall not be lost after many steps.
+      const double past = std::exp(state.log_mass[m] - top_[m]), mass = past + sum(row, size);
+      state.log_mass[m] = top_[m] + std::log(mass);
+      const float left = static_cast<float>(past / mass), share = static_cast<float>(1.0 / mass);
+#pragma omp simd
+      for (std::int64_t j = 0; j < size; ++j) row[j] *= share;
+#pragma omp simd
+      for (std::int64_t n = 0; n < value_dim; ++n) mean[n] *= left;
+    }
+    matmul(sizes_.features, value_dim, size, keys_.data(), kChunk, value_.data, value_.stride, state.mean, value_dim, true);
+  }
+
+  Sizes sizes_;
+  std::vector<float> keys_, top_, past_, values_, vectors_, log_features_, queries_, to_past_, pairs_, out_, best_, mass_,
+      added_;
+  Weight query_weight_, key_weight_;
+  Rows value_{};
+  const float* loaded_ = nullptr;
+  std::int64_t loaded_length_ = 0;
+};
+
+using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// An affine map as tensors: weight [Hkv, M, d] and bias [Hkv, M].
+Map map_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double scale,
+           double curvature) {
+  if (!weight) return {nullptr, nullptr, 1.0f, 0.0f};
+  TORCH_CHECK(weight->is_contiguous() && bias->is_contiguous(), "maps must be contiguous");
+  return {weight->const_data_ptr<float>(), bias->const_data_ptr<float>(), static_cast<float>(scale),
+          static_cast<float>(curvature)};
+}
+
+// query [B, H, L, M or d], key [B, Hkv, L, M or d], value [B, Hkv, L, dv], log_weight [B, L] and mean [B, Hkv, M, dv] in
+// float32, log_mass [B, Hkv, M] in float64.
+Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        const at::Tensor& log_weight, const at::Tensor& mean, const at::Tensor& log_mass,
+                        const std::optional<at::Tensor>& query_weight, const std::optional<at::Tensor>& query_bias,
+                        double query_scale, double query_curvature, const std::optional<at::Tensor>& key_weight,
+                        const std::optional<at::Tensor>& key_bias, double key_scale, double key_curvature) {
+  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1,
+              "rows must be contiguous");
+  const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), kv_heads = key.size(1);
+  const Sizes sizes{mean.size(2), query.size(3), value.size(3), heads / kv_heads};
+  const Map query_map = map_of(query_weight, query_bias, query_scale, query_curvature);
+  const Map key_map = map_of(key_weight, key_bias, key_scale, key_curvature);
+  const at::Tensor out = at::empty({batch, heads, length, sizes.value_dim}, query.options());
+  const at::Tensor normaliser = at::empty({batch, heads, length}, query.options());
+  const at::Tensor mean_after = mean.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor log_mass_after = log_mass.clone(at::MemoryFormat::Contiguous);
+
+  const std::int64_t units = batch * kv_heads, chunks = (length + kChunk - 1) / kChunk;
+  const std::int64_t mean_size = sizes.features * sizes.value_dim;
+  const auto tokens = [&](std::int64_t unit, std::int64_t chunk) {
+    const std::int64_t n = unit / kv_heads, h = unit % kv_heads, first = n * heads + h * sizes.groups;
+    const Tokens all{length,
+                     query_map.of_head(h, sizes),
+                     key_map.of_head(h, sizes),
+                     query.const_data_ptr<float>() + n * query.stride(0) + h * sizes.groups * query.stride(1),
+                     key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1),
+                     value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1),
+                     log_weight.const_data_ptr<float>() + n * log_weight.stride(0),
+                     query.stride(1), query.stride(2), key.stride(2), value.stride(2),
+                     out.mutable_data_ptr<float>() + first * length * sizes.value_dim,
+                     normaliser.mutable_data_ptr<float>() + first * length,
+                     length * sizes.value_dim, length};
+    return all.part(chunk * kChunk, std::min(kChunk, length - chunk * kChunk), sizes.value_dim);
+  };
+  const auto state = [&](std::int64_t unit) {
+    return State{mean_after.mutable_data_ptr<float>() + unit * mean_size,
+                 log_mass_after.mutable_data_ptr<double>() + unit * sizes.features};
+  };
+
+  const std::int64_t threads = at::get_num_threads();
+  if (chunks == 1 || units % threads == 0 || units >= 8 * threads) {
+    at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
+      Worker worker(sizes);
+      for (std::int64_t unit = begin; unit < end; ++unit) {
+        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) worker.attend_and_absorb(tokens(unit, chunk), state(unit));
+      }
+    });
+    return {out, normaliser, mean_after, log_mass_after};
+  }
+
+  // Too few heads to keep all threads busy: keep the state before each chunk, then all chunks are independent.
+  const at::Tensor means = at::empty({units * chunks, mean_size}, mean_after.options());
+  const at::Tensor log_masses = at::empty({units * chunks, sizes.features}, log_mass_after.options());
+  const auto state_before = [&](std::int64_t unit, std::int64_t chunk) {
+    const std::int64_t place = unit * chunks + chunk;
+    return State{means.mutable_data_ptr<float>() + place * mean_size,
+                 log_masses.mutable_data_ptr<double>() + place * sizes.features};
+  };
+  at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
+    Worker worker(sizes);
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const State before = state_before(unit, chunk), running = state(unit);
+        std::copy_n(running.mean, mean_size, before.mean);
+        std::copy_n(running.log_mass, sizes.features, before.log_mass);
+        worker.absorb(tokens(unit, chunk), running);
+      }
+    }
+  });
+  at::parallel_for(0, units * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
+    Worker worker(sizes);
+    for (std::int64_t place = begin; place < end; ++place) {
+      const std::int64_t unit = place / chunks, chunk = place % chunks;
+      worker.attend(tokens(unit, chunk), state_before(unit, chunk));
+    }
+  });
+  return {out, normaliser, mean_after, log_mass_after};
+}
+
+// Whether torch's small products run here: they need AVX2 or better, and torch built with oneDNN.
+bool supported() {
+  float a[256] = {}, b[256] = {}, c[256];
+  try {
+    matmul(16, 16, 16, a, 16, b, 16, c, 16, false);
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(dofla, library) {
+  library.def(
+      "linear_attention(Tensor query, Tensor key, Tensor value, Tensor log_weight, Tensor mean, Tensor log_mass, "
+      "Tensor? query_weight, Tensor? query_bias, float query_scale, float query_curvature, Tensor? key_weight, "
+      "Tensor? key_bias, float key_scale, float key_curvature) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.impl("linear_attention", c10::DispatchKey::CPU, &linear_attention);
+  library.def("supported() -> bool");
+  library.impl("supported", c10::DispatchKey::CompositeExplicitAutograd, &supported);
+}
+
+}  // namespace dofla

@@ -1,0 +1,115 @@
+// What both kernels need: an exponential the compiler can vectorise, and a matrix product for small matrices.
+#pragma once
+
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace dofla {
+
+// exp(x) for x at most about 0, to float precision; exactly 0 where a float would be subnormal. Cody-Waite reduction to
+// |r| <= ln(2)/2 and a polynomial of degree 6. Unlike std::exp it has no branch, so that loops over it become vectors.
+inline float exp_of_negative(float x) {
+  constexpr float kRound = 12582912.0f;  // adding 1.5 * 2^23 leaves the nearest integer in the low bits
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.3981999e-3f;
+  p = p * r + 8.3334519e-3f;
+  p = p * r + 4.1665796e-2f;
+  p = p * r + 1.6666665e-1f;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.0f;
+  const float bounded = x < -87.0f ? 0.0f : shifted;
+  std::int32_t bits;
+  std::memcpy(&bits, &bounded, sizeof bits);
+  bits = static_cast<std::int32_t>(static_cast<std::uint32_t>(bits) << 23) + 0x3f800000;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+typedef float Lanes __attribute__((vector_size(64)));
+constexpr std::int64_t kLanes = 16;
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline void store(float* to, const Lanes& lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+// x[0..n) brought together by `both`, lane by lane: left to themselves, compilers keep the order of float operations.
+template <typename Both>
+inline float reduce(const float* x, std::int64_t n, float start, const Both& both) {
+  Lanes all = start - Lanes{};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) all = both(all, load(x + i));
+  if (i < n) {
+    Lanes rest = start - Lanes{};
+    std::memcpy(&rest, x + i, (n - i) * sizeof(float));
+    all = both(all, rest);
+  }
+  all = both(all, __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  all = both(all, __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15));
+  all = both(all, __builtin_shufflevector(all, all, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  all = both(all, __builtin_shufflevector(all, all, 1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  return all[0];
+}
+
+// The largest of `start` and x[0..n).
+inline float largest(const float* x, std::int64_t n, float start) {
+  return reduce(x, n, start, [](const Lanes& a, const Lanes& b) { return a > b ? a : b; });
+}
+
+inline float sum(const float* x, std::int64_t n) {
+  return reduce(x, n, 0.0f, [](const Lanes& a, const Lanes& b) { return a + b; });
+}
+
+// c [rows, columns] = a [rows, inner] @ b [inner, columns] (+ c), all row-major with the given strides between rows.
+inline void matmul(std::int64_t rows, std::int64_t columns, std::int64_t inner, const float* a, std::int64_t a_stride,
+                   const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride, bool accumulate) {
+  at::native::cpublas::brgemm(rows, columns, inner, a_stride, b_stride, c_stride, accumulate, a, b, c, false);
+}
+
+// One step of a 16 x 16 transposition: rows i and i + S exchange their off-diagonal blocks of width S.
+template <int S, int... Lane>
+inline void exchange(Lanes* rows, std::integer_sequence<int, Lane...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i & S) continue;
+    const Lanes upper = rows[i], lower = rows[i + S];
+    rows[i] = __builtin_shufflevector(upper, lower, ((Lane & S) ? 16 + Lane - S : Lane)...);
+    rows[i + S] = __builtin_shufflevector(upper, lower, ((Lane & S) ? 16 + Lane : Lane + S)...);
+  }
+}
+
+// to [columns, to_stride] = from [rows, columns] transposed; up to 15 zeros may be written behind each row.
+inline void transpose(const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns, float* to,
+                      std::int64_t to_stride) {
+  constexpr auto lanes = std::make_integer_sequence<int, 16>{};
+  const std::int64_t whole = columns / kLanes * kLanes;
+  for (std::int64_t i0 = 0; i0 < rows; i0 += kLanes) {
+    for (std::int64_t j0 = 0; j0 < whole; j0 += kLanes) {
+      Lanes tile[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) tile[i] = i0 + i < rows ? load(from + (i0 + i) * from_stride + j0) : Lanes{};
+      exchange<8>(tile, lanes);
+      exchange<4>(tile, lanes);
+      exchange<2>(tile, lanes);
+      exchange<1>(tile, lanes);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) store(to + (j0 + j) * to_stride + i0, tile[j]);
+    }
+    for (std::int64_t j = whole; j < columns; ++j) {
+      for (std::int64_t i = i0; i < std::min(i0 + kLanes, rows); ++i) to[j * to_stride + i] = from[i * from_stride + j];
+    }
+  }
+}
+
+}  // namespace dofla
