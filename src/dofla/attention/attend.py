@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dofla.attention.backends import Features, add_exact_attention, linear_attention, segment
+from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.chunked import chunked
-from dofla.attention.exact import exact_attention, merge
+from dofla.attention.exact import ExactPart, exact_attention, merge
 from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable
 
 
@@ -108,14 +108,15 @@ def _attend_causally(
 ) -> tuple[Tensor, State]:
     """One segment; ``line`` is the window before it followed by its tokens."""
     if not (window or sinks):
-        out, _, after = linear_attention(query, line, features, scaling=scaling, state=state.features)
+        out, after = causal_attention(query, line, features, scaling=scaling, state=state.features)
         return out, State(after)
     length = query.shape[-2]
     leaving = line[:length]
-    kept, buffer, visible_from = _take_sinks(state.sinks, leaving)
-    out, normaliser, after = linear_attention(query, kept, features, scaling=scaling, state=state.features)
-    out = add_exact_attention((out, normaliser), query, line[1:], window, buffer, visible_from, scaling)
-    return out, State(after, line[length:] if window else None, buffer)
+    held = TokenBuffer.empty(line.key, line.value, 0) if state.sinks is None else state.sinks
+    kept, buffer, visible_from = _take_sinks(held, leaving)
+    exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling)
+    out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact)
+    return out, State(after, line[length:] if window else None, buffer if sinks else None)
 
 
 def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State:
@@ -152,18 +153,16 @@ def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer | None) -> Tensor:
     return torch.where(real, already + real.cumsum(-1) - 1, never)
 
 
-def _take_sinks(
-    held: TokenBuffer | None, leaving: TokenBuffer
-) -> tuple[TokenBuffer, TokenBuffer | None, Tensor | None]:
+def _take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, TokenBuffer, Tensor]:
     """Of the tokens that leave the window, the first real ones become sinks, as long as places are free.
 
     Returns:
         The tokens with those masked; the sinks after this call; and the first query that sees each of them [B, s]:
         once it has left the window, for before that it is seen there.
     """
-    if held is None:
-        return leaving, None, None
-    if held.key.device.type == "cpu" and bool((held.log_weight > LOG_ZERO).all()):  # on a GPU, asking costs more
+    if not len(held) or (
+        held.key.device.type == "cpu" and bool((held.log_weight > LOG_ZERO).all())
+    ):  # on a GPU, asking costs more
         return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
     rank = _rank_of_leaving(leaving, held)
     is_sink = rank < len(held)
@@ -201,7 +200,7 @@ def _attend_both_ways(
         seen = merge(past[:2], (future[0].flip(-2), future[1].flip(-1)))
     if not (window or sinks):
         return seen[0]
-    sink_buffer = _take_sinks(empty.sinks, tokens)[1]
+    sink_buffer = _take_sinks(empty.sinks, tokens)[1] if sinks else None
     margin = max(window - 1, 0)
     beside = TokenBuffer.empty(tokens.key, tokens.value, margin)
     near, after = (beside.then(tokens).then(beside), margin) if window else (tokens[1:], 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,40 @@ from torch import Tensor
 from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
 
 _BLOCK = 64
+
+
+@dataclass(frozen=True)
+class ExactPart:
+    """What a causal hybrid layer attends to exactly.
+
+    Attributes:
+        query: [B, H, L, d].
+        near: L + window - 1 tokens; query i sees ``near[i : i + window]``.
+        window: how many last keys a query sees, its own included.
+        sinks: s tokens.
+        visible_from: [B, s], the first query that sees a sink.
+        scaling: scores are ``scaling · q·k``.
+    """
+
+    query: Tensor
+    near: TokenBuffer
+    window: int
+    sinks: TokenBuffer
+    visible_from: Tensor
+    scaling: float
+
+    def widened(self) -> ExactPart:
+        """The same in a precision fit for the arithmetic."""
+        near, sinks = (
+            TokenBuffer(accumulable(t.key), accumulable(t.value), t.log_weight) for t in (self.near, self.sinks)
+        )
+        return replace(self, query=accumulable(self.query), near=near, sinks=sinks)
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output [B, H, L, dv] and log-normaliser [B, H, L]."""
+        rows = torch.arange(self.query.shape[-2], device=self.query.device)
+        hidden = rows[None, :, None] < self.visible_from.unsqueeze(1)
+        return exact_attention(self.query, self.near, self.window - 1, 0, self.sinks, hidden, self.scaling)
 
 
 def exact_attention(

@@ -1,4 +1,4 @@
-"""The arithmetic for a CPU without gradients, as C++ kernels: features.cpp is chunked.py, exact.cpp is exact.py.
+"""The arithmetic for a CPU without gradients, as C++ kernels: features.h is chunked.py, exact.h is exact.py.
 
 They keep each chunk in the processor's cache and use torch's own small matrix products (oneDNN). Where they cannot be
 built or do not run, :func:`obstacle` says why, and plain torch does the same work.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dofla.attention.affine import Affine
+from dofla.attention.exact import ExactPart
 from dofla.attention.state import FeatureState, TokenBuffer
 
 SWITCH = "DOFLA_KERNELS"
@@ -40,18 +41,29 @@ def linear_attention(
     tokens: TokenBuffer,
     state: FeatureState,
     maps: tuple[Affine, Affine] | None = None,
+    exact: ExactPart | None = None,
 ) -> tuple[Tensor, Tensor, FeatureState]:
-    """:func:`dofla.attention.chunked`, causal, of log-features or of vectors with affine maps.
+    """:func:`dofla.attention.chunked`, causal, of log-features or of vectors with affine maps; with an exact part, the
+    output is that of both.
 
     Args:
         query: [B, H, L, d], or log-features [B, H, L, M] without ``maps``.
         tokens: keys [B, Hkv, L, d] (or log-features), values and log-weights.
         state: what came before.
         maps: of the queries and of the keys.
+        exact: the window and the sinks.
+
+    Returns:
+        Output [B, H, L, dv], the log-normaliser [B, H, L] of the features alone, and the state after the last token.
     """
     affine = [part for m in maps or (None, None) for part in _parts(m)]
+    others, window, scaling = [], 0, 1.0
+    if exact is not None:
+        near, sinks, window, scaling = exact.near, exact.sinks, exact.window, exact.scaling
+        others = [exact.query, near.key, near.value, near.log_weight]
+        others += [t.contiguous() for t in (sinks.key, sinks.value, sinks.log_weight, exact.visible_from)]
     out, normaliser, mean, log_mass = torch.ops.dofla.linear_attention(
-        query, tokens.key, tokens.value, tokens.log_weight, state.mean, state.log_mass, *affine
+        query, tokens.key, tokens.value, tokens.log_weight, state.mean, state.log_mass, *affine, others, window, scaling
     )
     return out, normaliser, FeatureState(mean, log_mass)
 
@@ -60,31 +72,3 @@ def _parts(affine: Affine | None) -> tuple[Tensor | None, Tensor | None, float, 
     if affine is None:
         return None, None, 1.0, 0.0
     return affine.weight.contiguous(), affine.bias.contiguous(), affine.scale, affine.curvature
-
-
-def add_exact_attention(
-    seen: tuple[Tensor, Tensor],
-    query: Tensor,
-    near: TokenBuffer,
-    window: int,
-    sinks: TokenBuffer,
-    visible_from: Tensor,
-    scaling: float,
-) -> Tensor:
-    """Merge exact attention to the window and the sinks into ``seen`` (output and log-normaliser), which it changes.
-
-    Args:
-        seen: output [B, H, L, dv] and log-normaliser [B, H, L] over the other keys.
-        query: [B, H, L, d].
-        near: L + window - 1 tokens; query i sees ``near[i : i + window]``.
-        window: how many.
-        sinks: s tokens.
-        visible_from: [B, s], the first query that sees a sink.
-        scaling: scores are ``scaling · q·k``.
-    """
-    near_part = near.key, near.value, near.log_weight
-    sink_part = sinks.key.contiguous(), sinks.value.contiguous(), sinks.log_weight.contiguous()
-    torch.ops.dofla.add_exact_attention(
-        query, *near_part, window, *sink_part, visible_from.contiguous(), scaling, seen[0], seen[1]
-    )
-    return seen[0]

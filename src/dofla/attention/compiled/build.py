@@ -16,7 +16,8 @@ import torch
 from dofla.attention.compiled import SWITCH
 
 _HERE = Path(__file__).parent
-_SOURCES = ("features.cpp", "exact.cpp")
+_SOURCES = ("attention.cpp",)
+_HEADERS = ("vector.h", "features.h", "exact.h")
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _LIBRARY = "dofla_kernels"
 
@@ -25,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 def load() -> str | None:
     """Make ``torch.ops.dofla`` ready, compiling it if need be; the reason why not, or None."""
-    reason = _obstacle()
-    if reason is not None:
-        return reason
-    folder = cache_folder()
     try:
+        reason = _obstacle()
+        if reason is not None:
+            return reason
+        folder = cache_folder()
         if (folder / f"{_LIBRARY}.so").exists():
             torch.ops.load_library(folder / f"{_LIBRARY}.so")
         else:
@@ -42,9 +43,9 @@ def load() -> str | None:
 
 def cache_folder() -> Path:
     """Where the library of these sources, this torch and this processor is or will be."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     digest = hashlib.sha256("\0".join((torch.__version__, *_FLAGS, _processor())).encode())
-    for name in (*_SOURCES, "vector.h"):
+    for name in (*_SOURCES, *_HEADERS):
         digest.update((_HERE / name).read_bytes())
     return root / "dofla" / f"kernels-{digest.hexdigest()[:16]}"
 

@@ -1,23 +1,20 @@
 // The exact part of causal hybrid layers: softmax scores for a window and for sinks, the arithmetic of exact.py, merged
 // into what the features gave.
-#include "vector.h"
+#pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
+#include "vector.h"
 
 #include <algorithm>
 #include <cmath>
 
-namespace dofla {
-namespace {
+namespace dofla::exact {
 
 constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
 
-constexpr std::int64_t kBlock = 64;  // rows whose keys are loaded together
-constexpr std::int64_t kRows = 16;   // rows whose scores are one product: few more than their windows contain
+constexpr std::int64_t kBlock = kChunk;  // rows whose keys are loaded together
+constexpr std::int64_t kRows = 16;       // rows whose scores are one product: few more than their windows contain
 
-std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
+inline std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
 
 struct Sizes {
   std::int64_t head_dim, value_dim, window, sinks;
@@ -27,11 +24,15 @@ struct Sizes {
 
 // One KV head of one sequence. Near token i is the oldest in the window of row i.
 struct Head {
-  std::int64_t rows, groups;
+  std::int64_t rows;
   const float *query, *key, *value, *log_weight;
   std::int64_t query_head, query_row, key_row, value_row;
   const float *sink_key, *sink_value, *sink_log_weight;
   const std::int64_t* visible_from;
+};
+
+// What the features gave for the rows of a block, from its first on; out is changed.
+struct Seen {
   float* out;
   const float* normaliser;
   std::int64_t out_head, normaliser_head;
@@ -54,10 +55,11 @@ class Worker {
     }
   }
 
-  void attend(const Head& head, std::int64_t first, float scaling) {
+  // Rows first, first + 1, ... of the query heads of a KV head.
+  void attend(const Head& head, const Seen& seen, std::int64_t first, std::int64_t groups, float scaling) {
     const std::int64_t rows = std::min(kBlock, head.rows - first);
     load(head, first, rows, scaling);
-    for (std::int64_t g = 0; g < head.groups; ++g) attend_head(head, g, first, rows);
+    for (std::int64_t g = 0; g < groups; ++g) attend_head(head, seen, g, first, rows);
   }
 
  private:
@@ -83,7 +85,7 @@ class Worker {
     value_row_ = value_dim;
   }
 
-  void attend_head(const Head& head, std::int64_t g, std::int64_t first, std::int64_t rows) {
+  void attend_head(const Head& head, const Seen& seen, std::int64_t g, std::int64_t first, std::int64_t rows) {
     const std::int64_t dim = s_.head_dim, value_dim = s_.value_dim, sink_columns = columns_ - near_columns_;
     const float* query = head.query + g * head.query_head + first * head.query_row;
     std::int64_t query_row = head.query_row;
@@ -117,7 +119,7 @@ class Worker {
              near_columns_ > 0);
     }
     for (std::int64_t n = 0; n < rows; ++n) {
-      if (best[n] > kLogZero / 2) merge(head, g, n, first + n, best[n], mass[n]);
+      if (best[n] > kLogZero / 2) merge(seen, g, n, best[n], mass[n]);
     }
   }
 
@@ -136,11 +138,11 @@ class Worker {
   }
 
   // Two attentions over disjoint keys become one: each weighs as its normaliser.
-  void merge(const Head& head, std::int64_t g, std::int64_t n, std::int64_t row, float best, float mass) {
-    const float far = head.normaliser[g * head.normaliser_head + row], top = std::max(far, best);
+  void merge(const Seen& seen, std::int64_t g, std::int64_t n, float best, float mass) {
+    const float far = seen.normaliser[g * seen.normaliser_head + n], top = std::max(far, best);
     const float far_share = exp_of_negative(far - top), near_share = exp_of_negative(best - top);
     const float scale = 1.0f / (far_share + near_share * mass);
-    float* __restrict to = head.out + g * head.out_head + row * s_.value_dim;
+    float* __restrict to = seen.out + g * seen.out_head + n * s_.value_dim;
     const float* __restrict from = out_.data() + n * s_.value_dim;
     const float of_far = far_share * scale, of_near = near_share * scale;
 #pragma omp simd
@@ -154,49 +156,4 @@ class Worker {
   std::int64_t value_row_ = 0;
 };
 
-// query [B, H, L, d]; key, value [B, Hkv, L + window - 1, .], log_weight [B, L + window - 1]; s sinks [B, Hkv, s, .] with
-// log-weights [B, s], each seen from row visible_from [B, s] on. Changes out [B, H, L, dv], whose log-normaliser [B, H, L] is given.
-void add_exact_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const at::Tensor& log_weight, std::int64_t window, const at::Tensor& sink_key,
-                         const at::Tensor& sink_value, const at::Tensor& sink_log_weight, const at::Tensor& visible_from,
-                         double scaling, const at::Tensor& out, const at::Tensor& normaliser) {
-  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1 &&
-                  sink_key.is_contiguous() && sink_value.is_contiguous() && sink_log_weight.is_contiguous() &&
-                  visible_from.is_contiguous() && out.is_contiguous() && normaliser.is_contiguous(),
-              "rows must be contiguous");
-  const std::int64_t heads = query.size(1), rows = query.size(2), kv_heads = key.size(1), groups = heads / kv_heads;
-  const Sizes sizes{query.size(3), value.size(3), window, sink_key.size(2)};
-  const std::int64_t blocks = (rows + kBlock - 1) / kBlock;
-  at::parallel_for(0, query.size(0) * kv_heads * blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-    Worker worker(sizes);
-    for (std::int64_t task = begin; task < end; ++task) {
-      const std::int64_t unit = task / blocks, n = unit / kv_heads, h = unit % kv_heads, first = n * heads + h * groups;
-      const Head head{rows, groups,
-                      query.const_data_ptr<float>() + n * query.stride(0) + h * groups * query.stride(1),
-                      key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1),
-                      value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1),
-                      log_weight.const_data_ptr<float>() + n * log_weight.stride(0),
-                      query.stride(1), query.stride(2), key.stride(2), value.stride(2),
-                      sink_key.const_data_ptr<float>() + unit * sizes.sinks * sizes.head_dim,
-                      sink_value.const_data_ptr<float>() + unit * sizes.sinks * sizes.value_dim,
-                      sink_log_weight.const_data_ptr<float>() + n * sizes.sinks,
-                      visible_from.const_data_ptr<std::int64_t>() + n * sizes.sinks,
-                      out.mutable_data_ptr<float>() + first * rows * sizes.value_dim,
-                      normaliser.const_data_ptr<float>() + first * rows,
-                      rows * sizes.value_dim, rows};
-      worker.attend(head, task % blocks * kBlock, static_cast<float>(scaling));
-    }
-  });
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(dofla, library) {
-  library.def(
-      "add_exact_attention(Tensor query, Tensor key, Tensor value, Tensor log_weight, int window, Tensor sink_key, "
-      "Tensor sink_value, Tensor sink_log_weight, Tensor visible_from, float scaling, Tensor(a!) out, "
-      "Tensor normaliser) -> ()");
-  library.impl("add_exact_attention", c10::DispatchKey::CPU, &add_exact_attention);
-}
-
-}  // namespace dofla
+}  // namespace dofla::exact

@@ -1,25 +1,18 @@
 // Causal linear attention: the arithmetic of chunked.py, with each chunk kept in the cache. Queries and keys come as
-// log-features, or as vectors with an affine map (feature_maps/base.py) that is then applied chunk by chunk.
-#include "vector.h"
+// log-features, or as vectors with an affine map (affine.py) that is then applied chunk by chunk.
+#pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+#include "vector.h"
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
-#include <tuple>
 
-namespace dofla {
-namespace {
+namespace dofla::features {
 
-constexpr std::int64_t kChunk = 64;
 constexpr float kSmallestTrustedMass = 1e-28f;  // as in chunked.py
 
 // A product is compiled once for every size it meets, so sizes are few.
-std::int64_t padded(std::int64_t length) {
+inline std::int64_t padded(std::int64_t length) {
   std::int64_t size = 16;
   while (size < length) size *= 2;
   return size;
@@ -262,118 +255,4 @@ class Worker {
   std::int64_t loaded_length_ = 0;
 };
 
-using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-// An affine map as tensors: weight [Hkv, M, d] and bias [Hkv, M].
-Map map_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double scale,
-           double curvature) {
-  if (!weight) return {nullptr, nullptr, 1.0f, 0.0f};
-  TORCH_CHECK(weight->is_contiguous() && bias->is_contiguous(), "maps must be contiguous");
-  return {weight->const_data_ptr<float>(), bias->const_data_ptr<float>(), static_cast<float>(scale),
-          static_cast<float>(curvature)};
-}
-
-// query [B, H, L, M or d], key [B, Hkv, L, M or d], value [B, Hkv, L, dv], log_weight [B, L] and mean [B, Hkv, M, dv] in
-// float32, log_mass [B, Hkv, M] in float64.
-Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                        const at::Tensor& log_weight, const at::Tensor& mean, const at::Tensor& log_mass,
-                        const std::optional<at::Tensor>& query_weight, const std::optional<at::Tensor>& query_bias,
-                        double query_scale, double query_curvature, const std::optional<at::Tensor>& key_weight,
-                        const std::optional<at::Tensor>& key_bias, double key_scale, double key_curvature) {
-  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1,
-              "rows must be contiguous");
-  const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), kv_heads = key.size(1);
-  const Sizes sizes{mean.size(2), query.size(3), value.size(3), heads / kv_heads};
-  const Map query_map = map_of(query_weight, query_bias, query_scale, query_curvature);
-  const Map key_map = map_of(key_weight, key_bias, key_scale, key_curvature);
-  const at::Tensor out = at::empty({batch, heads, length, sizes.value_dim}, query.options());
-  const at::Tensor normaliser = at::empty({batch, heads, length}, query.options());
-  const at::Tensor mean_after = mean.clone(at::MemoryFormat::Contiguous);
-  const at::Tensor log_mass_after = log_mass.clone(at::MemoryFormat::Contiguous);
-
-  const std::int64_t units = batch * kv_heads, chunks = (length + kChunk - 1) / kChunk;
-  const std::int64_t mean_size = sizes.features * sizes.value_dim;
-  const auto tokens = [&](std::int64_t unit, std::int64_t chunk) {
-    const std::int64_t n = unit / kv_heads, h = unit % kv_heads, first = n * heads + h * sizes.groups;
-    const Tokens all{length,
-                     query_map.of_head(h, sizes),
-                     key_map.of_head(h, sizes),
-                     query.const_data_ptr<float>() + n * query.stride(0) + h * sizes.groups * query.stride(1),
-                     key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1),
-                     value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1),
-                     log_weight.const_data_ptr<float>() + n * log_weight.stride(0),
-                     query.stride(1), query.stride(2), key.stride(2), value.stride(2),
-                     out.mutable_data_ptr<float>() + first * length * sizes.value_dim,
-                     normaliser.mutable_data_ptr<float>() + first * length,
-                     length * sizes.value_dim, length};
-    return all.part(chunk * kChunk, std::min(kChunk, length - chunk * kChunk), sizes.value_dim);
-  };
-  const auto state = [&](std::int64_t unit) {
-    return State{mean_after.mutable_data_ptr<float>() + unit * mean_size,
-                 log_mass_after.mutable_data_ptr<double>() + unit * sizes.features};
-  };
-
-  const std::int64_t threads = at::get_num_threads();
-  if (chunks == 1 || units % threads == 0 || units >= 8 * threads) {
-    at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
-      Worker worker(sizes);
-      for (std::int64_t unit = begin; unit < end; ++unit) {
-        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) worker.attend_and_absorb(tokens(unit, chunk), state(unit));
-      }
-    });
-    return {out, normaliser, mean_after, log_mass_after};
-  }
-
-  // Too few heads to keep all threads busy: keep the state before each chunk, then all chunks are independent.
-  const at::Tensor means = at::empty({units * chunks, mean_size}, mean_after.options());
-  const at::Tensor log_masses = at::empty({units * chunks, sizes.features}, log_mass_after.options());
-  const auto state_before = [&](std::int64_t unit, std::int64_t chunk) {
-    const std::int64_t place = unit * chunks + chunk;
-    return State{means.mutable_data_ptr<float>() + place * mean_size,
-                 log_masses.mutable_data_ptr<double>() + place * sizes.features};
-  };
-  at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
-    Worker worker(sizes);
-    for (std::int64_t unit = begin; unit < end; ++unit) {
-      for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const State before = state_before(unit, chunk), running = state(unit);
-        std::copy_n(running.mean, mean_size, before.mean);
-        std::copy_n(running.log_mass, sizes.features, before.log_mass);
-        worker.absorb(tokens(unit, chunk), running);
-      }
-    }
-  });
-  at::parallel_for(0, units * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
-    Worker worker(sizes);
-    for (std::int64_t place = begin; place < end; ++place) {
-      const std::int64_t unit = place / chunks, chunk = place % chunks;
-      worker.attend(tokens(unit, chunk), state_before(unit, chunk));
-    }
-  });
-  return {out, normaliser, mean_after, log_mass_after};
-}
-
-// Whether torch's small products run here: they need AVX2 or better, and torch built with oneDNN.
-bool supported() {
-  float a[256] = {}, b[256] = {}, c[256];
-  try {
-    matmul(16, 16, 16, a, 16, b, 16, c, 16, false);
-  } catch (const c10::Error&) {
-    return false;
-  }
-  return true;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(dofla, library) {
-  library.def(
-      "linear_attention(Tensor query, Tensor key, Tensor value, Tensor log_weight, Tensor mean, Tensor log_mass, "
-      "Tensor? query_weight, Tensor? query_bias, float query_scale, float query_curvature, Tensor? key_weight, "
-      "Tensor? key_bias, float key_scale, float key_curvature) -> (Tensor, Tensor, Tensor, Tensor)");
-  library.impl("linear_attention", c10::DispatchKey::CPU, &linear_attention);
-  library.def("supported() -> bool");
-  library.impl("supported", c10::DispatchKey::CompositeExplicitAutograd, &supported);
-}
-
-}  // namespace dofla
+}  // namespace dofla::features

@@ -1,0 +1,215 @@
+// The operator: which threads do what, and where in the tensors.
+#include "exact.h"
+#include "features.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace dofla {
+namespace {
+
+using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// An affine map as tensors: weight [Hkv, M, d] and bias [Hkv, M].
+features::Map map_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double scale,
+                     double curvature) {
+  if (!weight) return {nullptr, nullptr, 1.0f, 0.0f};
+  TORCH_CHECK(weight->is_contiguous() && bias->is_contiguous(), "maps must be contiguous");
+  return {weight->const_data_ptr<float>(), bias->const_data_ptr<float>(), static_cast<float>(scale),
+          static_cast<float>(curvature)};
+}
+
+// The exact part of a hybrid layer: query [B, H, L, d]; key and value [B, Hkv, L + window - 1, .] and log_weight
+// [B, L + window - 1] of the near tokens; s sinks [B, Hkv, s, .] with log-weights [B, s], each seen from row
+// visible_from [B, s] on.
+struct Exact {
+  const at::Tensor &query, &key, &value, &log_weight, &sink_key, &sink_value, &sink_log_weight, &visible_from;
+  std::int64_t window;
+  float scaling;
+
+  Exact(const std::vector<at::Tensor>& t, std::int64_t window, double scaling)
+      : query(t[0]), key(t[1]), value(t[2]), log_weight(t[3]), sink_key(t[4]), sink_value(t[5]), sink_log_weight(t[6]),
+        visible_from(t[7]), window(window), scaling(static_cast<float>(scaling)) {
+    TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1 &&
+                    sink_key.is_contiguous() && sink_value.is_contiguous() && sink_log_weight.is_contiguous() &&
+                    visible_from.is_contiguous(),
+                "rows must be contiguous");
+  }
+
+  exact::Sizes sizes() const { return {query.size(3), value.size(3), window, sink_key.size(2)}; }
+
+  exact::Head head(std::int64_t n, std::int64_t h, std::int64_t groups) const {
+    const std::int64_t unit = n * key.size(1) + h, sinks = sink_key.size(2);
+    exact::Head head{};
+    head.rows = query.size(2);
+    head.query = query.const_data_ptr<float>() + n * query.stride(0) + h * groups * query.stride(1);
+    head.key = key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1);
+    head.value = value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1);
+    head.log_weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
+    head.query_head = query.stride(1);
+    head.query_row = query.stride(2);
+    head.key_row = key.stride(2);
+    head.value_row = value.stride(2);
+    head.sink_key = sink_key.const_data_ptr<float>() + unit * sinks * query.size(3);
+    head.sink_value = sink_value.const_data_ptr<float>() + unit * sinks * value.size(3);
+    head.sink_log_weight = sink_log_weight.const_data_ptr<float>() + n * sinks;
+    head.visible_from = visible_from.const_data_ptr<std::int64_t>() + n * sinks;
+    return head;
+  }
+};
+
+// One thread's part of the work.
+class Worker {
+ public:
+  Worker(const features::Sizes& sizes, const std::optional<Exact>& exact) : features_(sizes), sizes_(sizes), exact_(exact) {
+    if (exact) windows_.emplace(exact->sizes());
+  }
+
+  void attend_and_absorb(const features::Tokens& tokens, const features::State& state, const exact::Head& head,
+                         std::int64_t first) {
+    features_.attend_and_absorb(tokens, state);
+    add_exact(tokens, head, first);
+  }
+
+  void absorb(const features::Tokens& tokens, const features::State& state) { features_.absorb(tokens, state); }
+
+  void attend(const features::Tokens& tokens, const features::State& state, const exact::Head& head, std::int64_t first) {
+    features_.attend(tokens, state);
+    add_exact(tokens, head, first);
+  }
+
+ private:
+  void add_exact(const features::Tokens& tokens, const exact::Head& head, std::int64_t first) {
+    if (!windows_) return;
+    const exact::Seen seen{tokens.out, tokens.normaliser, tokens.out_head, tokens.normaliser_head};
+    windows_->attend(head, seen, first, sizes_.groups, exact_->scaling);
+  }
+
+  features::Worker features_;
+  std::optional<exact::Worker> windows_;
+  features::Sizes sizes_;
+  const std::optional<Exact>& exact_;
+};
+
+// query [B, H, L, M or d], key [B, Hkv, L, M or d], value [B, Hkv, L, dv], log_weight [B, L] and mean [B, Hkv, M, dv] in
+// float32, log_mass [B, Hkv, M] in float64. The log-normaliser is that of the features alone.
+Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        const at::Tensor& log_weight, const at::Tensor& mean, const at::Tensor& log_mass,
+                        const std::optional<at::Tensor>& query_weight, const std::optional<at::Tensor>& query_bias,
+                        double query_scale, double query_curvature, const std::optional<at::Tensor>& key_weight,
+                        const std::optional<at::Tensor>& key_bias, double key_scale, double key_curvature,
+                        const std::vector<at::Tensor>& exact_part, std::int64_t window, double scaling) {
+  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1,
+              "rows must be contiguous");
+  const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), kv_heads = key.size(1);
+  const features::Sizes sizes{mean.size(2), query.size(3), value.size(3), heads / kv_heads};
+  const features::Map query_map = map_of(query_weight, query_bias, query_scale, query_curvature);
+  const features::Map key_map = map_of(key_weight, key_bias, key_scale, key_curvature);
+  std::optional<Exact> exact;
+  if (!exact_part.empty()) exact.emplace(exact_part, window, scaling);
+  const at::Tensor out = at::empty({batch, heads, length, sizes.value_dim}, query.options());
+  const at::Tensor normaliser = at::empty({batch, heads, length}, query.options());
+  const at::Tensor mean_after = mean.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor log_mass_after = log_mass.clone(at::MemoryFormat::Contiguous);
+
+  const std::int64_t units = batch * kv_heads, chunks = (length + kChunk - 1) / kChunk;
+  const std::int64_t mean_size = sizes.features * sizes.value_dim;
+  const auto tokens = [&](std::int64_t unit, std::int64_t chunk) {
+    const std::int64_t n = unit / kv_heads, h = unit % kv_heads, first = n * heads + h * sizes.groups;
+    features::Tokens all{};
+    all.query_map = query_map.of_head(h, sizes);
+    all.key_map = key_map.of_head(h, sizes);
+    all.query = query.const_data_ptr<float>() + n * query.stride(0) + h * sizes.groups * query.stride(1);
+    all.key = key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1);
+    all.value = value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1);
+    all.log_weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
+    all.query_head = query.stride(1);
+    all.query_row = query.stride(2);
+    all.key_row = key.stride(2);
+    all.value_row = value.stride(2);
+    all.out = out.mutable_data_ptr<float>() + first * length * sizes.value_dim;
+    all.normaliser = normaliser.mutable_data_ptr<float>() + first * length;
+    all.out_head = length * sizes.value_dim;
+    all.normaliser_head = length;
+    return all.part(chunk * kChunk, std::min(kChunk, length - chunk * kChunk), sizes.value_dim);
+  };
+  const auto state = [&](std::int64_t unit) {
+    return features::State{mean_after.mutable_data_ptr<float>() + unit * mean_size,
+                           log_mass_after.mutable_data_ptr<double>() + unit * sizes.features};
+  };
+  const auto head = [&](std::int64_t unit) {
+    return exact ? exact->head(unit / kv_heads, unit % kv_heads, sizes.groups) : exact::Head{};
+  };
+
+  const std::int64_t threads = at::get_num_threads();
+  if (chunks == 1 || units % threads == 0 || units >= 8 * threads) {
+    at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
+      Worker worker(sizes, exact);
+      for (std::int64_t unit = begin; unit < end; ++unit) {
+        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+          worker.attend_and_absorb(tokens(unit, chunk), state(unit), head(unit), chunk * kChunk);
+        }
+      }
+    });
+    return {out, normaliser, mean_after, log_mass_after};
+  }
+
+  // Too few heads to keep all threads busy: keep the state before each chunk, then all chunks are independent.
+  const at::Tensor means = at::empty({units * chunks, mean_size}, mean_after.options());
+  const at::Tensor log_masses = at::empty({units * chunks, sizes.features}, log_mass_after.options());
+  const auto state_before = [&](std::int64_t place) {
+    return features::State{means.mutable_data_ptr<float>() + place * mean_size,
+                           log_masses.mutable_data_ptr<double>() + place * sizes.features};
+  };
+  at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
+    Worker worker(sizes, exact);
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const features::State before = state_before(unit * chunks + chunk), running = state(unit);
+        std::copy_n(running.mean, mean_size, before.mean);
+        std::copy_n(running.log_mass, sizes.features, before.log_mass);
+        worker.absorb(tokens(unit, chunk), running);
+      }
+    }
+  });
+  at::parallel_for(0, units * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
+    Worker worker(sizes, exact);
+    for (std::int64_t place = begin; place < end; ++place) {
+      const std::int64_t unit = place / chunks, chunk = place % chunks;
+      worker.attend(tokens(unit, chunk), state_before(place), head(unit), chunk * kChunk);
+    }
+  });
+  return {out, normaliser, mean_after, log_mass_after};
+}
+
+// Whether torch's small products run here: they need AVX2 or better, and torch built with oneDNN.
+bool supported() {
+  float a[256] = {}, b[256] = {}, c[256];
+  try {
+    matmul(16, 16, 16, a, 16, b, 16, c, 16, false);
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(dofla, library) {
+  library.def(
+      "linear_attention(Tensor query, Tensor key, Tensor value, Tensor log_weight, Tensor mean, Tensor log_mass, "
+      "Tensor? query_weight, Tensor? query_bias, float query_scale, float query_curvature, Tensor? key_weight, "
+      "Tensor? key_bias, float key_scale, float key_curvature, Tensor[] exact_part, int window, float scaling) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  library.impl("linear_attention", c10::DispatchKey::CPU, &linear_attention);
+  library.def("supported() -> bool");
+  library.impl("supported", c10::DispatchKey::CompositeExplicitAutograd, &supported);
+}
+
+}  // namespace dofla
