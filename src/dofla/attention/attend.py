@@ -134,6 +134,7 @@ def _tokens(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
     """Tokens with padding made harmless."""
     if weight is None:
         return TokenBuffer(key, value, torch.zeros(key.shape[0], key.shape[-2], device=key.device))
+    weight = weight.contiguous()
     real = weight > 0
     log_weight = torch.where(real, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)
     hidden = ~real[:, None, :, None]

@@ -43,14 +43,18 @@ def causal_attention(
     query, key, value = (accumulable(t) for t in (query, tokens.key, given))
     tokens = TokenBuffer(key, value, tokens.log_weight)
     exact = exact and exact.widened()
-    others = (value,) if exact is None else (value, exact.query, exact.near.key, exact.near.value)
+    vectors, others = [value], [tokens.log_weight, state.mean, state.log_mass]
+    if exact is not None:
+        vectors += [exact.query, exact.near.key, exact.near.value]
+        others += [exact.near.log_weight, exact.sinks.key, exact.sinks.value, exact.sinks.log_weight]
     if hasattr(features, "affine"):
         maps = features.affine(scaling, query.dtype)
-        if compiled.usable(query, key, *others, *(t for m in maps for t in (m.weight, m.bias))):
+        parts = [t for m in maps for t in (m.weight, m.bias)]
+        if compiled.usable([query, key, *vectors], [*parts, *others]):
             out, _, after = compiled.linear_attention(query, tokens, state, maps, exact)
             return out, after
     a, b = features.log_query(query, scaling), features.log_key(key, scaling)
-    if compiled.usable(a, b, *others):
+    if compiled.usable([a, b, *vectors], others):
         out, _, after = compiled.linear_attention(a, TokenBuffer(b, value, tokens.log_weight), state, exact=exact)
         return out, after
     b = b + tokens.log_weight[:, None, :, None]

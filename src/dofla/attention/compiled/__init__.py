@@ -6,10 +6,12 @@ built or do not run, :func:`obstacle` says why, and plain torch does the same wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from dofla.attention.affine import Affine
 from dofla.attention.exact import ExactPart
@@ -27,11 +29,16 @@ def obstacle() -> str | None:
     return load()
 
 
-def usable(*tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors: float32 on a CPU, rows contiguous, no gradient asked for."""
+def usable(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether the kernels take these tensors: on a CPU, no derivative asked for, vectors float32 with contiguous rows."""
+    tensors = (*vectors, *others)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
-    if not all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride(-1) == 1 for t in tensors):
+    if not all(t.device.type == "cpu" for t in tensors):
+        return False
+    if not all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in vectors):
+        return False
+    if any(unpack_dual(t).tangent is not None for t in tensors):  # forward-mode derivatives
         return False
     return torch.backends.mkldnn.enabled and not torch.compiler.is_compiling() and obstacle() is None
 

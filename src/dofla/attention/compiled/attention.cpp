@@ -16,6 +16,9 @@ namespace {
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// Whether each sequence's numbers [B, L] follow each other; a single one has no stride to speak of.
+bool in_a_row(const at::Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1; }
+
 // An affine map as tensors: weight [Hkv, M, d] and bias [Hkv, M].
 features::Map map_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double scale,
                      double curvature) {
@@ -36,7 +39,7 @@ struct Exact {
   Exact(const std::vector<at::Tensor>& t, std::int64_t window, double scaling)
       : query(t[0]), key(t[1]), value(t[2]), log_weight(t[3]), sink_key(t[4]), sink_value(t[5]), sink_log_weight(t[6]),
         visible_from(t[7]), window(window), scaling(static_cast<float>(scaling)) {
-    TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1 &&
+    TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight) &&
                     sink_key.is_contiguous() && sink_value.is_contiguous() && sink_log_weight.is_contiguous() &&
                     visible_from.is_contiguous(),
                 "rows must be contiguous");
@@ -105,7 +108,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
                         double query_scale, double query_curvature, const std::optional<at::Tensor>& key_weight,
                         const std::optional<at::Tensor>& key_bias, double key_scale, double key_curvature,
                         const std::vector<at::Tensor>& exact_part, std::int64_t window, double scaling) {
-  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && log_weight.stride(1) == 1,
+  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight),
               "rows must be contiguous");
   const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), kv_heads = key.size(1);
   const features::Sizes sizes{mean.size(2), query.size(3), value.size(3), heads / kv_heads};

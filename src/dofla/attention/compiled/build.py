@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -57,7 +58,7 @@ def _obstacle() -> str | None:
         return f"made for x86-64 Linux, not {platform.machine()} {platform.system()}"
     if (cache_folder() / f"{_LIBRARY}.so").exists():
         return None
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
+    if shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None:
         return "no C++ compiler found"
     if _ninja_folder() is None:
         return "ninja is not installed: pip install 'dofla[cpu]'"
@@ -89,8 +90,11 @@ def _compile_and_load(folder: Path) -> None:
             build_directory=str(building),
             is_python_module=False,
         )
-        if not folder.exists():
+        try:
             building.rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was first, and its library is the same
+                raise
     finally:
         os.environ["PATH"] = path
         shutil.rmtree(building, ignore_errors=True)

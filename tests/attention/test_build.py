@@ -1,0 +1,244 @@
+"""Building the kernels: each way it can fail leaves a reason, plain torch, and nothing half-written."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.cpp_extension
+from forms import KernelCalls, needs_kernels, sample
+
+from dofla.attention import attend, compiled
+from dofla.attention.compiled import SWITCH, build
+
+MAY_BUILD = platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
+can_build = pytest.mark.skipif(
+    not MAY_BUILD or shutil.which("c++") is None or build._ninja_folder() is None,
+    reason="no x86-64 Linux with a C++ compiler and ninja",
+)
+
+ATTEND = """
+import logging
+logging.basicConfig(format="%(message)s")
+import torch
+from dofla.attention import attend, compiled
+from dofla.feature_maps import PRF
+prf = PRF(1, 8, 4).requires_grad_(False)
+prf.reset_parameters(torch.Generator().manual_seed(0))
+x = torch.randn(1, 1, 9, 8, generator=torch.Generator().manual_seed(0))
+out, _ = attend(x, x, x, prf, scaling=0.3, window=2)
+print(float(out.sum()), compiled.obstacle())
+"""
+"""A program that attends once, and prints the sum of the outputs and the obstacle."""
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder and an obstacle nobody has asked for yet; those of this process come back afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiled, "obstacle", lru_cache(maxsize=1)(compiled.obstacle.__wrapped__))
+    return tmp_path
+
+
+def left_in(cache: Path) -> list[str]:
+    folder = cache / "dofla"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def assert_attention_is_plain_torch():
+    s = sample(0, heads=2, groups=2)
+    with KernelCalls() as calls:
+        out, _ = attend(*s.vectors, s.features, scaling=0.7, window=3, sinks=1)
+    assert not calls.names
+    assert (out - s.naive(0.7, window=3, sinks=1)).abs().max() < 1e-4
+
+
+def start(cache: Path, program: str = ATTEND, **environment: str) -> subprocess.Popen:
+    inherited = {name: value for name, value in os.environ.items() if name not in (SWITCH, "CXX")}
+    inherited |= {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", **environment}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program], env=inherited, start_new_session=True, **pipes)
+
+
+def finish(process: subprocess.Popen) -> tuple[float, str, str]:
+    """The sum of the outputs, the obstacle and what was logged."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    total, obstacle = out.strip().split(maxsplit=1)
+    return float(total), obstacle, err
+
+
+def test_the_switch_turns_the_kernels_off(fresh, monkeypatch, caplog):
+    monkeypatch.setenv(SWITCH, "0")
+    assert compiled.obstacle() == "switched off by DOFLA_KERNELS=0"
+    assert_attention_is_plain_torch()
+    assert not caplog.records
+    assert left_in(fresh) == []
+
+
+@pytest.mark.parametrize(("machine", "system"), [("aarch64", "Linux"), ("arm64", "Darwin"), ("AMD64", "Windows")])
+def test_other_platforms_are_not_tried(fresh, monkeypatch, machine, system):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    assert compiled.obstacle() == f"made for x86-64 Linux, not {machine} {system}"
+    assert_attention_is_plain_torch()
+    assert left_in(fresh) == []
+
+
+@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+def test_without_a_compiler_the_reason_says_so(fresh, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, **options: None)
+    assert compiled.obstacle() == "no C++ compiler found"
+    assert_attention_is_plain_torch()
+    assert left_in(fresh) == []
+
+
+@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+def test_a_compiler_named_by_the_user_that_is_not_there_is_no_compiler(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiled.obstacle() == "no C++ compiler found"
+
+
+@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+def test_without_ninja_the_reason_says_how_to_get_it(fresh, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, **options: "/usr/bin/c++" if name == "c++" else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert compiled.obstacle() == "ninja is not installed: pip install 'dofla[cpu]'"
+    assert_attention_is_plain_torch()
+    assert left_in(fresh) == []
+
+
+def failures(caplog) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if "could not be built" in record.getMessage()]
+
+
+@can_build
+@pytest.mark.parametrize("fault", ["a compiler that fails", "a source with an error"])
+def test_a_failing_build_is_told_once_and_leaves_nothing(fresh, monkeypatch, caplog, tmp_path_factory, fault):
+    path = os.environ["PATH"]
+    if fault == "a compiler that fails":
+        monkeypatch.setenv("CXX", "/bin/false")
+    else:
+        source = tmp_path_factory.mktemp("source") / "broken.cpp"
+        source.write_text("this is no C++\n", encoding="utf-8")
+        monkeypatch.setattr(build, "_SOURCES", (str(source),))
+    for _ in range(3):
+        assert_attention_is_plain_torch()
+    assert compiled.obstacle().startswith("building failed: ")
+    assert len(failures(caplog)) == 1
+    assert left_in(fresh) == []
+    assert os.environ["PATH"] == path
+
+
+@can_build
+def test_a_cache_that_cannot_be_written_is_told_once(fresh, monkeypatch, caplog):
+    blocked = fresh / "a file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert_attention_is_plain_torch()
+    assert_attention_is_plain_torch()
+    assert compiled.obstacle().startswith("building failed: ")
+    assert len(failures(caplog)) == 1
+
+
+@can_build
+def test_a_damaged_library_is_told_once(fresh, caplog):
+    folder = build.cache_folder()
+    folder.mkdir(parents=True)
+    (folder / "dofla_kernels.so").write_bytes(b"half of a library")
+    assert_attention_is_plain_torch()
+    assert_attention_is_plain_torch()
+    assert compiled.obstacle().startswith("building failed: ")
+    assert len(failures(caplog)) == 1
+
+
+@can_build
+def test_an_interrupted_build_leaves_nothing(fresh, monkeypatch):
+    def interrupted(name, sources, *, build_directory, **options):
+        (Path(build_directory) / f"{name}.so").write_bytes(b"half of a library")
+        raise KeyboardInterrupt
+
+    path = os.environ["PATH"]
+    monkeypatch.setattr(torch.utils.cpp_extension, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiled.obstacle()
+    assert left_in(fresh) == []
+    assert os.environ["PATH"] == path
+
+
+@needs_kernels
+@can_build
+def test_losing_the_race_for_the_folder_is_no_failure(fresh, monkeypatch, caplog):
+    """The other process finishes between the look whether the folder is there and the renaming."""
+    monkeypatch.setattr(torch.utils.cpp_extension, "load", lambda *args, **options: None)  # loaded long ago
+    folder, rename = build.cache_folder(), Path.rename
+
+    def rename_later(self, target):
+        folder.mkdir()
+        (folder / "dofla_kernels.so").touch()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_later)
+    assert compiled.obstacle() is None
+    assert not failures(caplog)
+    assert left_in(fresh) == [folder.name]
+
+
+@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+def test_an_empty_cache_variable_means_the_usual_folder(monkeypatch):
+    """As the XDG specification has it; otherwise the cache would be wherever the program was started."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert build.cache_folder().is_absolute()
+
+
+@needs_kernels
+@can_build
+@pytest.mark.long
+def test_two_processes_building_at_once_both_succeed_and_a_third_does_not_build(tmp_path):
+    both = [start(tmp_path), start(tmp_path)]
+    totals = []
+    for process in both:
+        total, obstacle, log = finish(process)
+        assert obstacle == "None", log
+        assert "compiling" in log
+        totals.append(total)
+    (folder,) = left_in(tmp_path)
+    assert folder.startswith("kernels-")
+    total, obstacle, log = finish(start(tmp_path))
+    assert obstacle == "None"
+    assert "compiling" not in log
+    assert left_in(tmp_path) == [folder]
+    plain, obstacle, _ = finish(start(tmp_path, **{SWITCH: "0"}))
+    assert obstacle == "switched off by DOFLA_KERNELS=0"
+    assert [*totals, total] == pytest.approx([plain] * 3, rel=1e-4)
+
+
+@needs_kernels
+@can_build
+@pytest.mark.long
+def test_a_killed_build_leaves_no_folder_that_looks_done(tmp_path):
+    process = start(tmp_path)
+    deadline = time.monotonic() + 60
+    while not left_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGKILL)  # its compilers too: it has a session of its own
+    process.communicate()
+    assert left_in(tmp_path)
+    assert not any(name.startswith("kernels-") for name in left_in(tmp_path))
+    _, obstacle, log = finish(start(tmp_path))
+    assert obstacle == "None", log
+    assert any(name.startswith("kernels-") for name in left_in(tmp_path))
