@@ -30,7 +30,7 @@ def obstacle() -> str | None:
 
 
 def usable(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these tensors: on a CPU, no derivative asked for, vectors float32 with contiguous rows."""
+    """Whether the kernels take these: on a CPU, no derivative asked for, vectors float32 with contiguous rows."""
     tensors = (*vectors, *others)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
