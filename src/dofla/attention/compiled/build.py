@@ -77,7 +77,7 @@ def _compile_and_load(folder: Path) -> None:
     """Built under a name of its own and then renamed, so that an interrupted build leaves nothing that looks done."""
     from torch.utils.cpp_extension import load
 
-    logger.warning("compiling the CPU kernels into %s, once (about 15 seconds)", folder)
+    logger.warning("compiling the CPU kernels into %s, once (about 10 seconds)", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     path = os.environ.get("PATH", "")
