@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import dofla
+from dofla.attention import compiled
+from dofla.attention.backends import causal_attention
 from dofla.data import TokenWindows
 from dofla.demo.documents import recall_documents
 from dofla.integration.cache import cache_bytes
 from dofla.run import load_teacher
 
 ROOT = Path(__file__).parents[1]
+attend_module = importlib.import_module("dofla.attention.attend")  # the package has a function of that name
 
 
 def sentences(count: int) -> list[str]:
@@ -102,3 +106,26 @@ def test_smollm2_talks_in_turns_with_a_state_of_constant_size(smollm2):
         messages.append({"role": "assistant", "content": answer})
         sizes.append(cache_bytes(cache))
     assert sizes[0] == sizes[1] == dofla.Plan.from_dict(model.config.quantization_config.to_dict()).state_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(compiled.obstacle() is not None, reason=f"compiled kernels: {compiled.obstacle()}")
+@torch.no_grad()
+def test_the_compiled_kernels_give_smollm2_the_same_attention_as_plain_torch(smollm2, monkeypatch):
+    model, tokenizer = smollm2
+    inputs = tokenizer("\n".join(sentences(30)), return_tensors="pt")["input_ids"][:, :1000]
+    errors = []
+
+    def both(*args, **kwargs):
+        out, state = causal_attention(*args, **kwargs)
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, "usable", lambda *tensors: False)
+            plain, _ = causal_attention(*args, **kwargs)
+        assert not torch.equal(out, plain), "the kernels were not used"
+        errors.append(float((out - plain).abs().max() / plain.abs().max()))
+        return out, state
+
+    monkeypatch.setattr(attend_module, "causal_attention", both)
+    model(inputs)
+    assert len(errors) >= 30
+    assert max(errors) < 1e-5
