@@ -93,7 +93,7 @@ def sample(
 
 
 def padding(kind, batch, length, generator):
-    """Key weights [B, L]; those of kind "any" are not only 0 and 1."""
+    """Key weights [B, L]: 0 and 1, but for kind "fractional"."""
     if kind == "none":
         return None
     weight = torch.ones(batch, length)
@@ -103,6 +103,8 @@ def padding(kind, batch, length, generator):
             weight[row, :n] = 0
         elif kind == "right":
             weight[row, length - n :] = 0
+        elif kind == "any":
+            weight[row] = (torch.rand(length, generator=generator) > 0.4).float()
         else:
             weight[row] = (3 * torch.rand(length, generator=generator) - 1).clamp_min(0)
     return weight

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from forms import padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,21 +46,6 @@ def oracle(q, k, v, fm, **kwargs):
     return naive_attention(
         fm.log_query(q, scaling), fm.log_key(k, scaling), v, query=q, key=k, scaling=scaling, **kwargs
     )
-
-
-def padding(kind, batch, length, generator):
-    if kind == "none":
-        return None
-    weight = torch.ones(batch, length)
-    for row in range(batch):
-        n = int(torch.randint(0, length + 1, (), generator=generator))
-        if kind == "left":
-            weight[row, :n] = 0
-        elif kind == "right":
-            weight[row, length - n :] = 0
-        else:
-            weight[row] = (torch.rand(length, generator=generator) > 0.4).float()
-    return weight
 
 
 @settings(max_examples=120, deadline=None)

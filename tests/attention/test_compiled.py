@@ -33,7 +33,7 @@ SHAPES = st.fixed_dictionaries(
         "value_dim": st.sampled_from([3, 6, 16, 40]),
         "features": st.sampled_from([1, 5, 16, 37, 64]),
         "spread": st.sampled_from([0.1, 0.5, 2.0]),
-        "pad": st.sampled_from(["none", "left", "right", "any"]),
+        "pad": st.sampled_from(["none", "left", "right", "fractional"]),
     }
 )
 LENGTHS = st.one_of(st.integers(1, 300), st.sampled_from([1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 192, 300]))
@@ -136,7 +136,7 @@ def test_attend_with_kernels_is_the_oracle_in_any_split(seed, shape, length, win
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 2), (1, 3), (5, 5)])
 def test_results_do_not_depend_on_the_schedule(batch, heads, count, options):
     """Few heads for many threads are split into chunks; with 25 even three threads take whole heads."""
-    s = sample(1, batch=batch, heads=heads, groups=2, length=200, features=16, pad="any")
+    s = sample(1, batch=batch, heads=heads, groups=2, length=200, features=16, pad="fractional")
     with threads(1):
         expected, _ = attend(*s.vectors, s.features, scaling=SCALING, weight=s.weight, **options)
     with threads(count):
@@ -146,7 +146,7 @@ def test_results_do_not_depend_on_the_schedule(batch, heads, count, options):
     assert_states_agree(state, plain, s.value)
 
 
-@pytest.mark.parametrize("pad", ["none", "left", "any"])
+@pytest.mark.parametrize("pad", ["none", "left", "fractional"])
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 130, "sinks": 17}, {"sinks": 3}], ids=str)
 def test_calls_done_in_segments_are_the_oracle(options, pad, monkeypatch):
     s = sample(2, heads=2, groups=2, length=300, pad=pad)
@@ -162,7 +162,7 @@ def test_calls_done_in_segments_are_the_oracle(options, pad, monkeypatch):
 @pytest.mark.parametrize("length", [1, 40, 150])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_kernels_agree_with_plain_torch(wrapped, length, options):
-    s = sample(3, batch=2, heads=2, groups=2, length=length, head_dim=16, features=37, pad="any")
+    s = sample(3, batch=2, heads=2, groups=2, length=length, head_dim=16, features=37, pad="fractional")
     features = Opaque(s.features) if wrapped else s.features
     options = {"scaling": SCALING, "weight": s.weight, **options}
     out, state = attend(*s.vectors, features, **options)
@@ -314,7 +314,7 @@ def test_key_weights_may_have_any_layout(layout, length, options):
 @HYBRIDS
 @pytest.mark.parametrize("length", [1, 30, 150])
 def test_inputs_and_states_are_not_changed(length, options):
-    s = sample(14, batch=2, heads=2, groups=2, length=length, pad="any")
+    s = sample(14, batch=2, heads=2, groups=2, length=length, pad="fractional")
     options = {"scaling": SCALING, "weight": s.weight, **options}
     _, state = attend(*s.vectors, s.features, **options)
     given_in = [*s.vectors, s.weight, *s.features.weights, *s.features.biases, *everything(state)]

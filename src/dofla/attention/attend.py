@@ -61,14 +61,14 @@ def attend(
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
     for start in range(0, length, size):
         part = slice(start, start + size)
-        tokens = _tokens(_select(key, heads, part), _select(value, heads, part), _part(weight, part))
+        # Later segments find their window in front of them; the first, and padded ones, in the state.
+        before = window if weight is None and start >= window else 0
+        longer = slice(start - before, start + size)
+        line = _tokens(_select(key, heads, longer), _select(value, heads, longer), _part(weight, longer))
         if state is None:
-            state = empty_state(tokens, features.features, window, sinks)
-        if weight is None and 0 < window <= start:
-            longer = slice(start - window, start + size)  # as below, but what was there anyway
-            line = _tokens(_select(key, heads, longer), _select(value, heads, longer), None)
-        else:
-            line = state.window.then(tokens) if window else tokens
+            state = empty_state(line, features.features, window, sinks)
+        if before < window:
+            line = state.window.then(line)
         queries = _select(query, query_heads, part)
         piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks)
         result = _write(piece.to(value.dtype), out, query_heads, part)
@@ -141,15 +141,10 @@ def _tokens(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
     return TokenBuffer(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), log_weight)
 
 
-def _log_keys(features: Features, tokens: TokenBuffer, is_sink: Tensor, scaling: float) -> Tensor:
-    log_weight = tokens.log_weight.masked_fill(is_sink, LOG_ZERO)
-    return features.log_key(tokens.key, scaling) + log_weight[:, None, :, None]
-
-
-def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer | None) -> Tensor:
+def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer) -> Tensor:
     """How many real keys came before each leaving one [B, L], as far as it matters for sinks."""
     real = leaving.log_weight > LOG_ZERO
-    already = (held.log_weight > LOG_ZERO).sum(-1, keepdim=True) if held is not None else 0
+    already = (held.log_weight > LOG_ZERO).sum(-1, keepdim=True)
     never = torch.iinfo(torch.int64).max
     return torch.where(real, already + real.cumsum(-1) - 1, never)
 
@@ -161,9 +156,8 @@ def _take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, T
         The tokens with those masked; the sinks after this call; and the first query that sees each of them [B, s]:
         once it has left the window, for before that it is seen there.
     """
-    if not len(held) or (
-        held.key.device.type == "cpu" and bool((held.log_weight > LOG_ZERO).all())
-    ):  # on a GPU, asking costs more
+    on_cpu = held.key.device.type == "cpu"  # on a GPU, asking costs more than what it may save
+    if not len(held) or (on_cpu and bool((held.log_weight > LOG_ZERO).all())):
         return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
     rank = _rank_of_leaving(leaving, held)
     is_sink = rank < len(held)
@@ -187,25 +181,24 @@ def _fill_sinks(held: TokenBuffer, leaving: TokenBuffer, rank: Tensor, is_sink: 
 def _attend_both_ways(
     query: Tensor, tokens: TokenBuffer, features: Features, scaling: float, window: int, sinks: int
 ) -> Tensor:
-    rank = _rank_of_leaving(tokens, None)
-    is_sink = rank < sinks
+    none_yet = TokenBuffer.empty(tokens.key, tokens.value, sinks)
+    kept, sink_buffer, _ = _take_sinks(none_yet, tokens)
     a = features.log_query(query, scaling)
-    b = _log_keys(features, tokens, is_sink, scaling)
+    b = features.log_key(kept.key, scaling) + kept.log_weight[:, None, :, None]
     value = accumulable(tokens.value)
-    empty = empty_state(tokens, features.features, window, sinks)
+    empty = empty_state(tokens, features.features, window, sinks).features
     if window == 0:
-        seen = chunked(a, b, value, state=empty.features, causal=False)[:2]
+        seen = chunked(a, b, value, state=empty, causal=False)[:2]
     else:
-        past = chunked(a, *_delay(b, value, window), state=empty.features)
-        future = chunked(a.flip(-2), *_delay(b.flip(-2), value.flip(-2), window), state=empty.features)
+        past = chunked(a, *_delay(b, value, window), state=empty)
+        future = chunked(a.flip(-2), *_delay(b.flip(-2), value.flip(-2), window), state=empty)
         seen = merge(past[:2], (future[0].flip(-2), future[1].flip(-1)))
     if not (window or sinks):
         return seen[0]
-    sink_buffer = _take_sinks(empty.sinks, tokens)[1] if sinks else None
     margin = max(window - 1, 0)
     beside = TokenBuffer.empty(tokens.key, tokens.value, margin)
     near, after = (beside.then(tokens).then(beside), margin) if window else (tokens[1:], 0)
-    hidden = _sinks_inside_window(rank, sinks, window) if sinks else None
+    hidden = _sinks_inside_window(_rank_of_leaving(tokens, none_yet), sinks, window)
     return merge(seen, exact_attention(query, near, window - 1, after, sink_buffer, hidden, scaling))[0]
 
 

@@ -19,6 +19,11 @@ using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 // Whether each sequence's numbers [B, L] follow each other; a single one has no stride to speak of.
 bool in_a_row(const at::Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1; }
 
+// Where head h of sequence n begins.
+const float* start(const at::Tensor& t, std::int64_t n, std::int64_t h) {
+  return t.const_data_ptr<float>() + n * t.stride(0) + h * t.stride(1);
+}
+
 // An affine map as tensors: weight [Hkv, M, d] and bias [Hkv, M].
 features::Map map_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double scale,
                      double curvature) {
@@ -51,9 +56,9 @@ struct Exact {
     const std::int64_t unit = n * key.size(1) + h, sinks = sink_key.size(2);
     exact::Head head{};
     head.rows = query.size(2);
-    head.query = query.const_data_ptr<float>() + n * query.stride(0) + h * groups * query.stride(1);
-    head.key = key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1);
-    head.value = value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1);
+    head.query = start(query, n, h * groups);
+    head.key = start(key, n, h);
+    head.value = start(value, n, h);
     head.log_weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
     head.query_head = query.stride(1);
     head.query_row = query.stride(2);
@@ -128,9 +133,9 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
     features::Tokens all{};
     all.query_map = query_map.of_head(h, sizes);
     all.key_map = key_map.of_head(h, sizes);
-    all.query = query.const_data_ptr<float>() + n * query.stride(0) + h * sizes.groups * query.stride(1);
-    all.key = key.const_data_ptr<float>() + n * key.stride(0) + h * key.stride(1);
-    all.value = value.const_data_ptr<float>() + n * value.stride(0) + h * value.stride(1);
+    all.query = start(query, n, h * sizes.groups);
+    all.key = start(key, n, h);
+    all.value = start(value, n, h);
     all.log_weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
     all.query_head = query.stride(1);
     all.query_row = query.stride(2);

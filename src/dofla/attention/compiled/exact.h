@@ -14,8 +14,6 @@ constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
 constexpr std::int64_t kBlock = kChunk;  // rows whose keys are loaded together
 constexpr std::int64_t kRows = 16;       // rows whose scores are one product: few more than their windows contain
 
-inline std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
-
 struct Sizes {
   std::int64_t head_dim, value_dim, window, sinks;
   // Tokens that the windows of some rows cover.
@@ -43,9 +41,9 @@ struct Seen {
 class Worker {
  public:
   explicit Worker(const Sizes& sizes)
-      : s_(sizes), block_columns_(padded(s_.near(kBlock)) + kRows), near_columns_(padded(s_.near(kRows))),
-        columns_(near_columns_ + padded(s_.sinks)), keys_(s_.head_dim * block_columns_),
-        values_(block_columns_ * s_.value_dim), sink_keys_(s_.head_dim * padded(s_.sinks)),
+      : s_(sizes), block_columns_(whole_lanes(s_.near(kBlock)) + kRows), near_columns_(whole_lanes(s_.near(kRows))),
+        columns_(near_columns_ + whole_lanes(s_.sinks)), keys_(s_.head_dim * block_columns_),
+        values_(block_columns_ * s_.value_dim), sink_keys_(s_.head_dim * whole_lanes(s_.sinks)),
         queries_(kBlock * s_.head_dim), scores_(kBlock * columns_), out_(kBlock * s_.value_dim),
         column_weight_((kBlock / kRows) * columns_), band_(kRows * columns_, kLogZero) {
     for (std::int64_t i = 0; i < kRows; ++i) {
@@ -67,7 +65,7 @@ class Worker {
   void load(const Head& head, std::int64_t first, std::int64_t rows, float scaling) {
     const std::int64_t near = s_.near(rows), value_dim = s_.value_dim;
     transpose(head.key + first * head.key_row, head.key_row, near, s_.head_dim, keys_.data(), block_columns_);
-    transpose(head.sink_key, s_.head_dim, s_.sinks, s_.head_dim, sink_keys_.data(), padded(s_.sinks));
+    transpose(head.sink_key, s_.head_dim, s_.sinks, s_.head_dim, sink_keys_.data(), whole_lanes(s_.sinks));
     for (float& x : keys_) x *= scaling;
     for (float& x : sink_keys_) x *= scaling;
     std::fill(column_weight_.begin(), column_weight_.end(), 0.0f);
@@ -76,31 +74,20 @@ class Worker {
       std::copy_n(head.log_weight + first + i, s_.near(std::min(kRows, rows - i)), weight);
       std::copy_n(head.sink_log_weight, s_.sinks, weight + near_columns_);
     }
-    value_ = head.value + first * head.value_row;
-    value_row_ = head.value_row;
-    if (rows == kBlock) return;
-    for (std::int64_t j = 0; j < near; ++j) std::copy_n(value_ + j * value_row_, value_dim, &values_[j * value_dim]);
-    std::fill(values_.begin() + near * value_dim, values_.end(), 0.0f);
-    value_ = values_.data();
-    value_row_ = value_dim;
+    const std::int64_t all = s_.near(kBlock);
+    value_ = zero_padded({head.value + first * head.value_row, head.value_row}, near, all, value_dim, values_);
   }
 
   void attend_head(const Head& head, const Seen& seen, std::int64_t g, std::int64_t first, std::int64_t rows) {
     const std::int64_t dim = s_.head_dim, value_dim = s_.value_dim, sink_columns = columns_ - near_columns_;
-    const float* query = head.query + g * head.query_head + first * head.query_row;
-    std::int64_t query_row = head.query_row;
-    if (rows < kBlock) {
-      std::fill(queries_.begin(), queries_.end(), 0.0f);
-      for (std::int64_t n = 0; n < rows; ++n) std::copy_n(query + n * query_row, dim, &queries_[n * dim]);
-      query = queries_.data();
-      query_row = dim;
-    }
+    const float* given = head.query + g * head.query_head + first * head.query_row;
+    const Rows query = zero_padded({given, head.query_row}, rows, kBlock, dim, queries_);
     float* sink_scores = scores_.data() + near_columns_;
     if (s_.sinks) {
-      matmul(kBlock, sink_columns, dim, query, query_row, sink_keys_.data(), sink_columns, sink_scores, columns_, false);
+      matmul(kBlock, sink_columns, dim, query.data, query.stride, sink_keys_.data(), sink_columns, sink_scores, columns_, false);
     }
     for (std::int64_t i = 0; near_columns_ > 0 && i < rows; i += kRows) {
-      matmul(kRows, near_columns_, dim, query + i * query_row, query_row, &keys_[i], block_columns_,
+      matmul(kRows, near_columns_, dim, query.data + i * query.stride, query.stride, &keys_[i], block_columns_,
              &scores_[i * columns_], columns_, false);
     }
     float best[kBlock], mass[kBlock];
@@ -111,8 +98,8 @@ class Worker {
       exponentials(n, best[n], mass[n]);
     }
     for (std::int64_t i = 0; near_columns_ > 0 && i < rows; i += kRows) {
-      matmul(kRows, value_dim, s_.near(kRows), &scores_[i * columns_], columns_, value_ + i * value_row_, value_row_,
-             &out_[i * value_dim], value_dim, false);
+      matmul(kRows, value_dim, s_.near(kRows), &scores_[i * columns_], columns_, value_.data + i * value_.stride,
+             value_.stride, &out_[i * value_dim], value_dim, false);
     }
     if (s_.sinks) {
       matmul(kBlock, value_dim, s_.sinks, sink_scores, columns_, head.sink_value, value_dim, out_.data(), value_dim,
@@ -152,8 +139,7 @@ class Worker {
   Sizes s_;
   std::int64_t block_columns_, near_columns_, columns_;
   std::vector<float> keys_, values_, sink_keys_, queries_, scores_, out_, column_weight_, band_;
-  const float* value_ = nullptr;
-  std::int64_t value_row_ = 0;
+  Rows value_{};
 };
 
 }  // namespace dofla::exact

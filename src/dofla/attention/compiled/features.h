@@ -91,20 +91,6 @@ class Worker {
   }
 
  private:
-  struct Rows {
-    const float* data;
-    std::int64_t stride;
-  };
-
-  // Rows padded with zeros to a size the products know; copied only if there are too few.
-  static Rows whole(Rows rows, std::int64_t length, std::int64_t dim, std::vector<float>& copy) {
-    const std::int64_t size = padded(length);
-    if (length == size) return rows;
-    for (std::int64_t j = 0; j < length; ++j) std::copy_n(rows.data + j * rows.stride, dim, &copy[j * dim]);
-    std::fill(copy.begin() + length * dim, copy.begin() + size * dim, 0.0f);
-    return {copy.data(), dim};
-  }
-
   // A map's weight, transposed and scaled; kept as long as the head stays the same.
   struct Weight {
     const float* source = nullptr;
@@ -114,20 +100,18 @@ class Worker {
   // The products of a map, without the rest of it.
   Rows project(const Map& map, Weight& weight, Rows x, std::int64_t length) {
     if (!map.weight) return x;
-    const std::int64_t dim = sizes_.vector_dim, stride = feature_stride();
+    const std::int64_t dim = sizes_.vector_dim, stride = whole_lanes(sizes_.features);
     if (weight.source != map.weight) {
       weight.source = map.weight;
       weight.transposed.resize(dim * stride);
       transpose(map.weight, dim, sizes_.features, dim, weight.transposed.data(), stride);
       for (float& w : weight.transposed) w *= map.scale;
     }
-    const Rows rows = whole(x, length, dim, vectors_);
+    const Rows rows = zero_padded(x, length, padded(length), dim, vectors_);
     matmul(padded(length), sizes_.features, dim, rows.data, rows.stride, weight.transposed.data(), stride,
            log_features_.data(), sizes_.features, false);
     return {log_features_.data(), sizes_.features};
   }
-
-  std::int64_t feature_stride() const { return (sizes_.features + 15) / 16 * 16; }
 
   // curvature |x|^2 of one vector.
   float penalty(const Map& map, const float* __restrict x) const {
@@ -161,7 +145,7 @@ class Worker {
       top_[m] = best;
       past_[m] = static_cast<float>(std::exp(state.log_mass[m] - best));
     }
-    value_ = whole({tokens.value, tokens.value_row}, length, sizes_.value_dim, values_);
+    value_ = zero_padded({tokens.value, tokens.value_row}, length, size, sizes_.value_dim, values_);
   }
 
   // False if a row's mass is so small that terms may have been lost.

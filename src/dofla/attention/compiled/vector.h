@@ -73,6 +73,22 @@ inline float sum(const float* x, std::int64_t n) {
   return reduce(x, n, 0.0f, [](const Lanes& a, const Lanes& b) { return a + b; });
 }
 
+// The next multiple of a vector's length.
+inline std::int64_t whole_lanes(std::int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+struct Rows {
+  const float* data;
+  std::int64_t stride;
+};
+
+// The first `length` rows, followed by zeros up to `size` of them: copied only if they are fewer.
+inline Rows zero_padded(Rows rows, std::int64_t length, std::int64_t size, std::int64_t dim, std::vector<float>& copy) {
+  if (length == size) return rows;
+  for (std::int64_t j = 0; j < length; ++j) std::copy_n(rows.data + j * rows.stride, dim, &copy[j * dim]);
+  std::fill(copy.begin() + length * dim, copy.begin() + size * dim, 0.0f);
+  return {copy.data(), dim};
+}
+
 // c [rows, columns] = a [rows, inner] @ b [inner, columns] (+ c), all row-major with the given strides between rows.
 inline void matmul(std::int64_t rows, std::int64_t columns, std::int64_t inner, const float* a, std::int64_t a_stride,
                    const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride, bool accumulate) {
