@@ -22,7 +22,7 @@ lint: venv
 venv: $(VENV)/installed
 
 # The CPU build of torch is pinned first, so that nothing below pulls another.
-$(VENV)/installed: requirements/torch.txt requirements/dev.txt pyproject.toml
+$(VENV)/installed: requirements/torch.txt requirements/dev.txt requirements/models.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r requirements/torch.txt

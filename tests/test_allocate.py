@@ -79,22 +79,24 @@ def profiles(draw, uniform=False):
     profile=profiles(),
     budget=st.integers(1, 200),
     strategy=st.sampled_from(sorted(STRATEGIES)),
-    over_heads=st.sampled_from(["max", "mean"]),
+    over_heads=st.sampled_from(["max", "mean", "q50"]),
+    per_head=st.booleans(),
     window=st.integers(0, 5),
     sinks=st.integers(0, 3),
 )
-def test_no_plan_costs_more_than_its_budget_or_leaves_a_layer_empty(
-    profile, budget, strategy, over_heads, window, sinks
+def test_no_plan_costs_more_than_its_budget_or_leaves_a_head_empty(
+    profile, budget, strategy, over_heads, per_head, window, sinks
 ):
     tokens = sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
-    options = {"over_heads": over_heads, "window": window, "sinks": sinks}
+    options = {"over_heads": over_heads, "per_head": per_head, "window": window, "sinks": sinks}
     if allowed(profile, budget) - tokens < allowed(profile, 1):
         with pytest.raises(DoflaError, match=f"budget {budget} is too small"):
             allocate(profile, budget, strategy, **options)
         return
     plan = allocate(profile, budget, strategy, **options)
     assert numbers(plan) <= allowed(profile, budget)
-    assert all(isinstance(count, int) and count >= 1 for count in features(plan))
+    assert all(isinstance(count, int) and count >= 1 for x in plan.layers for count in x.features_per_head)
+    assert per_head or all(isinstance(count, int) for count in features(plan))
     assert {(x.window, x.sinks) for x in plan.layers} == {(window, sinks)}
 
 
@@ -175,11 +177,23 @@ def test_a_layer_with_hardly_any_degrees_of_freedom_keeps_one_feature():
     assert features(allocate(known([1e-9, 1.0, 3.0]), 4, "dof")) == [1, 3, 8]
 
 
-@pytest.mark.parametrize(("over_heads", "expected"), [("max", [12, 4]), ("mean", [8, 8])])
+@pytest.mark.parametrize(
+    ("over_heads", "expected"), [("max", [12, 4]), ("mean", [8, 8]), ("q100", [12, 4]), ("q75", [10, 6])]
+)
 def test_a_layers_number_comes_from_its_heads(over_heads, expected):
     assert features(allocate(known([[3.0, 1.0, 2.0], [2.0, 2.0, 2.0]]), 8, over_heads="mean")) == [8, 8]
     profile = known([[9.0, 0.0, 0.0], [3.0, 3.0, 3.0]])
     assert features(allocate(profile, 8, over_heads=over_heads)) == expected
+
+
+def test_with_per_head_each_head_gets_its_own_share_of_the_same_budget():
+    profile = known([[9.0, 1.0, 2.0], [4.0, 4.0, 4.0]])
+    plan = allocate(profile, 8, per_head=True)
+    assert features(plan) == [[18, 2, 4], 8]
+    assert numbers(plan) == numbers(allocate(profile, 8))
+    clipped = allocate(known([[90.0, 10.0], [50.0, 50.0]]), 50, "dof_clip", per_head=True)
+    assert features(clipped) == [[64, 10], 50]
+    assert features(allocate(profile, 8, "fixed", per_head=True)) == [8, 8]
 
 
 def test_window_and_sinks_are_paid_for_at_the_price_of_features():
@@ -211,6 +225,7 @@ def test_the_plan_records_how_it_was_made():
         "budget": 32,
         "lambda": 0.5,
         "over_heads": "mean",
+        "per_head": False,
         "normalization": "top",
     }
     assert allocate(known([1.0]), 4).made_by["normalization"] == "trace"
@@ -238,7 +253,7 @@ def test_lambda_and_normalization_reach_the_spectra():
         ({"lam": math.inf}, "lambda is inf"),
         ({"strategy": "best"}, "unknown strategy 'best': choose one of dof, dof_clip, fixed"),
         ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
-        ({"over_heads": "median"}, "unknown over_heads 'median': choose one of max, mean"),
+        ({"over_heads": "median"}, "unknown over_heads 'median': choose max, mean, or a quantile"),
         ({"normalization": "unit"}, "unknown normalization 'unit': choose one of trace, top, mean, none"),
         ({"keep_softmax": ["layers.9"]}, r"keep_softmax names 'layers.9'.*layers\.0"),
         ({"budget": 0}, "budget 0 is too small"),

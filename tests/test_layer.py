@@ -120,11 +120,30 @@ def test_a_bidirectional_call_leaves_no_state():
 
 
 @pytest.mark.parametrize("feature_map", sorted(FEATURE_MAPS))
-def test_parameters_are_drawn_from_the_generator_alone(feature_map):
+def test_parameters_and_buffers_are_drawn_from_the_generator_alone(feature_map):
     one, other = (make_layer([4, 2, 4], 5, feature_map) for _ in range(2))
-    for (name, left), right in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(left, right), name
-    assert all(torch.isfinite(parameter).all() for parameter in one.parameters())
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+    assert all(torch.isfinite(tensor).all() for tensor in one.state_dict().values())
+
+
+@pytest.mark.parametrize("feature_map", sorted(FEATURE_MAPS))
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_map_in_a_ragged_layer_is_the_oracle_head_by_head(feature_map, causal):
+    layer = make_layer([3, 1, 3], 5, feature_map, window=2, sinks=1)
+    query, key, value = make_vectors(6, 3, 2, 9)
+    options = {"scaling": SCALING, "weight": some_padding(6, 2, 9), "causal": causal}
+    expected = head_by_head(layer, query, key, value, **options)
+    torch.testing.assert_close(layer(query, key, value, **options)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("training", "carried", "told"), [(True, False, 2), (True, True, 0), (False, False, 0)])
+def test_maps_are_told_of_passes_over_whole_sequences_in_training(monkeypatch, training, carried, told):
+    layer, calls = make_layer([4, 2]), []
+    monkeypatch.setattr(type(layer.maps[0]), "new_training_pass", lambda feature_map: calls.append(feature_map))
+    query, key, value = make_vectors(1, 2, 2, 9)
+    states = layer.eval()(query, key, value, scaling=SCALING)[1] if carried else None
+    layer.train(training)(query, key, value, scaling=SCALING, states=states)
+    assert len(calls) == told
 
 
 def test_groups_of_heads_and_heads_of_a_group_are_drawn_independently():

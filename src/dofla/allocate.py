@@ -6,9 +6,13 @@ a window and sinks, which cost bytes as well, are paid for out of the same budge
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+
+import torch
 
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
@@ -16,26 +20,42 @@ from dofla.plan import LayerPlan, Plan, is_whole
 from dofla.profile import LayerProfile, Profile
 from dofla.spectrum import DEFAULT_LAMBDA, check_lambda
 
-Strategy = Callable[[Sequence[LayerProfile], Sequence[float], Fraction], list[Fraction]]
-"""(layers, degrees of freedom of each layer, features per layer on average) → features wished for in each layer."""
+
+@dataclass(frozen=True)
+class Unit:
+    """What gets a number of features of its own: a layer, or a KV head.
+
+    Attributes:
+        dof: its degrees of freedom.
+        cost: numbers of state that one more feature takes in it.
+        head_dim: size of its queries and keys.
+    """
+
+    dof: float
+    cost: int
+    head_dim: int
 
 
-def fixed(layers: Sequence[LayerProfile], dof: Sequence[float], average: Fraction) -> list[Fraction]:
+Strategy = Callable[[Sequence[Unit], Fraction], list[Fraction]]
+"""(units, features per KV head on average) → features wished for in each unit."""
+
+
+def fixed(units: Sequence[Unit], average: Fraction) -> list[Fraction]:
     """The same number everywhere."""
-    return [Fraction(math.floor(average))] * len(layers)
+    return [Fraction(math.floor(average))] * len(units)
 
 
-def proportional_to_dof(layers: Sequence[LayerProfile], dof: Sequence[float], average: Fraction) -> list[Fraction]:
+def proportional_to_dof(units: Sequence[Unit], average: Fraction) -> list[Fraction]:
     """Algorithm 1: in proportion to the degrees of freedom, at the cost of ``average`` features everywhere."""
-    shares, costs = [Fraction(n) for n in dof], _costs(layers)
-    cost = sum(share * cost for share, cost in zip(shares, costs, strict=True))
-    return [average * sum(costs) * share / cost for share in shares]
+    shares = [Fraction(unit.dof) for unit in units]
+    cost = sum(share * unit.cost for share, unit in zip(shares, units, strict=True))
+    return [average * sum(unit.cost for unit in units) * share / cost for share in shares]
 
 
-def clipped_dof(layers: Sequence[LayerProfile], dof: Sequence[float], average: Fraction) -> list[Fraction]:
-    """Algorithm 1, no layer above its head size (DoF + Clip); what is cut off is not spent elsewhere."""
-    wished = proportional_to_dof(layers, dof, average)
-    return [min(share, Fraction(layer.head_dim)) for share, layer in zip(wished, layers, strict=True)]
+def clipped_dof(units: Sequence[Unit], average: Fraction) -> list[Fraction]:
+    """Algorithm 1, nothing above the head size (DoF + Clip); what is cut off is not spent elsewhere."""
+    wished = proportional_to_dof(units, average)
+    return [min(share, Fraction(unit.head_dim)) for share, unit in zip(wished, units, strict=True)]
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -44,10 +64,20 @@ STRATEGIES: dict[str, Strategy] = {
     "dof_clip": clipped_dof,
 }
 
-OVER_HEADS: dict[str, Callable[[Sequence[float]], float]] = {
-    "max": max,
-    "mean": lambda values: sum(values) / len(values),
-}
+
+def over_heads_function(name: str) -> Callable[[Sequence[float]], float]:
+    """How a layer's number comes from its heads': ``max``, ``mean``, or a quantile in percent, ``q50`` or ``q90``.
+
+    Raises:
+        DoflaError: for any other name.
+    """
+    if name == "max":
+        return max
+    if name == "mean":
+        return lambda values: sum(values) / len(values)
+    if name[:1] == "q" and name[1:].isdecimal() and int(name[1:]) <= 100:
+        return lambda values: torch.tensor(values, dtype=torch.float64).quantile(int(name[1:]) / 100).item()
+    raise DoflaError(f"unknown over_heads {name!r}: choose max, mean, or a quantile in percent such as q75")
 
 
 def allocate(
@@ -58,6 +88,7 @@ def allocate(
     *,
     lam: float = DEFAULT_LAMBDA,
     over_heads: str = "max",
+    per_head: bool = False,
     normalization: str | None = None,
     window: int = 0,
     sinks: int = 0,
@@ -71,21 +102,24 @@ def allocate(
         strategy: a name in :data:`STRATEGIES`.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
         lam: tolerance λ of the degrees of freedom; only its size relative to the spectra matters.
-        over_heads: how a layer's number comes from its heads': ``max`` (paper) or ``mean``.
+        over_heads: how a layer's number comes from its heads': ``max`` (paper), ``mean``, or a quantile in percent,
+            such as ``q75``.
+        per_head: give each KV head a number of its own instead, by its own degrees of freedom.
         normalization: of the Gram matrices; default the profile's.
         window, sinks: exact tokens per layer, paid for out of the budget.
         keep_softmax: names of layers to leave as they are.
 
     Returns:
-        A plan whose state is never larger than the budget's, and in which every layer has at least one feature.
+        A plan whose state is never larger than the budget's, and in which every KV head has at least one feature.
 
     Raises:
         DoflaError: unknown strategy, feature map, normalisation or layer; λ ≤ 0; a budget too small for one feature
             per layer.
     """
     check_lambda(lam)
-    _check_choice("strategy", strategy, STRATEGIES)
-    _check_choice("over_heads", over_heads, OVER_HEADS)
+    if strategy not in STRATEGIES:
+        raise DoflaError(f"unknown strategy {strategy!r}: choose one of {', '.join(sorted(STRATEGIES))}")
+    summary = over_heads_function(over_heads)
     feature_map_class(feature_map)
     for what, number in (("budget", budget), ("window", window), ("sinks", sinks)):
         if not is_whole(number) or number < 0:
@@ -94,17 +128,20 @@ def allocate(
     for name in keep_softmax:
         if name not in names:
             raise DoflaError(f"keep_softmax names {name!r}, which is no layer of this profile: it has {names[0]}, ...")
-    pairs = [
-        (layer, OVER_HEADS[over_heads](row))
-        for layer, row in zip(profile.layers, profile.dof(lam, normalization), strict=True)
-        if layer.name not in keep_softmax
-    ]
-    counts: dict[str, int] = {}
-    if pairs:
-        layers, dof = zip(*pairs, strict=True)
-        average = _features_left(layers, budget, window, sinks)
-        wished = STRATEGIES[strategy](layers, dof, average)
-        counts = dict(zip([x.name for x in layers], _round(layers, wished, average), strict=True))
+    rows = zip(profile.layers, profile.dof(lam, normalization), strict=True)
+    chosen = {layer.name: (layer, row) for layer, row in rows if layer.name not in keep_softmax}
+    counts: dict[str, int | list[int]] = {}
+    if chosen:
+        numbers = {
+            name: [_unit(layer, [dof]) for dof in row] if per_head else [_unit(layer, row, summary)]
+            for name, (layer, row) in chosen.items()
+        }
+        units = list(itertools.chain(*numbers.values()))
+        average = _features_left([layer for layer, _ in chosen.values()], budget, window, sinks)
+        each = iter(_round(units, STRATEGIES[strategy](units, average), average))
+        for name, own in numbers.items():
+            given = [next(each) for _ in own]
+            counts[name] = given if len(set(given)) > 1 else given[0]
     plans = [
         LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, counts[x.name], window, sinks, feature_map)
         if x.name in counts
@@ -112,34 +149,37 @@ def allocate(
         for x in (*profile.layers, *profile.skipped)
     ]
     made_by = {"strategy": strategy, "budget": budget, "lambda": lam, "over_heads": over_heads}
-    made_by["normalization"] = normalization or profile.normalization
+    made_by |= {"per_head": per_head, "normalization": normalization or profile.normalization}
     return Plan(plans, profile.model, made_by)
+
+
+def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence[float]], float] | None = None) -> Unit:
+    """A layer, whose number comes from its heads' by ``summary``; or, without it, one head of it."""
+    cost = layer.value_dim + 2
+    if summary is None:
+        return Unit(dof[0], cost, layer.head_dim)
+    return Unit(summary(dof), cost * layer.kv_heads, layer.head_dim)
 
 
 def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sinks: int) -> Fraction:
     """Average number of features once window and sinks are paid for."""
-    numbers = budget * sum(_costs(layers))
-    numbers -= sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in layers)
-    average = Fraction(numbers, sum(_costs(layers)))
+    cost = sum(x.kv_heads * (x.value_dim + 2) for x in layers)
+    exact = sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in layers)
+    average = Fraction(budget * cost - exact, cost)
     if average < 1:
-        exact = f" after a window of {window} and {sinks} sinks" if window or sinks else ""
+        after = f" after a window of {window} and {sinks} sinks" if window or sinks else ""
         raise DoflaError(
-            f"budget {budget} is too small for one feature per layer{exact}: it leaves {float(average):.2f} on average"
+            f"budget {budget} is too small for one feature per layer{after}: it leaves {float(average):.2f} on average"
         )
     return average
 
 
-def _costs(layers: Sequence[LayerProfile]) -> list[int]:
-    """Numbers of state that one more feature per KV head costs in each layer."""
-    return [x.kv_heads * (x.value_dim + 2) for x in layers]
-
-
-def _round(layers: Sequence[LayerProfile], wished: Sequence[Fraction], average: Fraction) -> list[int]:
+def _round(units: Sequence[Unit], wished: Sequence[Fraction], average: Fraction) -> list[int]:
     """Whole numbers near the wished ones, at least 1 each, of no more total cost than ``average`` everywhere."""
-    costs = _costs(layers)
+    costs = [unit.cost for unit in units]
     counts = [max(1, int(share)) for share in wished]
     spare = average * sum(costs) - sum(cost * count for cost, count in zip(costs, counts, strict=True))
-    # Layers lifted to 1 may have used more than there is: take it back where a feature is the smallest loss.
+    # Units lifted to 1 may have used more than there is: take it back where a feature is the smallest loss.
     while spare < 0:
         n = max(range(len(counts)), key=lambda n: (counts[n] > 1, counts[n] / wished[n]))
         counts[n] -= 1
@@ -150,8 +190,3 @@ def _round(layers: Sequence[LayerProfile], wished: Sequence[Fraction], average: 
             counts[n] += 1
             spare -= costs[n]
     return counts
-
-
-def _check_choice(what: str, value: str, known: dict) -> None:
-    if value not in known:
-        raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(sorted(known))}")

@@ -84,6 +84,9 @@ class LinearAttention(nn.Module):
         Returns:
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
+        if self.training and not states:
+            for feature_map in self.maps:
+                feature_map.new_training_pass()
         options = {"scaling": scaling, "weight": weight, "window": self.window, "sinks": self.sinks, "causal": causal}
         if len(self.groups) == 1:
             out, state = attend(query, key, value, self.maps[0], state=states[0] if states else None, **options)

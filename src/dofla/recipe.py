@@ -44,6 +44,7 @@ class StudentSpec:
     strategy: str = "dof"
     feature_map: str = "prf"
     over_heads: str = "max"
+    per_head: bool = False
     window: int = 0
     sinks: int = 0
     keep_softmax: list[str] = field(default_factory=list)
@@ -61,6 +62,7 @@ class DistillSpec:
     accumulate: int = 1
     rows: int | None = None
     learning_rates: dict[str, float] = field(default_factory=dict)
+    schedule: str = "cosine"
     checkpoint_every: int = 50
 
 

@@ -191,7 +191,7 @@ def _one_student(
     if (home / "evaluation.json").exists():
         return read_json(home / "evaluation.json", "an evaluation")
     home.mkdir(parents=True, exist_ok=True)
-    options = {"over_heads": spec.over_heads, "window": spec.window, "sinks": spec.sinks, "lam": recipe.lam}
+    options = {k: getattr(spec, k) for k in ("over_heads", "per_head", "window", "sinks")} | {"lam": recipe.lam}
     kept = [name for name in spec.keep_softmax if name not in {x.name for x in measured.skipped}]
     plan = allocate(measured, recipe.budget, spec.strategy, spec.feature_map, keep_softmax=kept, **options)
     plan.save(home / "plan.json")

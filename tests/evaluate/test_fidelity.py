@@ -45,7 +45,14 @@ def by_hand(student, batch):
         kl = ((teacher.exp() * (teacher - ours)).sum(-1) * rows).sum() / rows.sum()
         error = ((teacher.exp() - ours.exp()) @ value)[rows.bool()].square().sum()
         output = (teacher.exp() @ value)[rows.bool()].square().sum()
-        figures[name] = {"kl": kl.item(), "output_error": (error / output).sqrt().item()}
+        unseen = hidden | (rows.unsqueeze(-1) == 0)
+        kernel, estimate = (x.exp().masked_fill(unseen, 0) for x in (exact, approximate))
+        relative = ((kernel - estimate).square().sum((0, 2, 3)) / kernel.square().sum((0, 2, 3))).sqrt()
+        figures[name] = {
+            "kl": kl.item(),
+            "output_error": (error / output).sqrt().item(),
+            "kernel_error": relative.log().mean().exp().item(),
+        }
     return figures
 
 

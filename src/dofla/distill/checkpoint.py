@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,15 @@ class Checkpoint:
         self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows)}
         self.settings["data"] = digest.hexdigest()
 
-    def resume(self, layers: Mapping[str, LinearAttention], optimizer) -> list[list[float]]:
-        """Load what an interrupted run left and return its curve [steps done][layers]; save the start of a new run.
+    def resume(self, layers: Mapping[str, LinearAttention], optimizer, columns: Sequence[str]) -> list[list[float]]:
+        """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
 
         Raises:
             DoflaError: if the file is damaged or belongs to other settings.
         """
         path = self.folder / STATE
         if not path.exists():
-            self.save(layers, optimizer, [])
+            self.save(layers, optimizer, [], columns)
             return []
         try:
             with safe_open(path, "pt") as file:
@@ -72,8 +72,10 @@ class Checkpoint:
             raise DoflaError(f"{path} is damaged ({error} is missing): remove it to start over") from error
         return curve.tolist()
 
-    def save(self, layers: Mapping[str, LinearAttention], optimizer, curve: list[list[float]]) -> None:
-        """Replace the state file and the readable curves."""
+    def save(
+        self, layers: Mapping[str, LinearAttention], optimizer, curve: list[list[float]], columns: Sequence[str]
+    ) -> None:
+        """Replace the state file and the readable curves, whose ``columns`` are the layers or the one loss of all."""
         tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
         for name, parameter in _named_parameters(layers):
             tensors[name] = parameter.detach().cpu().contiguous()
@@ -82,7 +84,7 @@ class Checkpoint:
                 tensors[f"{name}:{key}"] = moment.detach().cpu().contiguous()
         with replacing(self.folder / STATE) as partial:
             save_file(tensors, partial, metadata={"settings": json.dumps(self.settings)})
-        by_layer = {name: [losses[n] for losses in curve] for n, name in enumerate(layers)}
+        by_layer = {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
         write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": by_layer})
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dofla.attention import LOG_ZERO, exact_scores
-from dofla.errors import DoflaError
 from dofla.integration.recorder import AttentionCall
 from dofla.layer import LinearAttention
 
@@ -64,10 +63,3 @@ LOSSES: dict[str, LayerLoss] = {
     "softmax": softmax_loss,
     "l2": l2_loss,
 }
-
-
-def layer_loss(name: str) -> LayerLoss:
-    """The loss registered as ``name``; DoflaError listing the known ones if there is none."""
-    if name not in LOSSES:
-        raise DoflaError(f"unknown loss {name!r}: choose one of {', '.join(sorted(LOSSES))}")
-    return LOSSES[name]

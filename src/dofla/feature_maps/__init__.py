@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dofla.errors import DoflaError
 from dofla.feature_maps.base import FeatureMap
+from dofla.feature_maps.dijiang import DiJiang, DiJiangCode
+from dofla.feature_maps.elu import Elu1
+from dofla.feature_maps.hedgehog import Hedgehog
+from dofla.feature_maps.performer import IndependentPerformer, Performer, RedrawnPerformer
 from dofla.feature_maps.prf import PRF
+from dofla.feature_maps.t2r import T2R
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "dijiang": DiJiang,
+    "dijiang_code": DiJiangCode,
+    "elu1": Elu1,
+    "hedgehog": Hedgehog,
+    "performer": Performer,
+    "performer_iid": IndependentPerformer,
+    "performer_redrawn": RedrawnPerformer,
     "prf": PRF,
+    "t2r": T2R,
 }
 
 

@@ -17,6 +17,9 @@ class FeatureMap(nn.Module, ABC):
     Attention depends on the features only through ``logsumexp_m(log_query[i, m] + log_key[j, m])``, and a constant
     added to all log-features of one query changes nothing. They are float64 for vectors in float64, else float32.
 
+    What training changes is a parameter; what is drawn and not trained is a persistent buffer. Both are float32 and
+    saved with the model, and neither means anything before :meth:`reset_parameters` or loading.
+
     Attributes:
         heads: KV heads; the query heads of a group share the features of their KV head.
         head_dim: size d of queries and keys.
@@ -32,7 +35,7 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, from ``generator`` (a CPU generator) where there is chance in it."""
+        """Draw parameters and buffers anew, from ``generator`` (a CPU generator) where there is chance in it."""
 
     @abstractmethod
     def log_query(self, x: Tensor, scaling: float) -> Tensor:
@@ -41,6 +44,9 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def log_key(self, x: Tensor, scaling: float) -> Tensor:
         """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]."""
+
+    def new_training_pass(self) -> None:
+        """Called before each pass over whole sequences in training mode, for maps that change as training goes on."""
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}"

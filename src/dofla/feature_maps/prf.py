@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dofla.attention import Affine
 from dofla.feature_maps.base import AffineFeatureMap
+from dofla.feature_maps.projections import orthogonal_gaussian
 
 
 class PRF(AffineFeatureMap):
@@ -32,17 +33,12 @@ class PRF(AffineFeatureMap):
         self.z.copy_(orthogonal_gaussian(self.heads, self.features, self.head_dim, generator))
 
     def affine(self, scaling: float, dtype: torch.dtype) -> tuple[Affine, Affine]:
-        bias = (self.log_alpha.to(dtype) - math.log(self.features)) / 2
-        shared = Affine(self.z.to(dtype), bias, math.sqrt(scaling), scaling / 2)
-        return shared, shared
+        return positive_features(self.z.to(dtype), self.log_alpha.to(dtype), scaling)
 
 
-def orthogonal_gaussian(heads: int, rows: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
-    """[heads, rows, dim]: rows distributed as N(0, I), mutually orthogonal in blocks of ``dim`` (float32)."""
-    blocks = -(-rows // dim)
-    gaussian = torch.randn(heads, blocks, dim, dim, generator=generator)
-    directions, triangle = torch.linalg.qr(gaussian)
-    # QR fixes signs by its own convention; with the signs of R's diagonal the directions are uniform (Haar).
-    directions = directions * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-    lengths = torch.randn(heads, rows, dim, generator=generator).norm(dim=-1, keepdim=True)
-    return directions.flatten(1, 2)[:, :rows] * lengths
+def positive_features(z: Tensor, log_alpha: Tensor, scaling: float) -> tuple[Affine, Affine]:
+    """The log-features of :class:`PRF`, of queries and of keys, for rows ``z`` [heads, M, d] and their log-weights
+    [heads, M]."""
+    bias = (log_alpha - math.log(log_alpha.shape[-1])) / 2
+    shared = Affine(z, bias, math.sqrt(scaling), scaling / 2)
+    return shared, shared

@@ -52,9 +52,9 @@ class DoflaQuantizer(HfQuantizer):
         model._dofla_softmax_implementation = softmax_implementation(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        for name, parameter in model.named_parameters():
-            loaded = parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)
-            if f".{METHOD}." in name and not loaded:
+        # All that a checkpoint holds, buffers included: a fixed projection is as much part of a map as a trained one.
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
         model.set_attn_implementation(LINEAR)
         # transformers forbids .half() and .to(dtype) on quantised models; this one is none.

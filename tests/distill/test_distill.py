@@ -15,14 +15,14 @@ from transformers import Cache
 
 import dofla
 from dofla.data import TokenWindows
-from dofla.distill import LOSSES, distill
+from dofla.distill import DIRECT, LOSSES, distill
 from dofla.distill.checkpoint import CURVES, STATE
 from dofla.errors import DoflaError
 from dofla.evaluate.fidelity import attention_fidelity
 from dofla.integration.surgery import linear_layers
 
 WINDOWS, LENGTH = 8, 16
-every_loss = pytest.mark.parametrize("loss", sorted(LOSSES))
+every_loss = pytest.mark.parametrize("loss", sorted([*LOSSES, DIRECT]))
 
 
 def student_of(tiny, model=None, seed=0, **plan):
@@ -67,7 +67,7 @@ def stop_after(step):
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
-@every_loss
+@pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("plan", [{"features": 8}, {"features": [10, 4], "window": 2, "sinks": 1}])
 def test_the_loss_of_every_layer_falls(tiny, loss, plan):
     student, tokens = student_of(tiny, **plan), tiny.tokens(WINDOWS, LENGTH)
@@ -443,7 +443,9 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "huber"}, "unknown loss 'huber': choose one of l2, softmax"),
+        ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, softmax"),
+        ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
+        ({"loss": "direct", "rows": 4}, "rows is 4: the direct loss sees whole windows"),
         ({"batch_size": 9}, "8 windows are too few for one step of 9"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
         ({"batch_size": 0}, "batch_size is 0"),

@@ -1,0 +1,182 @@
+"""The distillation loop: feature maps trained against the softmax attention they replace, or on the text itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, as_windows
+from dofla.distill.checkpoint import Checkpoint
+from dofla.distill.direct import DIRECT, next_token_gradients
+from dofla.distill.layerwise import layerwise_gradients
+from dofla.distill.losses import LOSSES
+from dofla.errors import DoflaError
+from dofla.feature_maps import FeatureMap
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.surgery import linear_layers, plan_of
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "constant": lambda done: 1.0,
+}
+"""Share of the learning rate, by the share of the steps that are done. The paper names rates and no schedule."""
+
+
+@dataclass
+class History:
+    """What a distillation did: ``losses`` [steps, layers] in the order of ``layers``, and how long it took.
+
+    With the direct loss, which all layers share, there is one column, called after it.
+    """
+
+    layers: list[str]
+    losses: Tensor
+    seconds: float = 0.0
+    settings: dict = field(default_factory=dict)
+
+
+def distill(
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    loss: str = "softmax",
+    epochs: int = 1,
+    steps: int | None = None,
+    batch_size: int = 4,
+    accumulate: int = 1,
+    rows: int | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    schedule: str = "cosine",
+    seed: int = 0,
+    folder: str | Path | None = None,
+    checkpoint_every: int = 50,
+    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+) -> History:
+    """Train the feature maps of a linearised model (arXiv 2507.03340, section 4). Everything else stays frozen.
+
+    The losses ``softmax`` and ``l2`` train each layer against its own softmax attention: the model runs once per batch
+    with softmax attention and without gradients, and as each layer is reached, the loss of its feature maps on the
+    teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory holds one
+    layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
+
+    Args:
+        student: a linearised model; it is its own teacher.
+        tokens: windows to train on.
+        loss: a name in :data:`dofla.distill.LOSSES`, or ``direct``.
+        epochs: passes over the tokens, unless ``steps`` says how many optimiser steps to take.
+        batch_size: windows per forward pass.
+        accumulate: forward passes per optimiser step.
+        rows: query rows per window that the loss looks at, drawn anew each time: an unbiased estimate at a fraction of
+            the cost. Default: all, as ``direct`` does.
+        learning_rates: by parameter name, over the feature map's own.
+        schedule: a name in :data:`SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
+        seed: of the order of the windows and of the rows.
+        folder: where checkpoints and curves go. If a run of the same settings stopped there, it goes on, and ends with
+            the same numbers as if it had not stopped.
+        checkpoint_every: steps between checkpoints.
+        progress: called with (step, steps, loss of each layer) after each step.
+
+    Raises:
+        DoflaError: not linearised; unknown loss, schedule or parameter; ``direct`` with rows, or for a model that
+            predicts no next token; a number out of range; fewer windows than one step
+            takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
+            a run of other settings.
+    """
+    layers = linear_layers(student)
+    _check_choice("loss", loss, [*LOSSES, DIRECT])
+    _check_choice("schedule", schedule, SCHEDULES)
+    windows = as_windows(tokens)
+    _check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
+    _check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
+    per_step = batch_size * accumulate
+    if len(windows) < per_step:
+        raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
+    steps = steps or epochs * (len(windows) // per_step)
+    settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
+    settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
+
+    optimizer = torch.optim.Adam(_parameter_groups(layers, learning_rates or {}))
+    optimizer.zero_grad()  # of what a run that was broken off may have left
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = next_token_gradients if loss == DIRECT else layerwise_gradients
+    curve: list[list[float]] = []
+    columns = [DIRECT] if loss == DIRECT else list(layers)
+    checkpoint = Checkpoint(folder, settings, plan_of(student), windows) if folder is not None else None
+    if checkpoint is not None:
+        curve = checkpoint.resume(layers, optimizer, columns)
+
+    started = time.perf_counter()
+    for step in range(len(curve), steps):
+        batches = _batches(windows, batch_size, accumulate, seed, step)
+        with evaluation_mode(student):
+            losses = gradients(student, batches, loss=loss, rows=rows, generator=lambda s=step: _generator(seed, s))
+        for name, value in losses.items():
+            if not math.isfinite(value):
+                what = "next-token loss" if loss == DIRECT else f"loss of layer {name}"
+                raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * SCHEDULES[schedule](step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(list(losses.values()))
+        if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
+            checkpoint.save(layers, optimizer, curve, columns)
+        if progress:
+            progress(len(curve), steps, losses)
+    return History(columns, torch.tensor(curve), time.perf_counter() - started, settings)
+
+
+def _parameter_groups(layers: Mapping[str, torch.nn.Module], given: Mapping[str, float]) -> list[dict]:
+    groups: dict[str, dict] = {}
+    for layer in layers.values():
+        for feature_map in layer.maps:
+            for name, parameter in feature_map.named_parameters():
+                group = groups.setdefault(name, {"params": [], "lr": _rate(feature_map, name, given)})
+                group["params"].append(parameter)
+    unknown = set(given) - set(groups)
+    if unknown:
+        known = ", ".join(sorted(groups))
+        raise DoflaError(f"learning_rates names {sorted(unknown)[0]!r}: the feature maps have {known}")
+    if not groups:
+        raise DoflaError("the feature maps of this plan have nothing to train")
+    return list(groups.values())
+
+
+def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
+    rate = given.get(name, feature_map.learning_rates.get(name))
+    if rate is None or not 0 < rate < math.inf:
+        raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
+    return rate
+
+
+def _batches(
+    windows: TokenWindows | Images, batch_size: int, accumulate: int, seed: int, step: int
+) -> list[dict[str, Tensor]]:
+    """The batches of one step: a function of seed and step alone, so a resumed run sees the same ones."""
+    per_step = batch_size * accumulate
+    steps_per_epoch = len(windows) // per_step
+    epoch, place = divmod(step, steps_per_epoch)
+    order = torch.randperm(len(windows), generator=_generator(seed, epoch))
+    return [windows.batch(chosen) for chosen in order[place * per_step : (place + 1) * per_step].split(batch_size)]
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + number)
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise DoflaError(f"{name} is {value}: give 1 or more")
+
+
+def _check_choice(what: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(sorted(known))}")

@@ -1,0 +1,49 @@
+"""Hedgehog: softmax features of a learned projection (arXiv 2402.04347, section 4)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dofla.feature_maps.base import FeatureMap
+from dofla.feature_maps.projections import identity_first, projected
+
+
+class Hedgehog(FeatureMap):
+    """``Phi(x) = [softmax(W x √s), softmax(−W x √s)]``, W separate for queries and keys and for each head.
+
+    The paper's spiky features, both signs, each sign normalised over its features. W starts with the identity; below
+    2 d features it has no room for that, and starts with random orthonormal rows. Departures: an odd M leaves the
+    last row of W without its negative; where a sign has one feature (M ≤ 2 for both) its softmax is 1, and the map
+    then weighs all keys alike; x is scaled; there is no bias.
+
+    Attributes:
+        query, key: W of each side, [heads, ⌈M/2⌉, d].
+    """
+
+    learning_rates: ClassVar[dict[str, float]] = {"query": 0.02, "key": 0.02}
+
+    def __init__(self, heads: int, head_dim: int, features: int) -> None:
+        super().__init__(heads, head_dim, features)
+        shape = heads, (features + 1) // 2, head_dim
+        self.query = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.key = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.query.copy_(identity_first(*self.query.shape, generator))
+        # The same start: a query is then most like the keys that point its way.
+        self.key.copy_(self.query)
+
+    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+        return self._log_features(self.query, x, scaling)
+
+    def log_key(self, x: Tensor, scaling: float) -> Tensor:
+        return self._log_features(self.key, x, scaling)
+
+    def _log_features(self, weight: Tensor, x: Tensor, scaling: float) -> Tensor:
+        rows = projected(x, weight, scaling)
+        negative = -rows[..., : self.features // 2]
+        return torch.cat([torch.log_softmax(rows, dim=-1), torch.log_softmax(negative, dim=-1)], dim=-1)
