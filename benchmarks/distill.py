@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import dofla
 from dofla.integration.sites import attention_sites
 from dofla.plan import LayerPlan, Plan
-from dofla.run import resolve_model
+from dofla.teacher import resolve_model
 
 
 def main(

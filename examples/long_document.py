@@ -14,7 +14,7 @@ import torch
 
 import dofla
 from dofla.demo.documents import recall_documents
-from dofla.run import load_teacher
+from dofla.teacher import load_teacher
 
 model, tokenizer = load_teacher("demo")
 words = tokenizer(" ".join(recall_documents(16, seed=1)), return_tensors="pt", verbose=False)["input_ids"]

@@ -92,6 +92,54 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     assert call("generate", student, *options, "--prompt-state", home / "none.safetensors") == 2
 
 
+def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
+    """Local files through our scorer and through the harness: the same table, and every choice in the file."""
+    student = home / "student"
+    if not student.exists():
+        plan = home / "plan-for-tasks.json"
+        assert call("allocate", profiled(home, "profile"), "--budget", 8, "--out", plan) == 0
+        options = ["--data", home / "text.txt", "--length", 32, "--windows", 4, "--steps", 1]
+        assert call("distill", home / "model", "--plan", plan, *options, "--out", student) == 0
+    tasks = []
+    for n, name in enumerate(("quiz-test", "riddles")):
+        lines = [
+            {"question": f"{WORDS[i]} {WORDS[i + n]}", "choices": [f"{WORDS[i + 2]} w1", "w3"], "answer": i % 2}
+            for i in range(12)
+        ]
+        tasks.append(tmp_path / f"{name}.jsonl")
+        tasks[-1].write_text("\n".join(map(json.dumps, lines)))
+    names = ",".join(map(str, tasks))
+    capsys.readouterr()
+    records = []
+    for number, harness in enumerate(([], ["--harness"])):
+        out = tmp_path / f"figures-{number}.json"
+        assert call("evaluate", student / "adapter", "--tasks", names, "--limit", 10, *harness, "--out", out) == 0
+        records.append(json.loads(out.read_text())["tasks"])
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        for word in ("quiz", "riddles", "±", "acc_norm", "half of 2 tasks", "won or tied"):
+            assert word in shown
+    assert [task["items"] for task in records[0]["tasks"]] == [10, 10]
+    assert len(records[0]["tasks"][0]["scores"]["student"]["chosen_acc"]) == 10
+    assert records[0]["win_and_tie"] == records[1]["win_and_tie"]
+    text = ["--data", home / "text.txt", "--length", 16, "--windows", 4]
+    both = tmp_path / "both.json"
+    assert call("evaluate", student / "adapter", *text, "--tasks", tasks[0], "--out", both) == 0
+    assert {"language", "tasks"} <= set(json.loads(both.read_text()))
+    capsys.readouterr()
+    (tmp_path / "bad.jsonl").write_text('{"question": "w1"}')
+    for arguments, message in (
+        ([], ["--data", "--tasks"]),
+        (["--tasks", tmp_path / "bad.jsonl"], ["bad.jsonl, line 1", "choices"]),
+        (["--tasks", tmp_path / "none.jsonl"], ["none.jsonl", "does not exist"]),
+        (["--tasks", tasks[0], "--limit", 0], ["limit 0"]),
+    ):
+        assert call("evaluate", student / "adapter", *arguments) == 2
+        error = capsys.readouterr().err
+        for word in message:
+            assert word in error
+
+
 RECIPE = """
 model: {model}
 budget: 8

@@ -18,6 +18,7 @@ from dofla.evaluate import evaluate
 from dofla.integration.checkpoint import load, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
+from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore, softmax
 from dofla.plan import LayerPlan, Plan
 from dofla.profile import Profile
@@ -39,6 +40,7 @@ __all__ = [
     "profile",
     "read_prompt",
     "restore",
+    "sample_features",
     "save_adapter",
     "save_state",
     "softmax",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -38,13 +38,20 @@ class ProfileSpec:
 
 @dataclass
 class StudentSpec:
-    """One row of the comparison."""
+    """One row of the comparison.
+
+    ``budget`` and ``loss`` are the recipe's where they are not given; ``start`` is how features begin: ``random``, or
+    ``leverage`` (:func:`dofla.sample_features`).
+    """
 
     name: str = "DoF"
     strategy: str = "dof"
     feature_map: str = "prf"
     over_heads: str = "max"
     per_head: bool = False
+    budget: int | None = None
+    loss: str | None = None
+    start: str = "random"
     window: int = 0
     sinks: int = 0
     keep_softmax: list[str] = field(default_factory=list)
@@ -68,9 +75,10 @@ class DistillSpec:
 
 @dataclass
 class EvaluateSpec:
-    """Windows per forward pass, and how many continuations to look at, of what length."""
+    """Windows per forward pass; how many of them the layers are compared on; how many continuations to look at."""
 
     batch_size: int = 1
+    fidelity_windows: int = 16
     prompts: int = 0
     prompt_tokens: int = 32
     new_tokens: int = 48
@@ -92,6 +100,14 @@ class Recipe:
     distill: DistillSpec = field(default_factory=DistillSpec)
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
 
+    sections: ClassVar[dict[str, type]] = {
+        "data": DataSpec,
+        "validation": DataSpec,
+        "profile": ProfileSpec,
+        "distill": DistillSpec,
+        "evaluate": EvaluateSpec,
+    }
+
     @classmethod
     def load(cls, path: str | Path, changes: list[str] | None = None) -> Recipe:
         """Read a YAML file and apply changes written ``field=value`` or ``section.field=value``.
@@ -99,17 +115,9 @@ class Recipe:
         Raises:
             DoflaError: naming the file and the field: missing, unknown, or of the wrong kind.
         """
-        path = Path(path)
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise DoflaError(f"recipe {path} does not exist") from None
-        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-            raise DoflaError(f"recipe {path} cannot be read: {' '.join(str(error).split())}") from error
-        if not isinstance(data, dict):
-            raise DoflaError(f"recipe {path}: expected fields like 'model: ...', got {type(data).__name__}")
+        data = read_yaml(path)
         for change in changes or []:
-            _apply(data, change)
+            apply_change(data, change)
         return cls.from_dict(data, str(path))
 
     @classmethod
@@ -135,6 +143,10 @@ class Recipe:
             raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
         return recipe
 
+    def kept_by_all(self) -> set[str]:
+        """Layers that every student keeps softmax, which need not be profiled."""
+        return set.intersection(*(set(student.keep_softmax) for student in self.students))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data that :meth:`from_dict` reads back."""
         data = dataclasses.asdict(self)
@@ -142,14 +154,20 @@ class Recipe:
         return data
 
 
-_SECTIONS = {
-    "data": DataSpec,
-    "validation": DataSpec,
-    "profile": ProfileSpec,
-    "distill": DistillSpec,
-    "evaluate": EvaluateSpec,
-}
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The fields of a recipe's file; DoflaError naming the file if it is missing, no YAML, or something else."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DoflaError(f"recipe {path} does not exist") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise DoflaError(f"recipe {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise DoflaError(f"recipe {path}: expected fields like 'model: ...', got {type(data).__name__}")
+    return data
 
 
 def _build(cls: type, data: Any, where: str) -> Any:
@@ -161,8 +179,8 @@ def _build(cls: type, data: Any, where: str) -> Any:
         if key not in fields:
             known = ", ".join("lambda" if name == "lam" else name for name in fields)
             raise DoflaError(f"{where}: unknown field {key!r}: choose from {known}")
-        if cls is Recipe and key in _SECTIONS:
-            value = _build(_SECTIONS[key], value, f"{where}: {key}")
+        if key in getattr(cls, "sections", {}):
+            value = _build(cls.sections[key], value, f"{where}: {key}")
         elif not _fits(value, str(fields[key].type)):
             raise DoflaError(f"{where}: {key} is {value!r}: expected {fields[key].type}")
         values[key] = value
@@ -184,7 +202,8 @@ def _fits(value: Any, annotation: str) -> bool:
     return False
 
 
-def _apply(data: dict[str, Any], change: str) -> None:
+def apply_change(data: dict[str, Any], change: str) -> None:
+    """Set ``section.field=value`` in a recipe's plain data; DoflaError if it is not of that form."""
     key, equals, text = change.partition("=")
     if not equals or not key:
         raise DoflaError(f"--set {change!r}: write field=value, for instance data.windows=100")

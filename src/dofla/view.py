@@ -15,6 +15,7 @@ from rich.text import Text
 from dofla.distill import History
 from dofla.plan import Plan
 from dofla.profile import Profile
+from dofla.tasks.view import critical_line, curve_table, tasks_table
 
 _HEADS_PER_TABLE = 13
 _SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
@@ -112,6 +113,15 @@ class View:
         for name, layer in figures["layers"].items():
             table.add_row(name, f"{layer['kl']:.4f}", f"{layer['output_error']:.4f}")
         self.console.print(table)
+
+    def tasks(self, figures: dict[str, Any]) -> None:
+        """Tasks one by one, by each metric, and the win-and-tie rate over them."""
+        for metric, rates in figures["win_and_tie"].items():
+            self.console.print()
+            self.console.print(tasks_table(figures, metric))
+            self.say(critical_line(rates))
+        self.console.print()
+        self.console.print(curve_table(figures["win_and_tie"]["acc"]))
 
     def results(self, results: dict[str, Any]) -> None:
         """The comparison of a run, one row per student."""

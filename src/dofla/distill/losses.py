@@ -42,21 +42,27 @@ def softmax_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> T
     return kl.sum() / (real * heads * len(rows) / length)
 
 
+def log_kernel_errors(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Log of Σ (K − K̂)² and of Σ K², over the visible pairs of the whole batch, per query head [H]."""
+    hidden = call.hidden(rows) | ~call.real_rows(rows)[:, None, :, None]
+    exact = exact_scores(call.query[:, :, rows], call.key, call.scaling).masked_fill(hidden, LOG_ZERO)
+    approximate = student_log_scores(call, layer, rows).masked_fill(hidden, LOG_ZERO)
+    over = (0, 2, 3)
+    level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
+    levels = level[None, :, None, None]
+    error = (torch.exp(exact - levels) - torch.exp(approximate - levels)).square().sum(over)
+    error = error.clamp_min(torch.finfo(error.dtype).tiny).log()  # a perfect student has an error of exactly 0
+    return error + 2 * level, torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)
+
+
 def l2_loss(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
     """Squared error of the kernel over the visible pairs, relative to the kernel's own square, as a log, mean of heads.
 
     The paper's plain squared error overflows on real heads, where K passes exp(100). Per head, the logarithm of the
     relative error has the same minimum on a batch and a gradient of the same direction, to whose length Adam is blind.
     """
-    hidden = call.hidden(rows) | ~call.real_rows(rows)[:, None, :, None]
-    exact = exact_scores(call.query[:, :, rows], call.key, call.scaling).masked_fill(hidden, LOG_ZERO)
-    approximate = student_log_scores(call, layer, rows).masked_fill(hidden, LOG_ZERO)
-    over = (0, 2, 3)
-    level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
-    level = level[None, :, None, None]
-    error = (torch.exp(exact - level) - torch.exp(approximate - level)).square().sum(over)
-    error = error.clamp_min(torch.finfo(error.dtype).tiny).log()  # a perfect student has an error of exactly 0
-    return (error + 2 * level.flatten() - torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)).mean()
+    error, square = log_kernel_errors(call, layer, rows)
+    return (error - square).mean()
 
 
 LOSSES: dict[str, LayerLoss] = {

@@ -15,14 +15,13 @@ from dofla.evaluate.language import next_token_figures
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of
 
-FIDELITY_WINDOWS = 16
-
 
 def evaluate(
     student: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     batch_size: int = 1,
+    fidelity_windows: int = 16,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -32,13 +31,14 @@ def evaluate(
         student: a linearised model; it is its own teacher.
         tokens: held-out windows.
         batch_size: windows per forward pass.
+        fidelity_windows: how many of the windows the layers are compared on.
         seed: of the bootstrap and of the rows looked at.
         progress: called with (done, total) batches.
 
     Returns:
         ``language`` (models that generate; see :func:`dofla.evaluate.language.next_token_figures`) or ``embeddings``
-        (encoders), ``layers`` (attention KL and relative output error), ``state_bytes`` beside ``softmax_bytes``
-        (key-value cache at the windows' length), and what was evaluated.
+        (encoders), ``layers`` (see :func:`dofla.evaluate.fidelity.attention_fidelity`), ``state_bytes`` beside
+        ``softmax_bytes`` (key-value cache at the windows' length), and what was evaluated.
     """
     windows = as_windows(tokens)
     plan = plan_of(student)
@@ -49,7 +49,7 @@ def evaluate(
             figures["language"] = next_token_figures(student, windows, **options)
         else:
             figures["embeddings"] = embedding_figures(student, windows, batch_size=batch_size)
-        some = windows.take(FIDELITY_WINDOWS) if isinstance(windows, TokenWindows) else windows
+        some = windows.take(fidelity_windows) if isinstance(windows, TokenWindows) else windows
         figures["layers"] = attention_fidelity(student, some, batch_size=batch_size, seed=seed)
     if isinstance(windows, TokenWindows):
         figures["length"] = windows.length

@@ -1,0 +1,78 @@
+"""The verb ``dofla finetune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dofla.finetune.loop import FineTuneResult
+from dofla.finetune.run import MODEL, run_finetune
+from dofla.view import View
+
+
+def finetune(
+    model: Annotated[str, typer.Argument(help="Folder (a student's too), hub name, or 'demo'.")],
+    task: Annotated[str, typer.Option(help="JSONL file to learn, or a task in --tasks-folder.")],
+    out: Annotated[Path, typer.Option(help="New folder to write.")],
+    test: Annotated[Path | None, typer.Option(help="JSONL file to test on.")] = None,
+    tasks_folder: Annotated[
+        Path | None, typer.Option(help="Has NAME-train.jsonl, NAME-test.jsonl (or .gz); default here.")
+    ] = None,
+    style: Annotated[str | None, typer.Option(help="question, passage, letters or blank; default by task.")] = None,
+    items: Annotated[int | None, typer.Option(help="Items to learn at most.")] = None,
+    test_items: Annotated[int | None, typer.Option(help="Items to test on at most.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its peak; default the paper's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Items per step; default the paper's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Default the paper's.")] = None,
+    keep: Annotated[str | None, typer.Option(help="best or last epoch; default the paper's.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Train low-rank updates instead of all weights.")] = None,
+    train_feature_maps: Annotated[
+        bool, typer.Option("--train-feature-maps", help="Train a student's feature maps too.")
+    ] = False,
+    mixed_precision: Annotated[str, typer.Option(help="no or bf16.")] = "no",
+    forward_batch: Annotated[int, typer.Option(help="Items per forward pass.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="To load in: float32, bfloat16; default the checkpoint's.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+) -> None:
+    """Teach a model, softmax or linear, a multiple-choice task."""
+    given = {"learning_rate": learning_rate, "batch_size": batch_size, "epochs": epochs, "keep": keep}
+    view = View()
+    result = run_finetune(
+        model,
+        task,
+        out,
+        test=test,
+        tasks_folder=tasks_folder,
+        style=style,
+        items=items,
+        test_items=test_items,
+        changes={key: value for key, value in given.items() if value is not None},
+        dtype=dtype,
+        seed=seed,
+        view=view,
+        lora_rank=lora_rank,
+        train_feature_maps=train_feature_maps,
+        mixed_precision=mixed_precision,
+        forward_batch=forward_batch,
+    )
+    view.console.print(epochs_table(result))
+    view.say(f"\nmodel of epoch {result.kept} written to {out / MODEL}")
+
+
+def epochs_table(result: FineTuneResult) -> Table:
+    """Epochs down; the kept one has a star."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("epoch", "loss", "accuracy", "per character", "training", "testing"):
+        table.add_column(title, justify="right")
+    for number, epoch in enumerate(result.epochs, start=1):
+        table.add_row(
+            f"{'*' if number == result.kept else ''}{number}",
+            f"{epoch.loss:.4f}",
+            *("" if share is None else f"{share:.4f}" for share in (epoch.accuracy, epoch.accuracy_norm)),
+            f"{epoch.train_seconds:.0f} s",
+            f"{epoch.test_seconds:.0f} s",
+        )
+    return table

@@ -1,0 +1,40 @@
+"""Options that several verbs share, and opening what they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dofla.errors import DoflaError
+from dofla.integration.checkpoint import load
+from dofla.teacher import dtype_of, load_tokenizer, resolve_model
+
+ModelArgument = Annotated[str, typer.Argument(help="Folder, hub name, 'demo', or package:NAME/FOLDER.")]
+StudentArgument = Annotated[Path, typer.Argument(help="Adapter folder or standalone checkpoint.")]
+Data = Annotated[
+    str, typer.Option(help="Text file (.gz too), JSONL, Parquet, tokens, a datasets name, 'self', or 'demo'.")
+]
+Length = Annotated[int, typer.Option(help="Tokens per window.")]
+Windows = Annotated[int, typer.Option(help="Windows at most.")]
+BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
+Padded = Annotated[bool, typer.Option("--padded", help="One text per window, padded: for encoders.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Lambda = Annotated[float, typer.Option("--lambda", help="Tolerance of the degrees of freedom.")]
+KeepSoftmax = Annotated[list[str] | None, typer.Option(help="Attention module to leave as it is; repeatable.")]
+Out = Annotated[Path, typer.Option(help="New folder or file to write.")]
+
+
+def open_student(path: Path, dtype: str | None) -> tuple[Any, Any]:
+    """A student and its tokenizer, which may be its base model's."""
+    options = {} if dtype is None else {"dtype": dtype_of(dtype)}
+    model = load(path, **options)
+    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+
+
+def refuse_existing(path: Path | None) -> None:
+    """Raise DoflaError if there is something where a file is to be written."""
+    if path is not None and path.exists():
+        raise DoflaError(f"{path} exists already: choose another file or remove it")

@@ -1,0 +1,42 @@
+"""The verb ``dofla reproduce``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dofla.reproduce.run import TABLES
+from dofla.reproduce.run import reproduce as make_tables
+from dofla.reproduce.study import Study
+from dofla.view import View
+
+
+def reproduce(
+    model: Annotated[
+        str, typer.Option(help="gpt2, pythia-1b, smollm2-135m, minilm, demo; or any folder or hub name.")
+    ] = "demo",
+    table: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(TABLES)}, or all (the default); repeatable.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds, from 0.")] = 3,
+    scale: Annotated[str, typer.Option(help="full, or small: what a laptop can do.")] = "full",
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/reproduce-MODEL-SCALE. It goes on.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", help="field=value of the study; repeatable.")] = None,
+) -> None:
+    """Make the paper's tables for a model, beside the published figures."""
+    study = Study.of(model, scale, seeds, change)
+    name = "-".join(re.findall("[a-z0-9]+", Path(model).name.lower()))
+    folder = out or Path("runs") / f"reproduce-{name}-{scale}"
+    words = ["dofla", "reproduce", "--model", model, "--table", "{table}", "--seeds", str(seeds), "--scale", scale]
+    words += [word for setting in change or [] for word in ("--set", setting)]
+    view = View()
+    make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)
+    view.say(f"\nMarkdown and JSON are in {folder / 'tables'}")
+
+
+def _quoted(word: str) -> str:
+    return word if word == "{table}" else shlex.quote(word).replace("{", "{{").replace("}", "}}")

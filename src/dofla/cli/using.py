@@ -1,0 +1,61 @@
+"""The verb that uses a student: generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dofla.cli.options import Dtype, Seed, StudentArgument, open_student
+from dofla.data import read_documents
+from dofla.errors import DoflaError
+from dofla.integration.prompt_state import load_state, read_prompt, save_state
+from dofla.view import View
+
+
+def generate(
+    student: StudentArgument,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 100,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    prompt_state: Annotated[
+        Path | None, typer.Option(help="State of a text read earlier, to go on from; made from --document if missing.")
+    ] = None,
+    document: Annotated[Path | None, typer.Option(help="Text to read into --prompt-state before the prompt.")] = None,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Continue a text with a student."""
+    model, tokenizer = open_student(student, dtype)
+    start = _prompt_state(model, tokenizer, prompt_state, document)
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(message, **options)
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids, options = inputs["input_ids"].to(model.device), {"max_new_tokens": new_tokens, "do_sample": sample}
+    if start is not None:
+        ids = torch.cat([start[0].to(model.device), ids], dim=1)
+        options["past_key_values"] = start[1]
+    torch.manual_seed(seed)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    View().say(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:
+    """The tokens and the cache to go on from, read from ``path`` or, the first time, from ``document``."""
+    if path is None:
+        if document is not None:
+            raise DoflaError(f"--document {document} needs --prompt-state FILE, where its state is kept")
+        return None
+    if not path.exists():
+        if document is None:
+            raise DoflaError(f"{path} does not exist: add --document FILE to make it")
+        text = "\n\n".join(read_documents(document))
+        ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+        save_state(read_prompt(model, ids), ids, path, model)
+    return load_state(path, model)

@@ -1,0 +1,100 @@
+"""One fine-tuning from files to files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.files import new_folder, write_json
+from dofla.finetune.data import train_and_test
+from dofla.finetune.loop import FineTuneResult, finetune
+from dofla.finetune.settings import settings_for
+from dofla.integration.checkpoint import ADAPTER, load
+from dofla.integration.surgery import describe, is_linearized
+from dofla.teacher import dtype_of, load_teacher, load_tokenizer, resolve_model
+from dofla.view import View
+from dofla.workshop import machine
+
+RESULT, MODEL = "result.json", "model"
+
+
+def run_finetune(
+    model: str,
+    task: str,
+    out: str | Path,
+    *,
+    test: str | Path | None = None,
+    tasks_folder: str | Path | None = None,
+    style: str | None = None,
+    items: int | None = None,
+    test_items: int | None = None,
+    changes: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    view: View | None = None,
+    **options: Any,
+) -> FineTuneResult:
+    """Fine-tune a model, softmax or linear, on a task; writes ``result.json`` and the folder ``model`` into ``out``.
+
+    Args:
+        model: a folder (a student's too), hub name, ``demo``, or ``package:NAME/FOLDER``.
+        task, test, tasks_folder, style: see :func:`dofla.finetune.data.train_and_test`.
+        out: a new folder.
+        items, test_items: at most so many, drawn at random.
+        changes: fields of :class:`dofla.finetune.Settings`, over those of the paper.
+        dtype: to load the model in; default that of the checkpoint.
+        seed: of everything random.
+        view: where progress goes; silent by default.
+        **options: for :func:`dofla.finetune.finetune`.
+
+    Raises:
+        DoflaError: bad input of any kind; nothing is written then.
+    """
+    view = view or View(quiet=True)
+    with new_folder(out) as folder:
+        learnt, tested, source = train_and_test(task, test, tasks_folder, style=style)
+        learnt, tested = learnt.take(items, seed=seed), tested.take(test_items, seed=seed)
+        network, tokenizer = open_model(model, dtype)
+        settings = settings_for(network.config, learnt.name, lora=options.get("lora_rank") is not None)
+        if changes:
+            settings = replace(settings, **changes, source=f"{settings.source}, but {', '.join(changes)}")
+        numbers = {key: value for key, value in asdict(settings).items() if key != "source"}
+        with view.progress(f"finetune {learnt.name}") as progress:
+            result = finetune(network, tokenizer, learnt, tested, **numbers, **options, seed=seed, progress=progress)
+        record = {
+            "task": {"name": learnt.name, "style": learnt.style, "files": source},
+            "items": {"train": len(learnt.items), "test": len(tested.items)},
+            "model": {"path": model, "attention": "linear" if is_linearized(network) else "softmax"},
+            "settings": asdict(settings) | options | {"dtype": dtype, "seed": seed},
+            "accuracy": result.accuracy,
+            **asdict(result),
+            "machine": machine() | {name: _version(name) for name in ("accelerate", "peft")},
+        }
+        record["model"] |= describe(network)
+        network.save_pretrained(folder / MODEL)
+        tokenizer.save_pretrained(folder / MODEL)
+        write_json(folder / RESULT, record)
+    return result
+
+
+def open_model(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer: a student from its adapter, any other by name; a standalone student is like any other.
+
+    Raises:
+        DoflaError: no such model.
+    """
+    if not (Path(name) / ADAPTER).exists():
+        return load_teacher(name, dtype)
+    model = load(name, **({} if dtype is None else {"dtype": dtype_of(dtype)}))
+    return model, load_tokenizer(name, resolve_model(model.config._name_or_path))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

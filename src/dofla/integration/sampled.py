@@ -1,0 +1,114 @@
+"""Features drawn by leverage, for all heads of a linearised model: no training, one pass over the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.errors import DoflaError
+from dofla.feature_maps import PRF
+from dofla.integration.profiler import Reservoir
+from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.surgery import AttachedLinearAttention, linear_layers
+from dofla.sampling import leverage_features
+from dofla.spectrum import DEFAULT_LAMBDA
+
+
+def sample_features(
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    lam: float = DEFAULT_LAMBDA,
+    samples: int = 512,
+    candidates: int = 4096,
+    proposal: str = "data",
+    batch_size: int = 4,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PreTrainedModel:
+    """Draw z and alpha of every ``prf`` head from the optimal density (arXiv 2507.03340, section 2, Theorem 3).
+
+    The model runs with softmax attention and a reservoir keeps ``samples`` queries and keys per KV head; then each
+    head's features are drawn by :func:`dofla.sampling.leverage_features`, one head independent of the others. If
+    anything fails, no feature has changed.
+
+    This is the estimate of K that Theorem 3 is about, and near K at the vectors it was drawn for. Attention sees K
+    normalised over keys, and there the rows of short queries count as much as those of long ones, which have nearly
+    all the features: alone, without a window, such a student is usually no better than an untrained one.
+
+    Args:
+        student: a linearised model all of whose linear layers use the ``prf`` map; changed in place.
+        tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
+        lam: λ, relative to the trace of each head's operator.
+        samples: J, vectors per KV head.
+        candidates: of which each head's features are chosen.
+        proposal: a name in :data:`dofla.sampling.PROPOSALS`.
+        batch_size: windows per forward pass.
+        seed: of the reservoir and of the draws.
+        progress: called with (stage, done, total) after each batch ("reading") and each layer ("drawing").
+
+    Returns:
+        ``student`` itself.
+
+    Raises:
+        DoflaError: not linearised; a layer with another feature map; NaN in the activations, with layer and batch;
+            tokens that are all padding; a number out of range.
+    """
+    layers = linear_layers(student)
+    for name, layer in layers.items():
+        for feature_map in layer.maps:
+            if not isinstance(feature_map, PRF):
+                kind = type(feature_map).__name__
+                raise DoflaError(f"layer {name} has the feature map {kind}: only prf can be sampled, or distill it")
+    if samples < 2:
+        raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 512 is the default")
+    windows = as_windows(tokens)
+    parts = batches(windows, batch_size)
+    reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in layers}
+    scalings: dict[str, float] = {}
+    batch_number = 0
+
+    def look(call: AttentionCall) -> None:
+        for what, vectors in (("queries", call.query), ("keys", call.key)):
+            if not torch.isfinite(vectors).all():
+                raise DoflaError(f"the {what} of layer {call.name} hold NaN or infinity in batch {batch_number}")
+        scalings[call.name] = call.scaling
+        reservoirs[call.name].add(call)
+
+    with evaluation_mode(student), recording(student, layers, look), torch.inference_mode():
+        for batch_number, part in enumerate(parts):
+            run_body(student, windows.batch(part))
+            if progress:
+                progress("reading", batch_number + 1, len(parts))
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for done, (name, layer) in enumerate(layers.items(), start=1):
+        vectors = reservoirs[name].vectors  # [Hkv, J, d]
+        if vectors.shape[1] == 0:
+            raise DoflaError(f"layer {name} saw padding only: give windows with real tokens")
+        drawn[name] = [
+            leverage_features(
+                head, scalings[name], count, lam, candidates=candidates, proposal=proposal, generator=generator
+            )
+            for head, count in zip(vectors, layer.features, strict=True)
+        ]
+        if progress:
+            progress("drawing", done, len(layers))
+    for name, layer in layers.items():
+        _set(layer, drawn[name])
+    return student
+
+
+@torch.no_grad()
+def _set(layer: AttachedLinearAttention, drawn: list[tuple[Tensor, Tensor]]) -> None:
+    for feature_map, heads in zip(layer.maps, layer.groups, strict=True):
+        for row, head in enumerate(heads):
+            z, log_alpha = drawn[head]
+            feature_map.z[row].copy_(z)
+            feature_map.log_alpha[row].copy_(log_alpha)

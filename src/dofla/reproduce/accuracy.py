@@ -1,0 +1,223 @@
+"""Tables 3 and 6: accuracy on multiple-choice tasks, zero-shot and after fine-tuning, paired with the original's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from dofla.demo.tasks import demo_tasks
+from dofla.errors import DoflaError
+from dofla.finetune import finetune, settings_for
+from dofla.finetune.data import split, train_and_test
+from dofla.recipe import StudentSpec
+from dofla.reproduce import paper
+from dofla.reproduce.bench import Bench
+from dofla.reproduce.methods import baselines, paper_methods, trained, wide
+from dofla.reproduce.table import Cell, Figure, Table
+from dofla.tasks import Task, load_task
+from dofla.tasks.compare import Pair, average_gain, compare, win_and_tie
+from dofla.tasks.hub import HUB, hub_task
+from dofla.tasks.scores import TaskScores
+from dofla.tasks.scoring import score
+from dofla.workshop import Workshop
+
+_METRIC = "acc"
+
+
+def task_accuracy(bench: Bench) -> Table:
+    """Table 3: every method on every task."""
+    teacher = _teacher_scores(bench)
+    names = [scores.task for scores in teacher]
+    finetuned = bench.study.finetune.tasks
+    columns = ["model", "average", *names, "critical τ", "agreement", *(f"fine-tuned {name}" for name in finetuned)]
+    rows: list[list[Cell]] = [["Original", *_accuracies([teacher]), None, None, *_finetuned(bench, None)]]
+    curves = {}
+    for spec in _methods(bench):
+        several = [_student_scores(bench, spec, seed) for seed in _seeds(bench)]
+        pairs = [_pairs(teacher, scores) for scores in several]
+        measured = [win_and_tie(pair, _METRIC) for pair in pairs]
+        curves[spec.name] = measured
+        alike = [statistics.fmean(compare(p.teacher, p.student)[_METRIC]["agreement"] for p in pair) for pair in pairs]
+        figures = [Figure.of([m["critical"] for m in measured]), Figure.of(alike, spread=False)]
+        rows.append([spec.name, *_accuracies(several), *figures, *_finetuned(bench, spec)])
+    items = [len(scores) for scores in teacher]
+    return Table(
+        "3",
+        "Table 3: accuracy on multiple-choice tasks",
+        columns,
+        rows,
+        ["GPT-2", "average of seven tasks, fine-tuned"],
+        [list(row) for row in paper.ACCURACY.items()],
+        [
+            f"zero-shot likelihood of each choice, {min(items)} to {max(items)} items a task; the standard error of "
+            f"a task is up to {max(scores.stderr(_METRIC) for scores in teacher):.3f}",
+            "critical τ: the tolerance at which half the tasks are won or tied against the original, paired by item "
+            "(curves and 95 % intervals in the JSON); agreement: how often the same choice is made",
+            *_finetuning_note(bench),
+        ],
+        data={"win_and_tie": curves, "tasks": names, "items": items},
+    )
+
+
+def dof_against_fixed(bench: Bench) -> Table:
+    """Table 6, whose question is whether DoF beats an equal split: paired by item, softmax loss."""
+    teacher = _teacher_scores(bench)
+    shown = [("Performer", baselines()[-1]), *((x, trained(x, "softmax")) for x in ("Fix", "DoF", "DoF + Clip"))]
+    scores = {label: [_student_scores(bench, spec, seed) for seed in _seeds(bench)] for label, spec in shown}
+    rows: list[list[Cell]] = [["Original", _accuracies([teacher])[0], *_against(scores["Fix"], [teacher])]]
+    for label, several in scores.items():
+        against = [None, None] if label == "Fix" else _against(scores["Fix"], several)
+        rows.append([label, _accuracies(several)[0], *against])
+    return Table(
+        "6",
+        "Table 6: is an allocation by degrees of freedom better than an equal split?",
+        ["model", "average", "less Fix", "95 % interval"],
+        rows,
+        ["Pythia-1B", "average of seven tasks, fine-tuned"],
+        [list(row) for row in paper.PYTHIA_ACCURACY.items()],
+        ["zero-shot, mean over tasks and seeds; the interval resamples items within tasks, paired, all seeds together"],
+    )
+
+
+def _against(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) -> list[Cell]:
+    """How much better than the equal split, seed by seed, and its interval."""
+    several = several * len(fixed) if len(several) == 1 else several
+    pairs = [pair for a, b in zip(fixed, several, strict=True) for pair in _pairs(a, b)]
+    gain, interval = average_gain(pairs, _METRIC)
+    return [Figure.of(gain), f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
+
+
+def _methods(bench: Bench) -> list[StudentSpec]:
+    widest = max(max(x.features_per_head) for x in bench.workshop.plan(trained("DoF", "softmax")).layers)
+    return bench.lineup([*baselines(), *paper_methods(), wide(widest)])
+
+
+def _accuracies(several: Sequence[Sequence[TaskScores]]) -> list[Cell]:
+    """The average over tasks, and each task."""
+    each = [[scores.accuracy(_METRIC) for scores in run] for run in several]
+    by_task = [Figure.of(list(values), spread=False) for values in zip(*each, strict=True)]
+    return [Figure.of([statistics.fmean(run) for run in each]), *by_task]
+
+
+def _pairs(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> list[Pair]:
+    return [Pair(a, b) for a, b in zip(teacher, student, strict=True)]
+
+
+def _seeds(bench: Bench) -> list[int]:
+    return bench.study.seeds[: bench.study.tasks.seeds]
+
+
+def _teacher_scores(bench: Bench) -> list[TaskScores]:
+    return _from_record(bench.of_teacher("tasks", lambda model: _scored(bench, model)))
+
+
+def _student_scores(bench: Bench, spec: StudentSpec, seed: int) -> list[TaskScores]:
+    return _from_record(bench.of_student(spec, seed, "tasks", lambda model: _scored(bench, model)))
+
+
+def _scored(bench: Bench, model: PreTrainedModel) -> dict[str, Any]:
+    tasks, size = _tasks(bench), bench.study.tasks.batch_size
+    return {"tasks": [asdict(score(model, bench.workshop.tokenizer, task, batch_size=size)) for task in tasks]}
+
+
+def _from_record(record: dict[str, Any]) -> list[TaskScores]:
+    return [TaskScores(**scores) for scores in record["tasks"]]
+
+
+def _tasks(bench: Bench) -> list[Task]:
+    """What is asked, the same items of everyone."""
+    spec, workshop = bench.study.tasks, bench.workshop
+    if spec.source == "demo":
+        tasks = demo_tasks(workshop.model, workshop.tokenizer, spec.items or 300)
+        return [task for task in tasks if not spec.names or task.name in spec.names]
+    if not spec.names:
+        raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
+    if spec.source == "hub":
+        return [hub_task(name).take(spec.items) for name in spec.names]
+    return [load_task(_file(Path(spec.source), name, "test")).take(spec.items) for name in spec.names]
+
+
+def _file(folder: Path, name: str, part: str) -> Path:
+    found = [path for ending in ("jsonl.gz", "jsonl") if (path := folder / f"{name}-{part}.{ending}").exists()]
+    if not found:
+        raise DoflaError(f"{folder} has no {name}-{part}.jsonl(.gz): --set tasks.source=FOLDER")
+    return found[0]
+
+
+def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
+    """Accuracy on each task after fine-tuning on it; nothing for methods that the study does not fine-tune."""
+    wanted = bench.study.finetune
+    if (spec.name if spec else "Original") not in wanted.methods:
+        return [None] * len(wanted.tasks)
+    seeds = bench.study.seeds[: wanted.seeds]
+    return [Figure.of([_finetune(bench, spec, seed, task)["accuracy"] for seed in seeds]) for task in wanted.tasks]
+
+
+def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> dict[str, Any]:
+    home = bench.workshop.home(spec, seed) if spec else bench.folder / "teacher"
+    path = home / f"finetuned-{name}{'' if spec else f'-seed{seed}'}.json"
+
+    def make() -> dict[str, Any]:
+        # Fine-tuning changes the weights, so it has a model of its own.
+        workshop = Workshop(bench.study, bench.folder, bench.view)
+        if spec is None:
+            return _learned(bench, workshop.model, seed, name, "Original")
+        with workshop.student(spec, seed) as model:
+            return _learned(bench, model, seed, name, spec.name)
+
+    if spec and not path.exists():
+        with bench.workshop.student(spec, seed):  # made and kept, if it was not yet
+            pass
+    return bench.measured(path, make)
+
+
+def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:
+    wanted = bench.study.finetune
+    train, test = _to_learn(bench, name)
+    settings = settings_for(model.config, name, lora=wanted.lora_rank is not None)
+    given = {k: getattr(wanted, k) for k in ("learning_rate", "batch_size", "epochs") if getattr(wanted, k) is not None}
+    settings = replace(settings, **given)
+    options = {k: v for k, v in asdict(settings).items() if k != "source"}
+    with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
+        result = finetune(
+            model,
+            bench.workshop.tokenizer,
+            train.take(wanted.items, seed=seed),
+            test.take(wanted.test_items),
+            lora_rank=wanted.lora_rank,
+            seed=seed,
+            progress=progress,
+            **options,
+        )
+    epochs = [epoch.accuracy for epoch in result.epochs]
+    return {"accuracy": result.accuracy, "epochs": epochs, "settings": asdict(settings)}
+
+
+def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
+    source, workshop = bench.study.tasks.source, bench.workshop
+    if source == "hub":
+        if "train" in HUB[name].splits:
+            return hub_task(name, "train"), hub_task(name)
+        return split(hub_task(name))
+    if source == "demo":
+        count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
+        parts = [demo_tasks(workshop.model, workshop.tokenizer, count, split=part) for part in ("train", "test")]
+        return tuple(next(task for task in part if task.name == name) for part in parts)
+    return train_and_test(name, folder=source)[:2]
+
+
+def _finetuning_note(bench: Bench) -> list[str]:
+    spec = bench.study.finetune
+    if not spec.tasks:
+        return []
+    items = f"{spec.items} items" if spec.items else "all training items"
+    how = f"LoRA of rank {spec.lora_rank}" if spec.lora_rank else "all weights but the feature maps"
+    return [
+        f"fine-tuned on {items} ({how}), best epoch, on {spec.test_items or 'all'} test items, {spec.seeds} seed(s); "
+        "the zero-shot columns are before that"
+    ]

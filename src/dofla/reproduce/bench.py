@@ -1,0 +1,121 @@
+"""Bench: what is measured of teacher and students, each figure once, kept in the folder of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from dofla.data import TokenWindows
+from dofla.errors import DoflaError
+from dofla.evaluate import evaluate
+from dofla.files import read_json, write_json
+from dofla.recipe import StudentSpec
+from dofla.reproduce.study import Study
+from dofla.reproduce.table import Figure
+from dofla.view import View
+from dofla.workshop import Workshop, claim
+
+STUDY = "study.yaml"
+
+
+class Bench:
+    """A study's workshop, and the measures taken of what it makes.
+
+    Every measure is a JSON file in the folder, which holds the seconds it took as well. ``spent`` collects those of
+    all files that were looked at since :meth:`begin`, so that a table can say what it cost.
+    """
+
+    def __init__(self, study: Study, folder: str | Path, view: View | None = None) -> None:
+        # More seeds may be added to a folder later; everything else must stay.
+        claim(folder, STUDY, study.to_dict() | {"seeds": "any"})
+        self.study, self.folder, self.view = study, Path(folder), view or View(quiet=True)
+        self.workshop = Workshop(study, folder, self.view)
+        self.spent: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Count seconds anew."""
+        self.spent = {}
+
+    @property
+    def seconds(self) -> float:
+        """What everything looked at since :meth:`begin` took."""
+        return sum(self.spent.values())
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether the model predicts next tokens; an encoder is judged by its embeddings."""
+        return self.workshop.model.can_generate()
+
+    def lineup(self, students: Sequence[StudentSpec]) -> list[StudentSpec]:
+        """Those of the students that can be made of this model: an encoder has no next-token loss to train on."""
+        return [s for s in students if self.is_language_model or s.loss != "direct"]
+
+    def measured(self, path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``path`` holds, made first if need be."""
+        if not path.exists():
+            started = time.perf_counter()
+            data = make()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"seconds": round(time.perf_counter() - started, 2), **data})
+        record = read_json(path, "a measurement")
+        self.spent[str(path)] = record["seconds"]
+        return record
+
+    def of_student(
+        self, spec: StudentSpec, seed: int, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """A measure of a student, which is made first if need be."""
+        path = self.workshop.home(spec, seed) / f"{what}.json"
+        if not path.exists():
+            with (
+                self.workshop.student(spec, seed) as model,
+                self.view.progress(f"{what} {spec.name}, seed {seed}"),
+            ):
+                self.measured(path, lambda: measure(model))
+        self.spent[f"{path.parent}/training"] = self.workshop.seconds(spec, seed)
+        return self.measured(path, dict)
+
+    def of_teacher(self, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]) -> dict[str, Any]:
+        """A measure of the model as it came."""
+        return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.workshop.model))
+
+    def evaluations(self, spec: StudentSpec) -> list[dict[str, Any]]:
+        """The figures of :func:`dofla.evaluate`, per seed."""
+        windows, sizes = self.workshop.validation(), self.study.evaluate
+        options = {"batch_size": sizes.batch_size, "fidelity_windows": sizes.fidelity_windows}
+        return [
+            self.of_student(
+                spec,
+                seed,
+                "evaluation",
+                lambda model, seed=seed: evaluate(model, windows, **options, seed=seed),
+            )
+            for seed in self.study.seeds
+        ]
+
+    def profiled(self) -> None:
+        """See that there is a profile, and count its seconds."""
+        self.workshop.profile()
+        self.spent["profile"] = self.workshop.profile_seconds()
+
+    def token_windows(self) -> TokenWindows:
+        """Held-out windows, of a model that reads tokens."""
+        windows = self.workshop.validation()
+        if not isinstance(windows, TokenWindows):
+            raise DoflaError("this table needs a model that reads tokens")
+        return windows
+
+
+def per_seed(runs: Sequence[dict[str, Any]], *keys: str, digits: int = 3, spread: bool = True) -> Figure:
+    """The figure at ``keys`` of every run."""
+    values = []
+    for run in runs:
+        value: Any = run
+        for key in keys:
+            value = value[key]
+        values.append(float(value))
+    return Figure.of(values, digits, spread)

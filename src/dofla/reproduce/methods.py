@@ -1,0 +1,68 @@
+"""The students that the tables compare: the paper's rows, the baselines, and what its reviewers asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dofla.recipe import StudentSpec
+
+STRATEGIES = {"Fix": "fixed", "DoF": "dof", "DoF + Clip": "dof_clip"}
+LOSSES = ("direct", "softmax", "l2")
+UNTRAINED, OTHER_MAPS = "untrained", "other maps"
+
+
+def trained(label: str, loss: str, **options: object) -> StudentSpec:
+    """A row of the paper: an allocation and a loss."""
+    return StudentSpec(f"{label}, {loss}", STRATEGIES[label], loss=loss, **options)
+
+
+def paper_methods() -> list[StudentSpec]:
+    """Fix, DoF and DoF + Clip, each with the three losses (tables 3 and 7)."""
+    return [trained(label, loss) for label in STRATEGIES for loss in LOSSES]
+
+
+def baselines() -> list[StudentSpec]:
+    """The paper's: DiJiang, trained by the next-token loss, and Performer, untrained. DiJiang's paper and its public
+    code describe two different maps; both are here."""
+    return [
+        StudentSpec("DiJiang (public code)", "fixed", "dijiang_code", trained=False),
+        StudentSpec("DiJiang (paper)", "fixed", "dijiang", loss="direct"),
+        StudentSpec("Performer", "fixed", "performer", trained=False),
+    ]
+
+
+def leverage() -> StudentSpec:
+    """Theorem 3 in practice: features drawn from the optimal density, untrained."""
+    return StudentSpec("Leverage-sampled", "fixed", trained=False, start="leverage")
+
+
+def other_maps() -> list[StudentSpec]:
+    """The even split with other feature maps, layerwise, where they learn."""
+    return [
+        StudentSpec("Hedgehog, softmax", "fixed", "hedgehog", loss="softmax"),
+        StudentSpec("T2R, softmax", "fixed", "t2r", loss="softmax"),
+        StudentSpec("ELU + 1", "fixed", "elu1", trained=False),
+    ]
+
+
+def wide(features: int) -> StudentSpec:
+    """As many features in every layer as DoF gives to its widest: more state, for the question whether that helps."""
+    return replace(trained("Fix", "softmax"), name=f"Wide ({features} everywhere), softmax", budget=features)
+
+
+def over_heads() -> list[StudentSpec]:
+    """DoF and DoF + Clip, with the layer's number from its heads' in several ways, and with a number per head."""
+    students = []
+    for label in ("DoF", "DoF + Clip"):
+        for name, options in (
+            ("mean over heads", {"over_heads": "mean"}),
+            ("75 % quantile over heads", {"over_heads": "q75"}),
+            ("per head", {"per_head": True}),
+        ):
+            students.append(replace(trained(label, "softmax", **options), name=f"{label}, {name}"))
+    return students
+
+
+def for_encoder(students: list[StudentSpec]) -> list[StudentSpec]:
+    """What can be asked of a model that predicts no next token: nothing that trains on the direct loss."""
+    return [student for student in students if student.loss != "direct"]

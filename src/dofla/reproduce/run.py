@@ -1,0 +1,80 @@
+"""All tables, or one, of a model: Markdown and JSON in the folder of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dofla.errors import DoflaError
+from dofla.files import replacing, write_json
+from dofla.reproduce.accuracy import dof_against_fixed, task_accuracy
+from dofla.reproduce.bench import Bench
+from dofla.reproduce.cost import generation_time, sample_time, training_time
+from dofla.reproduce.curve import errors_against_size
+from dofla.reproduce.dimensions import dof_per_head, scale_of_dof, selected_dimensions
+from dofla.reproduce.quality import heads, kernel_error, next_token_loss
+from dofla.reproduce.study import Study
+from dofla.reproduce.table import Table
+from dofla.reproduce.view import show
+from dofla.view import View
+
+TABLES: dict[str, Callable[[Bench], Table]] = {
+    "1": selected_dimensions,
+    "2": dof_per_head,
+    "scale": scale_of_dof,
+    "error-curve": errors_against_size,
+    "4": generation_time,
+    "5": sample_time,
+    "7": next_token_loss,
+    "11": kernel_error,
+    "12": training_time,
+    "heads": heads,
+    "3": task_accuracy,
+    "6": dof_against_fixed,
+}
+"""By name, in the order in which they build on one another's students."""
+
+_LANGUAGE_ONLY = ("3", "6")
+
+
+def reproduce(
+    study: Study, tables: Sequence[str], folder: str | Path, *, command: str = "", view: View | None = None
+) -> list[Table]:
+    """Make tables of arXiv 2507.03340 for a model, and write them to ``folder``.
+
+    Args:
+        study: of the model.
+        tables: names in :data:`TABLES`, or ``all``.
+        folder: new, or of an earlier run of the same study: what was measured there is not measured again.
+        command: what was typed, with ``{table}`` for the table; each table shows it.
+        view: where progress and tables go; silent by default.
+
+    Raises:
+        DoflaError: an unknown table, one that asks for next tokens of an encoder, or bad input of any kind.
+    """
+    unknown = [name for name in tables if name not in (*TABLES, "all")]
+    if unknown:
+        raise DoflaError(f"unknown table {unknown[0]!r}: choose from {', '.join(TABLES)}, or all")
+    folder, view = Path(folder), view or View(quiet=True)
+    bench = Bench(study, folder, view)
+    chosen = [name for name in TABLES if name in tables or "all" in tables]
+    if not bench.is_language_model:
+        if asked := [name for name in tables if name in _LANGUAGE_ONLY]:
+            raise DoflaError(f"table {asked[0]} asks for answers, and {study.model} predicts no next token")
+        chosen = [name for name in chosen if name not in _LANGUAGE_ONLY]
+    made = []
+    for name in chosen:
+        bench.begin()
+        table = TABLES[name](bench)
+        table.seconds, table.command = bench.seconds, command.format(table=name)
+        _write(folder / "tables", f"table-{name}" if name.isdecimal() else name, table)
+        show(view, table)
+        made.append(table)
+    return made
+
+
+def _write(folder: Path, name: str, table: Table) -> None:
+    folder.mkdir(exist_ok=True)
+    write_json(folder / f"{name}.json", table.to_dict())
+    with replacing(folder / f"{name}.md") as partial:
+        partial.write_text(table.to_markdown(), encoding="utf-8")

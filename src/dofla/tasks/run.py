@@ -1,0 +1,111 @@
+"""A student and its teacher on a list of tasks, local or the harness's: one record."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.errors import DoflaError
+from dofla.integration.surgery import softmax
+from dofla.tasks.compare import Pair, compare, win_and_tie
+from dofla.tasks.harness import harness_folder, run_harness
+from dofla.tasks.items import Task, load_task
+from dofla.tasks.scores import METRICS
+from dofla.tasks.scoring import score
+
+_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+def evaluate_tasks(
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str | Task],
+    *,
+    limit: int | None = None,
+    harness: bool = False,
+    batch_size: int = 16,
+    seed: int = 0,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any]:
+    """Compare a student with the softmax model it was on multiple-choice tasks.
+
+    Args:
+        student: a linearised model; it is its own teacher.
+        tasks: tasks, names of JSONL files, or names lm-evaluation-harness knows.
+        limit: items per task: drawn at random from a local task, the first of one of the harness.
+        harness: put local tasks through the harness too.
+        batch_size: contexts per forward pass.
+        seed: of the items drawn and of the bootstrap.
+        progress: called with (done, total, task) items of the local tasks, teacher's and student's.
+
+    Returns:
+        ``tasks``: per task what :func:`compare` returns, and under ``scores`` everything the two were scored with;
+        ``win_and_tie``: :func:`win_and_tie` over all tasks by metric; ``limit``, ``harness``.
+
+    Raises:
+        DoflaError: for a bad limit, two tasks of one name, and what loading, scoring or the harness refuse.
+    """
+    if limit is not None and limit < 1:
+        raise DoflaError(f"limit {limit}: give 1 item per task or more")
+    wanted = [_task(task, limit, seed) for task in tasks]
+    names = [task if isinstance(task, str) else task.name for task in wanted]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DoflaError(f"task {twice[0]!r} is given twice: tasks are told apart by their names")
+    local = [task for task in wanted if isinstance(task, Task)]
+    pairs: dict[str, Pair] = {}
+    if local and not harness:
+        pairs |= _scored(student, tokenizer, local, batch_size, progress)
+    asked = names if harness else [task for task in wanted if isinstance(task, str)]
+    if asked:
+        with tempfile.TemporaryDirectory() as folder:
+            for task in local if harness else ():
+                harness_folder(task, folder)
+            options = {"include": folder, "limit": limit, "batch_size": batch_size}
+            pairs |= {pair.student.task: pair for pair in run_harness(student, tokenizer, asked, **options)}
+    # As they were asked for; the harness's groups, which have become their tasks, last.
+    ordered = [pairs[name] for name in [*names, *(name for name in pairs if name not in names)] if name in pairs]
+    return {
+        "tasks": [
+            compare(pair.teacher, pair.student, seed=seed)
+            | {"scores": {"teacher": pair.teacher.to_dict(), "student": pair.student.to_dict()}}
+            for pair in ordered
+        ],
+        "win_and_tie": {metric: win_and_tie(ordered, metric, seed=seed) for metric in METRICS},
+        "limit": limit,
+        "harness": harness,
+    }
+
+
+def _task(task: str | Task, limit: int | None, seed: int) -> str | Task:
+    """Local tasks with the items wanted; a name of the harness as it is."""
+    if isinstance(task, str):
+        if not task.endswith(_FILES):
+            return task
+        task = load_task(task)
+    return task.take(limit, seed=seed)
+
+
+def _scored(
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[Task],
+    batch_size: int,
+    progress: Callable[[int, int, str], None] | None,
+) -> dict[str, Pair]:
+    total, before, pairs = 2 * sum(len(task.items) for task in tasks), 0, {}
+    for task in tasks:
+
+        def report(done: int, _: int, task: Task = task) -> None:
+            if progress:
+                progress(before + done, total, task.name)  # noqa: B023 - called before the next round
+
+        with softmax(student):
+            teacher = score(student, tokenizer, task, batch_size=batch_size, progress=report)
+        before += len(task.items)
+        pairs[task.name] = Pair(teacher, score(student, tokenizer, task, batch_size=batch_size, progress=report))
+        before += len(task.items)
+    return pairs

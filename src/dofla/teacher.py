@@ -1,0 +1,65 @@
+"""Opening what a recipe names: a teacher, its tokenizer, and text cut into windows."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.data import TokenWindows, token_windows
+from dofla.demo import teacher_path
+from dofla.demo.data import demo_windows
+from dofla.errors import DoflaError
+from dofla.integration.checkpoint import load_model
+from dofla.recipe import DataSpec
+
+
+def windows_of(
+    spec: DataSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
+) -> TokenWindows:
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture."""
+    if spec.source == "demo":
+        return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
+    options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
+    return token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+
+
+def load_teacher(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package)."""
+    path = resolve_model(name)
+    options = {} if dtype is None else {"dtype": dtype_of(dtype)}
+    return load_model(path, **options), load_tokenizer(path)
+
+
+def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer from the first of the folders or hub names that has one."""
+    for place in places:
+        try:
+            return AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+    raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")
+
+
+def resolve_model(name: str) -> str:
+    """The folder or hub name that a recipe's ``model`` stands for."""
+    if name == "demo":
+        return str(teacher_path())
+    if not name.startswith("package:"):
+        return name
+    package, _, inside = name.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        project = package.replace("_", "-")
+        raise DoflaError(f"model {name!r}: the package {package} is not installed: pip install {project}")
+    return str(Path(spec.origin).parent / inside)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``float32``, ``bfloat16`` or ``float16`` as a torch dtype."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise DoflaError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
+    return known[name]

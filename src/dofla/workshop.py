@@ -1,0 +1,189 @@
+"""Where students are made: one teacher, its profile and its text, and a folder in which nothing is made twice."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from transformers import PreTrainedModel
+
+import dofla
+from dofla.allocate import allocate
+from dofla.data import TokenWindows
+from dofla.distill import DIRECT, distill
+from dofla.errors import DoflaError
+from dofla.files import new_folder, read_json, replacing, write_json
+from dofla.integration.checkpoint import WEIGHTS, load_feature_map_tensors, read_tensors, save_adapter
+from dofla.integration.profiler import profile
+from dofla.integration.sampled import sample_features
+from dofla.integration.surgery import linearize, restore
+from dofla.plan import Plan
+from dofla.profile import Profile
+from dofla.recipe import DataSpec, Recipe, StudentSpec
+from dofla.teacher import load_teacher, windows_of
+from dofla.view import View, loss_range
+
+_MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
+
+
+class Workshop:
+    """Makes the students of a recipe.
+
+    Args:
+        recipe: of model, budget, text and training; its list of students is not looked at.
+        folder: keeps the profile and every student; what is finished there is not made again.
+        view: where progress goes.
+    """
+
+    def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
+        self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
+        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype)
+        self._windows: dict[str, TokenWindows] = {}
+        self._profile: Profile | None = None
+
+    def training(self) -> TokenWindows:
+        """Windows to train on, made when first needed."""
+        return self._made("training", self.recipe.data)
+
+    def validation(self) -> TokenWindows:
+        """Held-out windows."""
+        return self._made("validation", self.recipe.validation)
+
+    def _made(self, name: str, spec: DataSpec) -> TokenWindows:
+        if name not in self._windows:
+            self._windows[name] = windows_of(spec, self.model, self.tokenizer, seed=self.recipe.seeds[0])
+        return self._windows[name]
+
+    def profile(self) -> Profile:
+        """The teacher's profile, measured once."""
+        folder, spec = self.folder / "profile", self.recipe.profile
+        if not folder.exists():
+            some = self.training().take(spec.windows)
+            started = time.perf_counter()
+            with self.view.progress("profile") as progress:
+                measured = profile(
+                    self.model,
+                    some,
+                    samples=spec.samples,
+                    batch_size=spec.batch_size,
+                    normalization=spec.normalization,
+                    keep_softmax=sorted(self.recipe.kept_by_all()),
+                    seed=self.recipe.seeds[0],
+                    progress=lambda stage, done, total: progress(done, total, stage),
+                )
+            measured.save(folder)
+            write_json(self.folder / _PROFILED, {"seconds": round(time.perf_counter() - started, 1)})
+        self._profile = self._profile or Profile.load(folder)
+        return self._profile
+
+    def profile_seconds(self) -> float:
+        """How long the profile took, text and model at hand."""
+        return _seconds(self.folder / _PROFILED)
+
+    def plan(self, spec: StudentSpec) -> Plan:
+        """What the student's layers become."""
+        measured = self.profile()
+        skipped = {x.name for x in measured.skipped}
+        return allocate(
+            measured,
+            self.recipe.budget if spec.budget is None else spec.budget,
+            spec.strategy,
+            spec.feature_map,
+            lam=self.recipe.lam,
+            over_heads=spec.over_heads,
+            per_head=spec.per_head,
+            window=spec.window,
+            sinks=spec.sinks,
+            keep_softmax=[name for name in spec.keep_softmax if name not in skipped],
+        )
+
+    def home(self, spec: StudentSpec, seed: int) -> Path:
+        """The student's folder."""
+        return self.folder / "students" / f"{'-'.join(re.findall('[a-z0-9]+', spec.name.lower()))}-seed{seed}"
+
+    @contextmanager
+    def student(self, spec: StudentSpec, seed: int) -> Iterator[PreTrainedModel]:
+        """Within the block the teacher is this student: opened if it was made before, otherwise made and kept."""
+        home, plan = self.home(spec, seed), self.plan(spec)
+        home.mkdir(parents=True, exist_ok=True)
+        plan.save(home / "plan.json")
+        linearize(self.model, plan, seed=seed)
+        try:
+            if (home / "adapter").exists():
+                load_feature_map_tensors(self.model, read_tensors(home / "adapter" / WEIGHTS), str(home / "adapter"))
+            else:
+                self._train(spec, seed, home)
+                save_adapter(self.model, home / "adapter")
+            yield self.model
+        finally:
+            restore(self.model)
+
+    def seconds(self, spec: StudentSpec, seed: int) -> float:
+        """How long the student was trained."""
+        return _seconds(self.home(spec, seed) / _TRAINED)
+
+    def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
+        if spec.start == "leverage":
+            sample_features(
+                self.model, self.training().take(self.recipe.profile.windows), lam=self.recipe.lam, seed=seed
+            )
+        elif spec.start != "random":
+            raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose random or leverage")
+        if not spec.trained:
+            return
+        options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}
+        if options["loss"] == DIRECT:
+            options["rows"] = None
+        with self.view.progress(f"distill {spec.name}, seed {seed}") as progress:
+            history = distill(
+                self.model,
+                self.training(),
+                seed=seed,
+                folder=home / "distill",
+                progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),
+                **options,
+            )
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
+
+
+def _seconds(path: Path) -> float:
+    return read_json(path, "a record of seconds")["seconds"] if path.exists() else 0.0
+
+
+def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
+    """Make ``folder`` with ``data`` as its file ``name``, or see that it holds the same.
+
+    Raises:
+        DoflaError: if it holds something else.
+    """
+    folder = Path(folder)
+    if (folder / name).exists():
+        if yaml.safe_load((folder / name).read_text(encoding="utf-8")) != data:
+            raise DoflaError(f"{folder} exists already, with another recipe: choose another folder or remove it")
+        return
+    with new_folder(folder) as out:
+        write_json(out / _MACHINE, machine())
+        with replacing(out / name) as partial:
+            partial.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware, for the record."""
+    return {
+        "dofla": dofla.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

@@ -1,0 +1,170 @@
+"""Sampling the features of a whole model: what is drawn goes where it belongs, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dofla
+from dofla.attention import Affine
+from dofla.errors import DoflaError
+from dofla.feature_maps import FEATURE_MAPS
+from dofla.feature_maps.base import AffineFeatureMap
+from dofla.integration.profiler import Reservoir
+from dofla.integration.recorder import recording, run_body
+from dofla.integration.sampled import sample_features
+from dofla.integration.surgery import linear_layers
+from dofla.sampling import leverage_features
+
+RAGGED = [6, 10]
+FEW = {"samples": 40, "candidates": 64}
+
+
+class Plain(AffineFeatureMap):
+    """A map that is not prf."""
+
+    def __init__(self, heads, head_dim, features):
+        super().__init__(heads, head_dim, features)
+        self.weight = torch.nn.Parameter(torch.ones(heads, features, head_dim))
+
+    def reset_parameters(self, generator=None):
+        pass
+
+    def affine(self, scaling, dtype):
+        both = Affine(self.weight.to(dtype), torch.zeros(self.heads, self.features, dtype=dtype), 1.0, 0.0)
+        return both, both
+
+
+def student(tiny, features=RAGGED, **config):
+    model = tiny.llama(**config)
+    return dofla.linearize(model, tiny.plan(model, features))
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_each_head_gets_the_draw_of_its_own_vectors(tiny):
+    """Grouped-query heads, ragged M, padding: against one head after another by hand."""
+    model, tokens = student(tiny, [10, 6]), tiny.padded(3, 12)
+    layers = linear_layers(model)
+    reservoirs = {name: Reservoir(40, torch.Generator().manual_seed(5)) for name in layers}
+    scalings = {}
+
+    def look(call):
+        scalings[call.name] = call.scaling
+        reservoirs[call.name].add(call)
+
+    with recording(model, layers, look), torch.inference_mode():
+        run_body(model, tokens)
+    generator = torch.Generator().manual_seed(5)
+    before = parameters(model)
+    assert sample_features(model, tokens, lam=0.01, seed=5, **FEW) is model
+    for name, layer in layers.items():
+        assert reservoirs[name].vectors.shape == (2, 40, 8)
+        for head, count in enumerate([10, 6]):
+            vectors = reservoirs[name].vectors[head]
+            z, log_alpha = leverage_features(vectors, scalings[name], count, 0.01, candidates=64, generator=generator)
+            feature_map = layer.maps[layer.groups.index([head])]
+            torch.testing.assert_close(feature_map.z[0], z.float(), rtol=0, atol=0)
+            torch.testing.assert_close(feature_map.log_alpha[0], log_alpha.float(), rtol=0, atol=0)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if ".dofla." in name}
+    assert model(**tokens).logits.isfinite().all()
+
+
+def test_what_is_padded_plays_no_part(tiny):
+    tokens = tiny.padded(3, 12)
+    other = dict(tokens, input_ids=tokens["input_ids"].where(tokens["attention_mask"] == 1, 7))
+    first, second = student(tiny), student(tiny)
+    sample_features(first, tokens, **FEW)
+    sample_features(second, other, **FEW)
+    for name, parameter in first.named_parameters():
+        assert torch.allclose(parameter, second.get_parameter(name), atol=1e-4), name
+
+
+def test_heads_of_one_group_differ_and_the_seed_decides(tiny):
+    models = [student(tiny, 8) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        sample_features(model, tiny.tokens(2, 24), seed=seed, **FEW)
+    first, again, other = (next(iter(linear_layers(model).values())).maps[0].z for model in models)
+    assert first.shape == (2, 8, 8)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_the_kernel_at_the_vectors_is_closer_than_before(tiny):
+    model, tokens = student(tiny, 64), tiny.tokens(2, 24)
+    name, layer = next(iter(linear_layers(model).items()))
+    calls = []
+    with recording(model, [name], calls.append), torch.inference_mode():
+        run_body(model, {"input_ids": tokens})
+
+    def error():
+        key, scaling = calls[0].key.double(), calls[0].scaling
+        exact = torch.exp(scaling * key @ key.mT)
+        features = layer.maps[0].log_key(key, scaling).exp()
+        return (torch.linalg.norm(features @ features.mT - exact) / torch.linalg.norm(exact)).item()
+
+    with torch.no_grad():
+        before = error()
+        sample_features(model, tokens, candidates=1024)
+        assert error() < 0.6 < 0.9 < before
+
+
+def test_other_models(tiny):
+    bert = tiny.bert()
+    dofla.linearize(bert, tiny.plan(bert, 8))
+    assert sample_features(bert, tiny.padded(3, 12), **FEW)(**tiny.padded(3, 12)).last_hidden_state.isfinite().all()
+    vit = tiny.vit()
+    dofla.linearize(vit, tiny.plan(vit, 8))
+    assert sample_features(vit, tiny.images(2), **FEW)(**tiny.images(2)).last_hidden_state.isfinite().all()
+    half = student(tiny).to(torch.bfloat16)
+    sample_features(half, tiny.tokens(2, 24), proposal="gaussian", **FEW)
+    assert next(iter(linear_layers(half).values())).maps[0].z.dtype == torch.float32
+
+
+def test_progress_names_its_stages(tiny):
+    seen = []
+    sample_features(student(tiny), tiny.tokens(3, 8), batch_size=2, progress=lambda *step: seen.append(step), **FEW)
+    assert seen == [("reading", 1, 2), ("reading", 2, 2), ("drawing", 1, 2), ("drawing", 2, 2)]
+
+
+def test_another_feature_map_is_refused(tiny, monkeypatch):
+    monkeypatch.setitem(FEATURE_MAPS, "plain", Plain)
+    model = tiny.llama()
+    dofla.linearize(model, tiny.plan(model, 8, feature_map="plain"))
+    with pytest.raises(DoflaError, match=r"layer model\.layers\.0\.self_attn has the feature map Plain: only prf"):
+        sample_features(model, tiny.tokens(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"samples": 1}, "samples is 1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"candidates": 7}, "candidates is 7, below the 10 features"),
+        ({"proposal": "best"}, "unknown proposal 'best'"),
+        ({"lam": -1.0}, "lam=-1.0"),
+    ],
+)
+def test_numbers_out_of_range_change_nothing(tiny, options, said):
+    model = student(tiny)
+    before = parameters(model)
+    with pytest.raises(DoflaError, match=said) as caught:
+        sample_features(model, tiny.tokens(2, 8), **options)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_models_that_cannot_be_sampled_are_named(tiny):
+    with pytest.raises(DoflaError, match="not linearised"):
+        sample_features(tiny.llama(), tiny.tokens(2, 8))
+    empty = {"input_ids": tiny.tokens(2, 8), "attention_mask": torch.zeros(2, 8, dtype=torch.int64)}
+    with pytest.raises(DoflaError, match=r"layer model\.layers\.0\.self_attn saw padding only"):
+        sample_features(student(tiny), empty)
+    broken = student(tiny)
+    torch.nn.init.constant_(broken.model.layers[1].self_attn.k_proj.weight, float("nan"))
+    with pytest.raises(DoflaError, match=r"the keys of layer model\.layers\.1\.self_attn hold NaN .* in batch 0"):
+        sample_features(broken, tiny.tokens(2, 8))

@@ -1,0 +1,85 @@
+"""Studies: the shipped ones read, and what they change by scale and by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dofla.errors import DoflaError
+from dofla.finetune import settings_for
+from dofla.reproduce.methods import STRATEGIES, baselines, paper_methods
+from dofla.reproduce.study import SCALES, STUDIES, Study
+
+NAMES = sorted(path.stem for path in STUDIES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shipped_study_is_read_at_every_scale(name, scale):
+    study = Study.of(name, scale, 2)
+    assert study.model
+    assert study.seeds == [0, 1]
+    assert set(study.finetune.tasks) <= {"recall_near", "continuation", *study.tasks.names}
+    known = {"Original", *(spec.name for spec in (*baselines(), *paper_methods()))}
+    assert set(study.finetune.methods) <= known
+    assert Study.from_dict(study.to_dict()) == study
+
+
+def test_gpt2_and_pythia_have_the_papers_settings():
+    gpt2, pythia = Study.of("gpt2"), Study.of("pythia-1b")
+    assert (gpt2.budget, gpt2.lam, gpt2.data.length) == (64, 2**-4, 1024)
+    assert (pythia.budget, pythia.lam, pythia.data.length) == (128, 2**-8, 2048)
+    assert gpt2.distill.batch_size * gpt2.distill.accumulate == 128
+    assert pythia.distill.batch_size * pythia.distill.accumulate == 64
+    for study in (gpt2, pythia):
+        assert study.distill.epochs == 1
+        assert study.distill.steps is None
+        assert study.distill.rows is None
+        assert study.distill.learning_rates == {}  # the map's own: 0.02 for z, 0.2 for alpha
+        assert len(study.tasks.names) == len(study.finetune.tasks) == 7
+        assert study.finetune.learning_rate is None  # the paper's, task by task
+        assert study.finetune.epochs is None
+
+
+def test_the_rates_of_the_paper_are_those_of_its_models():
+    from transformers import GPT2Config, GPTNeoXConfig
+
+    settings = settings_for(GPT2Config(), "winogrande")
+    assert (settings.learning_rate, settings.batch_size, settings.epochs) == (5e-4, 128, 3)
+    pythia = GPTNeoXConfig(hidden_size=2048, num_hidden_layers=16)
+    assert settings_for(pythia, "mmlu").learning_rate == 5e-6
+    assert settings_for(pythia, "mmlu").epochs == 1
+
+
+def test_small_overrides_what_it_names_and_leaves_the_rest():
+    full, small = Study.of("demo", "full"), Study.of("demo", "small")
+    assert small.distill.steps < full.distill.steps
+    assert small.distill.batch_size == full.distill.batch_size
+    assert small.lam == full.lam
+
+
+def test_a_folder_without_a_study_of_its_own_gets_the_general_one(tmp_path):
+    study = Study.of(str(tmp_path), changes=["budget=5", "tasks.items=3"])
+    assert study.model == str(tmp_path)
+    assert (study.budget, study.tasks.items) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": "medium"}, ["medium", "full or small"]),
+        ({"seeds": 0}, ["seeds is 0"]),
+        ({"changes": ["tasks.colour=red"]}, ["demo.yaml", "tasks", "colour"]),
+        ({"changes": ["budget"]}, ["--set", "budget"]),
+    ],
+)
+def test_a_bad_option_is_named(options, words):
+    with pytest.raises(DoflaError) as error:
+        Study.of("demo", **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_papers_rows_are_all_there():
+    assert [spec.name for spec in paper_methods()] == [
+        f"{label}, {loss}" for label in STRATEGIES for loss in ("direct", "softmax", "l2")
+    ]
