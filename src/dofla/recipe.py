@@ -40,8 +40,8 @@ class ProfileSpec:
 class StudentSpec:
     """One row of the comparison.
 
-    ``budget`` and ``loss`` are the recipe's where they are not given; ``start`` is how features begin: ``random``, or
-    ``leverage`` (:func:`dofla.sample_features`).
+    ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
+    features begin: ``random``, or ``leverage`` (:func:`dofla.sample_features`).
     """
 
     name: str = "DoF"
@@ -50,6 +50,8 @@ class StudentSpec:
     over_heads: str = "max"
     per_head: bool = False
     budget: int | None = None
+    lam: float | None = None
+    normalization: str | None = None
     loss: str | None = None
     start: str = "random"
     window: int = 0

@@ -7,13 +7,16 @@ import statistics
 from dofla.error_curve import rank_correlation
 from dofla.recipe import StudentSpec
 from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench
-from dofla.reproduce.methods import trained
+from dofla.reproduce.bench import Bench, per_seed
+from dofla.reproduce.methods import scaled, trained
 from dofla.reproduce.table import Figure, Table
 from dofla.spectrum import NORMALIZATIONS
 
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""
+
+_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("top", -8), ("none", -8)}
+"""Scales at which a student is trained."""
 
 
 def selected_dimensions(bench: Bench) -> Table:
@@ -66,6 +69,7 @@ def scale_of_dof(bench: Bench) -> Table:
     bench.profiled()
     profile = bench.workshop.profile()
     default = [max(row) for row in profile.dof(bench.study.lam)]
+    section, key = ("language", "gap") if bench.is_language_model else ("embeddings", "cosine")
     rows = []
     for normalization in NORMALIZATIONS:
         for exponent in (-4, -8, -12):
@@ -75,18 +79,28 @@ def scale_of_dof(bench: Bench) -> Table:
             widest = Figure.of(max(largest) / statistics.fmean(largest) * bench.study.budget, 0)
             figures = [Figure.of(value, 1) for value in (flat[0], statistics.median(flat), flat[-1])]
             alike = Figure.of(rank_correlation(largest, default), 2)
-            rows.append([normalization, f"2^{exponent}", *figures, widest, alike])
+            quality = None
+            if (normalization, exponent) in _TRAINED:
+                quality = per_seed(bench.evaluations(_student(bench, normalization, exponent)), section, key)
+            rows.append([normalization, f"2^{exponent}", *figures, widest, alike, quality])
     return Table(
         "scale",
         "What the scale of the Gram matrix and λ do",
-        ["normalisation", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement"],
+        ["normalisation", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", key],
         rows,
         notes=[
             "normalisation: unit trace; largest eigenvalue 1; divided by J; none, as printed in Algorithm 1",
             "widest layer: its features under DoF at this study's budget; rank agreement: Spearman's correlation over "
-            f"layers with λ = {bench.study.lam:.3g}, {profile.normalization}",
+            f"layers with λ = {bench.study.lam:.3g}, {profile.normalization}; {key}: of students trained with the "
+            "softmax loss under that allocation, at equal cost",
         ],
     )
+
+
+def _student(bench: Bench, normalization: str, exponent: int) -> StudentSpec:
+    """DoF at that scale, which may be the one that all other tables have."""
+    usual = (bench.workshop.profile().normalization, bench.study.lam)
+    return trained("DoF", "softmax") if (normalization, 2.0**exponent) == usual else scaled(normalization, exponent)
 
 
 def _features(bench: Bench, spec: StudentSpec) -> list[int]:

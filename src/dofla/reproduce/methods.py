@@ -8,7 +8,6 @@ from dofla.recipe import StudentSpec
 
 STRATEGIES = {"Fix": "fixed", "DoF": "dof", "DoF + Clip": "dof_clip"}
 LOSSES = ("direct", "softmax", "l2")
-UNTRAINED, OTHER_MAPS = "untrained", "other maps"
 
 
 def trained(label: str, loss: str, **options: object) -> StudentSpec:
@@ -63,6 +62,7 @@ def over_heads() -> list[StudentSpec]:
     return students
 
 
-def for_encoder(students: list[StudentSpec]) -> list[StudentSpec]:
-    """What can be asked of a model that predicts no next token: nothing that trains on the direct loss."""
-    return [student for student in students if student.loss != "direct"]
+def scaled(normalization: str, exponent: int) -> StudentSpec:
+    """DoF with another scale of the Gram matrix, and λ = 2^exponent."""
+    name = f"DoF, softmax, {normalization} normalised, 2^{exponent}"
+    return replace(trained("DoF", "softmax"), name=name, normalization=normalization, lam=2.0**exponent)
