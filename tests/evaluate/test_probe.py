@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.data import TokenWindows
 from dofla.demo import teacher_path
+from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
 from dofla.evaluate import generation_figures, loss_by_position, passkey_figures, recall_figures
 from dofla.evaluate.probe import PROBES, probe
-from dofla.evaluate.recall import Villagers, WordPairs
+from dofla.evaluate.recall import WordPairs
 from dofla.evaluate.view_probe import probe_view
 
 SIZES = {"lengths": (80,), "count": 2, "batch_size": 2}

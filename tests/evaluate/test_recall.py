@@ -8,9 +8,10 @@ from transformers import AutoTokenizer
 
 import dofla
 from dofla.demo import teacher_path
+from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
 from dofla.evaluate import recall_figures
-from dofla.evaluate.recall import DEPTHS, Question, RecallPrompt, Villagers, WordPairs, pieces
+from dofla.evaluate.recall import DEPTHS, Question, RecallPrompt, WordPairs, pieces
 from dofla.integration.checkpoint import load_model
 
 

@@ -20,11 +20,11 @@ from dofla.cli.options import (
     refuse_existing,
 )
 from dofla.data import TokenWindows
+from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
 from dofla.evaluate import evaluate as measure
 from dofla.evaluate.probe import PROBES
 from dofla.evaluate.probe import probe as look_closer
-from dofla.evaluate.recall import Villagers
 from dofla.evaluate.view_probe import probe_view
 from dofla.files import write_json
 from dofla.integration.surgery import describe

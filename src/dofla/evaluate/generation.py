@@ -111,7 +111,8 @@ def last_logits(model: PreTrainedModel, ids: Tensor, keep: int, **options: Any) 
     """Logits [B, keep, V] after the last ``keep`` tokens of ``ids`` [B, L]; the others, which can be large, are not
     computed where the model can leave them out."""
     if model._supports_logits_to_keep():
-        options["logits_to_keep"] = keep
+        # As places, not as a number: a slice is not contiguous, and its product with a vocabulary many times slower.
+        options["logits_to_keep"] = torch.arange(ids.shape[1] - keep, ids.shape[1], device=ids.device)
     return finite(model(ids, **options).logits[:, -keep:])
 
 

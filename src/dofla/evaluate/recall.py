@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows, batches
-from dofla.demo.documents import NAMES, recall_prompts
 from dofla.errors import DoflaError
 from dofla.evaluate.generation import check_room, last_logits
 from dofla.integration.surgery import softmax
@@ -110,28 +109,6 @@ class WordPairs:
         return RecallPrompt(ids[: questions[-1].position + 1], questions)
 
 
-class Villagers:
-    """The recall texts of the demo: villagers are introduced by trade and name, then one trade is asked for.
-
-    One question per prompt; ``length`` is the number of tokens since the answer was told.
-    """
-
-    name = "villagers"
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def prompts(self, length: int, count: int, seed: int) -> list[RecallPrompt]:
-        return [self._prompt(*told) for told in recall_prompts(count, length, self.tokenizer, seed)]
-
-    def _prompt(self, text: str, name: str) -> RecallPrompt:
-        told = [word for word in re.findall(r"\w+", text) if word in NAMES]
-        ids = self.tokenizer.encode(text)
-        first = [pieces(self.tokenizer, f" {word}")[0] for word in told]
-        depth = told.index(name) / (len(told) - 1)
-        return RecallPrompt(ids, [Question(len(ids) - 1, first[told.index(name)], tuple(first), depth)])
-
-
 @torch.inference_mode()
 def recall_figures(
     student: PreTrainedModel,
@@ -147,7 +124,7 @@ def recall_figures(
 
     Args:
         student: a linearised causal language model; it is its own teacher.
-        source: of the prompts: :class:`WordPairs`, :class:`Villagers`, or any other :class:`RecallText`.
+        source: of the prompts: :class:`WordPairs`, or any other :class:`RecallText`.
         lengths: of the prompts, in tokens.
         count: prompts per length.
         batch_size: prompts per forward pass, padded on the right, where causal attention does not look.

@@ -12,6 +12,7 @@ from dofla.reproduce.bench import Bench
 from dofla.reproduce.cost import generation_time, sample_time, training_time
 from dofla.reproduce.curve import errors_against_size
 from dofla.reproduce.dimensions import dof_per_head, scale_of_dof, selected_dimensions
+from dofla.reproduce.probing import likelihood_and_generation
 from dofla.reproduce.quality import heads, kernel_error, next_token_loss
 from dofla.reproduce.study import Study
 from dofla.reproduce.table import Table
@@ -29,12 +30,13 @@ TABLES: dict[str, Callable[[Bench], Table]] = {
     "11": kernel_error,
     "12": training_time,
     "heads": heads,
+    "probe": likelihood_and_generation,
     "3": task_accuracy,
     "6": dof_against_fixed,
 }
 """By name, in the order in which they build on one another's students."""
 
-_LANGUAGE_ONLY = ("3", "6")
+_LANGUAGE_ONLY = ("3", "6", "probe")
 
 
 def reproduce(
@@ -60,7 +62,7 @@ def reproduce(
     chosen = [name for name in TABLES if name in tables or "all" in tables]
     if not bench.is_language_model:
         if asked := [name for name in tables if name in _LANGUAGE_ONLY]:
-            raise DoflaError(f"table {asked[0]} asks for answers, and {study.model} predicts no next token")
+            raise DoflaError(f"table {asked[0]} asks for next tokens, and {study.model} predicts none")
         chosen = [name for name in chosen if name not in _LANGUAGE_ONLY]
     made = []
     for name in chosen:
