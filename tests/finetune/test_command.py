@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 import typer
 from transformers import AutoModelForCausalLM
@@ -107,3 +108,23 @@ def test_help_fits_a_terminal():
     done = call("--help")
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_papers_tasks_come_from_the_hub_where_there_is_no_file(monkeypatch, tmp_path):
+    rows = [{"sentence": f"a{n} _ b", "option1": "c", "option2": "d", "answer": "1"} for n in range(40)]
+    wsc = {"text": "a he b", "pronoun": "he", "pronoun_loc": 2, "options": ["c", "d"], "label": 0}
+    asked = []
+
+    def load_dataset(path, config, split):
+        asked.append((path, split))
+        return [wsc] * 40 if path.endswith("wsc") else rows
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    train, test, source = train_and_test("winogrande")
+    assert (len(train.items), len(test.items)) == (40, 40)
+    assert asked == [("allenai/winogrande", "train"), ("allenai/winogrande", "validation")]
+    assert "hub" in source
+    train, test, source = train_and_test("wsc273")
+    assert len(train.items) + len(test.items) == 40
+    assert "held out" in source

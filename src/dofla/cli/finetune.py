@@ -15,7 +15,7 @@ from dofla.view import View
 
 def finetune(
     model: Annotated[str, typer.Argument(help="Folder (a student's too), hub name, or 'demo'.")],
-    task: Annotated[str, typer.Option(help="JSONL file to learn, or a task in --tasks-folder.")],
+    task: Annotated[str, typer.Option(help="JSONL file to learn; or a name, from --tasks-folder or the hub.")],
     out: Annotated[Path, typer.Option(help="New folder to write.")],
     test: Annotated[Path | None, typer.Option(help="JSONL file to test on.")] = None,
     tasks_folder: Annotated[

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dofla.errors import DoflaError
 from dofla.tasks import Item, Task, load_task
+from dofla.tasks.hub import HUB, hub_task
 
 _ENDINGS = (".jsonl", ".jsonl.gz")
 
@@ -17,11 +18,11 @@ def train_and_test(
 ) -> tuple[Task, Task, str]:
     """Training items, test items, and in words where they are from.
 
-    Where there is one file only, the items whose id has a hash divisible by 5 are held out: the same in every run.
+    Where there is one set only, the items whose id has a hash divisible by 5 are held out: the same in every run.
 
     Args:
-        task: a JSONL file to learn, or a name that has ``NAME-train.jsonl``, ``NAME-test.jsonl`` (either may be
-            gzipped) or both in ``folder``.
+        task: a JSONL file to learn; or a name that has ``NAME-train.jsonl``, ``NAME-test.jsonl`` (either may be
+            gzipped) or both in ``folder``; or one of the paper's tasks, which comes from the hub then.
         test: a JSONL file to test on, over the one in ``folder``.
         folder: of the tasks given by name; default the current one.
         style: how items become text; default that of a known task of this name, or what the items look like.
@@ -35,6 +36,8 @@ def train_and_test(
         learnt, tested = (_in_folder(Path(folder or "."), f"{task}-{part}") for part in ("train", "test"))
     if test is not None:
         tested = Path(test)
+    if learnt is None and tested is None and folder is None and task in HUB:
+        return from_hub(task)
     if learnt is None and (tested is None or test is not None):
         raise DoflaError(f"no {task}-train.jsonl or {task}-train.jsonl.gz in {folder or '.'}: give --tasks-folder")
     if learnt is not None and tested is not None:
@@ -42,6 +45,14 @@ def train_and_test(
         return train, load_task(tested, name=train.name, style=train.style), f"{learnt} to learn, {tested} to test"
     only = learnt or tested
     return *split(load_task(only, style=style)), f"{only}: a fifth held out to test, by the hash of the ids"
+
+
+def from_hub(name: str) -> tuple[Task, Task, str]:
+    """The same for one of the paper's tasks, from the hub."""
+    where = f"{HUB[name].path} on the hub"
+    if "train" in HUB[name].splits:
+        return hub_task(name, "train"), hub_task(name), where
+    return *split(hub_task(name)), f"{where}: a fifth of its test set held out to test, by the hash of the ids"
 
 
 def split(task: Task) -> tuple[Task, Task]:

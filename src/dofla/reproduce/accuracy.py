@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dofla.demo.tasks import demo_tasks
 from dofla.errors import DoflaError
 from dofla.finetune import finetune, settings_for
-from dofla.finetune.data import split, train_and_test
+from dofla.finetune.data import from_hub, train_and_test
 from dofla.recipe import StudentSpec
 from dofla.reproduce import paper
 from dofla.reproduce.bench import Bench
@@ -21,7 +21,7 @@ from dofla.reproduce.methods import baselines, paper_methods, trained, wide
 from dofla.reproduce.table import Cell, Figure, Table
 from dofla.tasks import Task, load_task
 from dofla.tasks.compare import Pair, average_gain, compare, win_and_tie
-from dofla.tasks.hub import HUB, hub_task
+from dofla.tasks.hub import hub_task
 from dofla.tasks.scores import TaskScores
 from dofla.tasks.scoring import score
 from dofla.workshop import Workshop
@@ -201,9 +201,7 @@ def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: st
 def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
     source, workshop = bench.study.tasks.source, bench.workshop
     if source == "hub":
-        if "train" in HUB[name].splits:
-            return hub_task(name, "train"), hub_task(name)
-        return split(hub_task(name))
+        return from_hub(name)[:2]
     if source == "demo":
         count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
         parts = [demo_tasks(workshop.model, workshop.tokenizer, count, split=part) for part in ("train", "test")]
