@@ -127,7 +127,7 @@ def test_every_table_of_a_language_model(home, name):
 def test_every_table_of_an_encoder_but_those_that_ask_for_answers(home):
     tables, folder = made(home, "minilm")
     assert tables.keys() == TABLES.keys() - {"3", "6", "probe"}
-    assert tables["7"].columns == ["model", "cosine", "Spearman", "state"]
+    assert tables["7"].columns == ["model", "cosine", "Spearman", "attention KL", "state"]
     assert not any("direct" in row[0] for row in tables["7"].rows)
     with pytest.raises(DoflaError, match="table 3 asks for next tokens"):
         reproduce(Study.of("minilm", changes=changes(home, "minilm")), ["3"], folder)

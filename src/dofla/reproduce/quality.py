@@ -26,21 +26,22 @@ def next_token_loss(bench: Bench) -> Table:
     if not bench.is_language_model:
         return _embeddings(runs)
     first = next(iter(runs.values()))[0]
-    teacher = [Figure.of(first["language"]["teacher_loss"]), Figure.of(0.0), Figure.of(0.0), Figure.of(1.0)]
+    teacher = [Figure.of(first["language"]["teacher_loss"]), *map(Figure.of, (0.0, 0.0, 1.0, 0.0))]
     rows: list[list] = [["Original", *teacher, f"{first['softmax_bytes'] / 1024:.0f} KiB"]]
     for name, several in runs.items():
         figures = [per_seed(several, "language", key) for key in ("student_loss", "gap", "kl", "top1_agreement")]
-        rows.append([name, *figures, _state(several)])
+        rows.append([name, *figures, _attention_kl(several), _state(several)])
     return Table(
         "7",
         "Table 7: next-token loss of the distilled models",
-        ["model", "loss", "gap", "KL", "top-1", "state"],
+        ["model", "loss", "gap", "KL", "top-1", "attention KL", "state"],
         rows,
         ["GPT-2", "loss"],
         [list(row) for row in paper.LOSSES.items()],
         [
             f"nats per token, on {first['language']['tokens']} tokens in windows of {first['length']}; gap to the "
-            "original; KL of the next-token distributions; top-1: how often both find the same token likeliest",
+            "original; KL of the next-token distributions; top-1: how often both find the same token likeliest; "
+            "attention KL: of the rows of attention on the original's own inputs, mean of layers",
             "± half the range over seeds, which move the features' start, the order of text, and the rows sampled",
             f"state per sequence; the original's is its key-value cache at {first['length']} tokens",
         ],
@@ -49,13 +50,18 @@ def next_token_loss(bench: Bench) -> Table:
 
 def _embeddings(runs: dict[str, list[dict[str, Any]]]) -> Table:
     rows = [
-        [name, *(per_seed(several, "embeddings", key) for key in ("cosine", "spearman")), _state(several)]
+        [
+            name,
+            *(per_seed(several, "embeddings", key) for key in ("cosine", "spearman")),
+            _attention_kl(several),
+            _state(several),
+        ]
         for name, several in runs.items()
     ]
     return Table(
         "7",
         "Table 7 for an encoder: how well embeddings are kept",
-        ["model", "cosine", "Spearman", "state"],
+        ["model", "cosine", "Spearman", "attention KL", "state"],
         rows,
         notes=[
             "cosine: mean similarity of the teacher's and the student's embedding of a text; Spearman: rank "
@@ -118,8 +124,7 @@ def heads(bench: Bench) -> Table:
     rows = []
     for title, spec in zip(titles, students, strict=True):
         several = bench.evaluations(spec)
-        kl = Figure.of([_mean(run, "kl") for run in several])
-        rows.append([title, per_seed(several, section, key), kl, _state(several)])
+        rows.append([title, per_seed(several, section, key), _attention_kl(several), _state(several)])
     return Table(
         "heads",
         "Features per layer by the largest, the mean, a quantile of its heads; and per head",
@@ -131,6 +136,10 @@ def heads(bench: Bench) -> Table:
 
 def _mean(run: dict[str, Any], key: str) -> float:
     return statistics.fmean(layer[key] for layer in run["layers"].values())
+
+
+def _attention_kl(runs: Sequence[dict[str, Any]]) -> Figure:
+    return Figure.of([_mean(run, "kl") for run in runs])
 
 
 def _state(runs: Sequence[dict[str, Any]]) -> str:
