@@ -15,7 +15,7 @@ from dofla.spectrum import NORMALIZATIONS
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""
 
-_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("top", -8), ("none", -8)}
+_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}
 """Scales at which a student is trained."""
 
 
