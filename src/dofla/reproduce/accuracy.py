@@ -93,10 +93,12 @@ def _against(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) -> 
 
 
 def _methods(bench: Bench) -> list[StudentSpec]:
-    """The paper's rows; of DiJiang's two readings that of the public code, which the paper ran."""
+    """The paper's rows, as far as the study wants them; of DiJiang's two readings that of the public code, which the
+    paper ran."""
     others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
     widest = max(max(x.features_per_head) for x in bench.workshop.plan(trained("DoF", "softmax")).layers)
-    return bench.lineup([*others, *paper_methods(), wide(widest)])
+    rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(widest)}
+    return [spec for name, spec in rows.items() if name in bench.study.tasks.methods or not bench.study.tasks.methods]
 
 
 def _accuracies(several: Sequence[Sequence[TaskScores]]) -> list[Cell]:

@@ -19,13 +19,15 @@ class TasksSpec:
 
     ``source`` is ``demo`` (made for the bundled teacher), a folder of NAME-test.jsonl(.gz) files, or ``hub`` (the
     tasks of lm-evaluation-harness by name). ``items`` are drawn from each; None takes all. ``seeds`` is how many of
-    the study's seeds are asked; None asks all.
+    the study's seeds are asked; None asks all. ``methods`` are the rows of table 3 (``Wide`` for the
+    widened one); none given, all of them.
     """
 
     source: str = "demo"
     names: list[str] = field(default_factory=list)
     items: int | None = 300
     seeds: int | None = None
+    methods: list[str] = field(default_factory=list)
     batch_size: int = 16
 
 
