@@ -125,7 +125,7 @@ def _student_scores(bench: Bench, spec: StudentSpec, seed: int) -> list[TaskScor
 
 
 def _scored(bench: Bench, model: PreTrainedModel) -> dict[str, Any]:
-    tasks, size = _tasks(bench), bench.study.tasks.batch_size
+    tasks, size = bench.tasks("scored", lambda: _tasks(bench)), bench.study.tasks.batch_size
     return {"tasks": [asdict(score(model, bench.workshop.tokenizer, task, batch_size=size)) for task in tasks]}
 
 
@@ -208,7 +208,10 @@ def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
         return from_hub(name)[:2]
     if source == "demo":
         count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
-        parts = [demo_tasks(workshop.model, workshop.tokenizer, count, split=part) for part in ("train", "test")]
+        parts = [
+            bench.tasks(part, lambda part=part: demo_tasks(workshop.model, workshop.tokenizer, count, split=part))
+            for part in ("train", "test")
+        ]
         return tuple(next(task for task in part if task.name == name) for part in parts)
     return train_and_test(name, folder=source)[:2]
 

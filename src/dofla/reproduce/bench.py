@@ -16,6 +16,7 @@ from dofla.files import read_json, write_json
 from dofla.recipe import StudentSpec
 from dofla.reproduce.study import Study
 from dofla.reproduce.table import Figure
+from dofla.tasks import Task
 from dofla.view import View
 from dofla.workshop import Workshop, claim
 
@@ -35,6 +36,13 @@ class Bench:
         self.study, self.folder, self.view = study, Path(folder), view or View(quiet=True)
         self.workshop = Workshop(study, folder, self.view)
         self.spent: dict[str, float] = {}
+        self.asked: dict[str, list[Task]] = {}
+
+    def tasks(self, what: str, make: Callable[[], list[Task]]) -> list[Task]:
+        """Tasks that are made or read once for all students."""
+        if what not in self.asked:
+            self.asked[what] = make()
+        return self.asked[what]
 
     def begin(self) -> None:
         """Count seconds anew."""
