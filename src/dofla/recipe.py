@@ -85,6 +85,11 @@ class EvaluateSpec:
     prompt_tokens: int = 32
     new_tokens: int = 48
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Options of :func:`dofla.evaluate`."""
+        return {"batch_size": self.batch_size, "fidelity_windows": self.fidelity_windows}
+
 
 @dataclass
 class Recipe:

@@ -51,8 +51,7 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, 
     windows = workshop.validation()
     with workshop.student(spec, seed) as model:
         with workshop.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
-            sizes = {k: getattr(options, k) for k in ("batch_size", "fidelity_windows")}
-            figures = evaluate(model, windows, **sizes, seed=seed, progress=progress)
+            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress)
         figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
         if options.prompts and model.can_generate():
             figures["samples"] = continuations(model, workshop.tokenizer, windows, options)

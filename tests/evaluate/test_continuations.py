@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from students import student_of
 
 import dofla
 from dofla.data import TokenWindows
@@ -17,11 +18,6 @@ from dofla.integration.prompt_state import read_prompt
 
 PROMPT, NEW, COUNT = 6, 10, 5
 SIZES = {"prompts": COUNT, "prompt_tokens": PROMPT, "new_tokens": NEW}
-
-
-def student_of(tiny, kind="llama", **plan):
-    model = getattr(tiny, kind)()
-    return dofla.linearize(model, tiny.plan(model, **plan))
 
 
 def windows_of(tiny, count=COUNT):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from students import student_of
 
 import dofla
 from dofla.data import TokenWindows
@@ -15,11 +16,6 @@ from dofla.evaluate.fidelity import attention_fidelity
 from dofla.evaluate.language import next_token_figures
 
 LENGTH = 16
-
-
-def student_of(tiny, kind="llama", **plan):
-    model = getattr(tiny, kind)()
-    return dofla.linearize(model, tiny.plan(model, **plan))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from students import student_of
 
 import dofla
 from dofla.data import TokenWindows, as_windows
@@ -12,11 +13,6 @@ from dofla.integration.recorder import recording
 from dofla.integration.surgery import linear_layers
 
 LENGTH = 18
-
-
-def student_of(tiny, kind, **plan):
-    model = getattr(tiny, kind)()
-    return dofla.linearize(model, tiny.plan(model, **plan))
 
 
 def by_hand(student, batch):

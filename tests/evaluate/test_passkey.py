@@ -6,23 +6,12 @@ import re
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from students import reader_of
 
 import dofla
-from dofla.demo import teacher_path
 from dofla.errors import DoflaError
 from dofla.evaluate import passkey_figures
 from dofla.evaluate.passkey import FILLER, PasskeyText
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(teacher_path())
-
-
-def student_of(tiny, kind="llama", **plan):
-    model = getattr(tiny, kind)(vocab_size=2048)
-    return dofla.linearize(model, tiny.plan(model, **plan))
 
 
 @pytest.mark.parametrize("length", [80, 300, 1000])
@@ -61,7 +50,7 @@ def test_prompts_are_those_of_the_seed(tokenizer):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_figures_are_those_of_whole_texts_read_from_the_start(tiny, tokenizer, kind, batch_size):
-    student, sizes = student_of(tiny, kind), {"lengths": (70,), "depths": (0.0, 1.0), "count": 3, "choices": 3}
+    student, sizes = reader_of(tiny, kind), {"lengths": (70,), "depths": (0.0, 1.0), "count": 3, "choices": 3}
     records = passkey_figures(student, tokenizer, batch_size=batch_size, seed=4, **sizes)
     assert [(row["length"], row["depth"], row["n"]) for row in records] == [(70, 0.0, 3), (70, 1.0, 3)]
     for row in records:
@@ -91,12 +80,12 @@ def by_hand(model, prompt):
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": 256}])
 def test_a_student_whose_attention_is_exact_finds_what_its_teacher_finds(tiny, tokenizer, plan):
     sizes = {"lengths": (80,), "depths": (0.5,), "count": 3, "batch_size": 3}
-    (row,) = passkey_figures(student_of(tiny, **plan), tokenizer, **sizes)
+    (row,) = passkey_figures(reader_of(tiny, **plan), tokenizer, **sizes)
     assert row["student"] == pytest.approx(row["teacher"], rel=1e-4)
 
 
 def test_what_cannot_be_asked_is_refused(tiny, tokenizer):
-    student = student_of(tiny)
+    student = reader_of(tiny)
     for options, message in (
         ({"lengths": (20,)}, "length 20 is too short .* tokens or more"),
         ({"lengths": (400,)}, "256 positions"),

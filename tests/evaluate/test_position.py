@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from students import student_of
 
 import dofla
 from dofla.data import TokenWindows
@@ -16,11 +17,6 @@ from dofla.evaluate.position import ratio_error
 
 LENGTH = 20
 EDGES = [0, 1, 2, 4, 8, 16]
-
-
-def student_of(tiny, kind="llama", **plan):
-    model = getattr(tiny, kind)()
-    return dofla.linearize(model, tiny.plan(model, **plan))
 
 
 def by_hand(student, text):

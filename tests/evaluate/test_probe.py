@@ -7,11 +7,9 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer
+from students import reader_of
 
-import dofla
 from dofla.data import TokenWindows
-from dofla.demo import teacher_path
 from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
 from dofla.evaluate import generation_figures, loss_by_position, passkey_figures, recall_figures
@@ -23,15 +21,9 @@ SIZES = {"lengths": (80,), "count": 2, "batch_size": 2}
 GENERATION = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 6}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(teacher_path())
-
-
 @pytest.fixture
 def student(tiny):
-    model = tiny.llama(vocab_size=2048)
-    return dofla.linearize(model, tiny.plan(model))
+    return reader_of(tiny)
 
 
 def shown(record):

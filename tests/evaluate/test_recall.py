@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from students import reader_of
 
 import dofla
 from dofla.demo import teacher_path
@@ -13,17 +13,6 @@ from dofla.errors import DoflaError
 from dofla.evaluate import recall_figures
 from dofla.evaluate.recall import DEPTHS, Question, RecallPrompt, WordPairs, pieces
 from dofla.integration.checkpoint import load_model
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(teacher_path())
-
-
-def student_of(tiny, kind="llama", **plan):
-    model = getattr(tiny, kind)(vocab_size=2048)
-    return dofla.linearize(model, tiny.plan(model, **plan))
-
 
 # --- the prompts ------------------------------------------------------------------------------------------------------
 
@@ -111,7 +100,7 @@ class Fixed:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_figures_are_those_of_prompts_read_one_by_one(tiny, kind, batch_size):
-    student = student_of(tiny, kind)
+    student = reader_of(tiny, kind)
     records = recall_figures(student, Fixed(), lengths=(8, 12), count=3, batch_size=batch_size, seed=2)
     assert [(row["length"], row["depth"], row["n"]) for row in records] == [
         (8, 0.0, 3), (8, 1.0, 3), (12, 0.0, 3), (12, 1.0, 3)
@@ -147,18 +136,18 @@ def test_the_demos_teacher_knows_its_villagers_and_a_poor_student_does_not(token
 
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": 256}])
 def test_a_student_whose_attention_is_exact_recalls_as_its_teacher(tiny, tokenizer, plan):
-    for row in recall_figures(student_of(tiny, **plan), WordPairs(tokenizer), lengths=(60,), count=4, batch_size=4):
+    for row in recall_figures(reader_of(tiny, **plan), WordPairs(tokenizer), lengths=(60,), count=4, batch_size=4):
         assert row["student"] == pytest.approx(row["teacher"], rel=1e-4)
 
 
 def test_what_cannot_be_asked_is_refused(tiny, tokenizer):
-    student, source = student_of(tiny), WordPairs(tokenizer)
+    student, source = reader_of(tiny), WordPairs(tokenizer)
     for options in ({"lengths": ()}, {"count": 0}):
         with pytest.raises(DoflaError, match="give one length and one prompt"):
             recall_figures(student, source, **options)
     with pytest.raises(DoflaError, match="256 positions"):
         recall_figures(student, source, lengths=(400,), count=1)
     with pytest.raises(DoflaError, match="BertModel"):
-        recall_figures(student_of(tiny, "bert"), source, lengths=(60,), count=1)
+        recall_figures(reader_of(tiny, "bert"), source, lengths=(60,), count=1)
     with pytest.raises(DoflaError, match="batch_size is 0"):
         recall_figures(student, source, lengths=(60,), count=1, batch_size=0)

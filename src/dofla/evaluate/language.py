@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, batches
 from dofla.errors import DoflaError
+from dofla.evaluate.position import predicted
 from dofla.integration.surgery import softmax
 
 _POSITIONS_AT_A_TIME = 8
@@ -62,8 +63,7 @@ def next_token_figures(
 def _compare(teacher: Tensor, student: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Sums over the real positions of each window [B, 5]: positions, losses of both, divergence, agreement."""
     targets = batch["input_ids"][:, 1:]
-    mask = batch.get("attention_mask")
-    real = torch.ones_like(targets) if mask is None else mask[:, 1:] * mask[:, :-1]
+    real = predicted(batch)
     total = torch.zeros(len(targets), 5, device=targets.device)
     # Some positions at a time: they stay in a CPU's cache from one step of the arithmetic to the next.
     for part in torch.arange(targets.shape[1], device=targets.device).split(_POSITIONS_AT_A_TIME):

@@ -59,7 +59,7 @@ def loss_by_position(
             teacher = token_losses(student, batch)
         losses = torch.stack([torch.ones_like(teacher), teacher, token_losses(student, batch)], dim=-1)
         where = torch.bucketize(_positions(batch), ends.to(student.device), right=True)
-        chosen = torch.nn.functional.one_hot(where, len(edges)) * _predicted(batch).unsqueeze(-1)
+        chosen = torch.nn.functional.one_hot(where, len(edges)) * predicted(batch).unsqueeze(-1)
         sums.append(torch.einsum("blk,blf->bkf", chosen.double(), losses.double()).cpu())
         if progress:
             progress(done, len(parts))
@@ -73,6 +73,12 @@ def token_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Loss of each next token [B, L - 1] in nats, float32; DoflaError if a logit is not finite."""
     logits = finite(model(**batch, use_cache=False).logits[:, :-1])
     return -torch.log_softmax(logits, dim=-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+
+
+def predicted(batch: dict[str, Tensor]) -> Tensor:
+    """1 where a real token follows a real one [B, L - 1], which is where a loss counts."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return mask[:, 1:] * mask[:, :-1]
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -106,12 +112,6 @@ def _positions(batch: dict[str, Tensor]) -> Tensor:
     """Real tokens before each token but the last [B, L - 1]."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return (mask.cumsum(dim=1) - 1)[:, :-1].clamp(min=0).contiguous()
-
-
-def _predicted(batch: dict[str, Tensor]) -> Tensor:
-    """1 where a real token follows a real one [B, L - 1]."""
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    return mask[:, 1:] * mask[:, :-1]
 
 
 def _bin(sums: Tensor, first: int, last: int) -> dict[str, Any]:

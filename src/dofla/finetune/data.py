@@ -9,8 +9,7 @@ from pathlib import Path
 from dofla.errors import DoflaError
 from dofla.tasks import Item, Task, load_task
 from dofla.tasks.hub import HUB, hub_task
-
-_ENDINGS = (".jsonl", ".jsonl.gz")
+from dofla.tasks.items import ENDINGS, task_file
 
 
 def train_and_test(
@@ -30,10 +29,10 @@ def train_and_test(
     Raises:
         DoflaError: no such file, or a damaged one; too few items to hold some out.
     """
-    if task.endswith(_ENDINGS):
+    if task.endswith(ENDINGS):
         learnt, tested = Path(task), None
     else:
-        learnt, tested = (_in_folder(Path(folder or "."), f"{task}-{part}") for part in ("train", "test"))
+        learnt, tested = (task_file(folder or ".", f"{task}-{part}") for part in ("train", "test"))
     if test is not None:
         tested = Path(test)
     if learnt is None and tested is None and folder is None and task in HUB:
@@ -64,7 +63,3 @@ def split(task: Task) -> tuple[Task, Task]:
     if not all(parts):
         raise DoflaError(f"task {task.name}: {len(task.items)} items are too few to hold some out: give --test FILE")
     return replace(task, items=parts[0]), replace(task, items=parts[1])
-
-
-def _in_folder(folder: Path, stem: str) -> Path | None:
-    return next((path for ending in _ENDINGS if (path := folder / f"{stem}{ending}").is_file()), None)

@@ -162,9 +162,7 @@ def profile(
     batch_number = 0
 
     def look(call: AttentionCall) -> None:
-        for what, vectors in (("queries", call.query), ("keys", call.key)):
-            if not torch.isfinite(vectors).all():
-                raise DoflaError(f"the {what} of layer {call.name} hold NaN or infinity in batch {batch_number}")
+        call.check_finite(batch_number)
         reservoirs[call.name].add(call)
         tallies[call.name].add(call)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from dofla.attention import LOG_ZERO, exact_scores
+from dofla.errors import DoflaError
 from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
 from dofla.integration.sites import attention_implementation
 
@@ -37,6 +38,12 @@ class AttentionCall:
     weight: Tensor | None
     scaling: float
     causal: bool
+
+    def check_finite(self, batch: int) -> None:
+        """DoflaError naming the layer and the number of the batch if a query or key holds NaN or infinity."""
+        for what, vectors in (("queries", self.query), ("keys", self.key)):
+            if not torch.isfinite(vectors).all():
+                raise DoflaError(f"the {what} of layer {self.name} hold NaN or infinity in batch {batch}")
 
     def log_weights(self, rows: Tensor | None = None) -> Tensor:
         """Log of the teacher's attention [B, H, R, L] for the query rows ``rows`` [R] (default all), float32."""

@@ -74,9 +74,7 @@ def sample_features(
     batch_number = 0
 
     def look(call: AttentionCall) -> None:
-        for what, vectors in (("queries", call.query), ("keys", call.key)):
-            if not torch.isfinite(vectors).all():
-                raise DoflaError(f"the {what} of layer {call.name} hold NaN or infinity in batch {batch_number}")
+        call.check_finite(batch_number)
         scalings[call.name] = call.scaling
         reservoirs[call.name].add(call)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,11 @@ from dofla.reproduce.bench import Bench
 from dofla.reproduce.methods import baselines, paper_methods, trained, wide
 from dofla.reproduce.table import Cell, Figure, Table
 from dofla.tasks import Task, load_task
-from dofla.tasks.compare import Pair, average_gain, compare, win_and_tie
+from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
 from dofla.tasks.hub import hub_task
+from dofla.tasks.items import task_file
 from dofla.tasks.scores import TaskScores
 from dofla.tasks.scoring import score
-from dofla.workshop import Workshop
 
 _METRIC = "acc"
 
@@ -42,7 +44,7 @@ def task_accuracy(bench: Bench) -> Table:
         pairs = [_pairs(teacher, scores) for scores in several]
         measured = [win_and_tie(pair, _METRIC) for pair in pairs]
         curves[spec.name] = measured
-        alike = [statistics.fmean(compare(p.teacher, p.student)[_METRIC]["agreement"] for p in pair) for pair in pairs]
+        alike = [statistics.fmean(agreement(p, _METRIC) for p in pair) for pair in pairs]
         figures = [Figure.of([m["critical"] for m in measured]), Figure.of(alike, spread=False)]
         rows.append([spec.name, *_accuracies(several), *figures, *_finetuned(bench, spec)])
     items = [len(scores) for scores in teacher]
@@ -96,8 +98,7 @@ def _methods(bench: Bench) -> list[StudentSpec]:
     """The paper's rows, as far as the study wants them; of DiJiang's two readings that of the public code, which the
     paper ran."""
     others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
-    widest = max(max(x.features_per_head) for x in bench.workshop.plan(trained("DoF", "softmax")).layers)
-    rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(widest)}
+    rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.workshop)}
     return [spec for name, spec in rows.items() if name in bench.study.tasks.methods or not bench.study.tasks.methods]
 
 
@@ -143,14 +144,14 @@ def _tasks(bench: Bench) -> list[Task]:
         raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
     if spec.source == "hub":
         return [hub_task(name).take(spec.items) for name in spec.names]
-    return [load_task(_file(Path(spec.source), name, "test")).take(spec.items) for name in spec.names]
+    return [load_task(_test_file(spec.source, name)).take(spec.items) for name in spec.names]
 
 
-def _file(folder: Path, name: str, part: str) -> Path:
-    found = [path for ending in ("jsonl.gz", "jsonl") if (path := folder / f"{name}-{part}.{ending}").exists()]
-    if not found:
-        raise DoflaError(f"{folder} has no {name}-{part}.jsonl(.gz): --set tasks.source=FOLDER")
-    return found[0]
+def _test_file(folder: str, name: str) -> Path:
+    found = task_file(folder, f"{name}-test")
+    if found is None:
+        raise DoflaError(f"{folder} has no {name}-test.jsonl(.gz): --set tasks.source=FOLDER")
+    return found
 
 
 def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
@@ -166,18 +167,12 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
     home = bench.workshop.home(spec, seed) if spec else bench.folder / "teacher"
     path = home / f"finetuned-{name}{'' if spec else f'-seed{seed}'}.json"
 
-    def make() -> dict[str, Any]:
-        # Fine-tuning changes the weights, so it has a model of its own.
-        workshop = Workshop(bench.study, bench.folder, bench.view)
-        if spec is None:
-            return _learned(bench, workshop.model, seed, name, "Original")
-        with workshop.student(spec, seed) as model:
-            return _learned(bench, model, seed, name, spec.name)
-
-    if spec and not path.exists():
-        with bench.workshop.student(spec, seed):  # made and kept, if it was not yet
-            pass
-    return bench.measured(path, make)
+    if not path.exists():
+        who = spec.name if spec else "Original"
+        with bench.workshop.student(spec, seed) if spec else nullcontext(bench.workshop.model) as model:
+            # Fine-tuning changes the weights, so it gets a copy.
+            bench.measured(path, lambda: _learned(bench, copy.deepcopy(model), seed, name, who))
+    return bench.measured(path, dict)
 
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows
-from dofla.errors import DoflaError
+from dofla.distill import DIRECT
 from dofla.evaluate import evaluate
 from dofla.files import read_json, write_json
 from dofla.recipe import StudentSpec
+from dofla.reproduce.methods import LOSSES
 from dofla.reproduce.study import Study
 from dofla.reproduce.table import Figure
 from dofla.tasks import Task
@@ -58,9 +58,23 @@ class Bench:
         """Whether the model predicts next tokens; an encoder is judged by its embeddings."""
         return self.workshop.model.can_generate()
 
+    @property
+    def quality(self) -> tuple[str, str]:
+        """The figure that says how good a student is: section and key of :func:`dofla.evaluate`."""
+        return ("language", "gap") if self.is_language_model else ("embeddings", "cosine")
+
+    @property
+    def losses(self) -> list[str]:
+        """Those of the paper's that this model can be trained by."""
+        return [loss for loss in LOSSES if self._has(loss)]
+
     def lineup(self, students: Sequence[StudentSpec]) -> list[StudentSpec]:
-        """Those of the students that can be made of this model: an encoder has no next-token loss to train on."""
-        return [s for s in students if self.is_language_model or s.loss != "direct"]
+        """Those of the students that can be made of this model."""
+        return [s for s in students if self._has(s.loss)]
+
+    def _has(self, loss: str | None) -> bool:
+        """An encoder has no next-token loss to train on."""
+        return self.is_language_model or loss != DIRECT
 
     def measured(self, path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What ``path`` holds, made first if need be."""
@@ -93,14 +107,13 @@ class Bench:
 
     def evaluations(self, spec: StudentSpec) -> list[dict[str, Any]]:
         """The figures of :func:`dofla.evaluate`, per seed."""
-        windows, sizes = self.workshop.validation(), self.study.evaluate
-        options = {"batch_size": sizes.batch_size, "fidelity_windows": sizes.fidelity_windows}
+        windows, sizes = self.workshop.validation(), self.study.evaluate.sizes
         return [
             self.of_student(
                 spec,
                 seed,
                 "evaluation",
-                lambda model, seed=seed: evaluate(model, windows, **options, seed=seed),
+                lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed),
             )
             for seed in self.study.seeds
         ]
@@ -109,13 +122,6 @@ class Bench:
         """See that there is a profile, and count its seconds."""
         self.workshop.profile()
         self.spent["profile"] = self.workshop.profile_seconds()
-
-    def token_windows(self) -> TokenWindows:
-        """Held-out windows, of a model that reads tokens."""
-        windows = self.workshop.validation()
-        if not isinstance(windows, TokenWindows):
-            raise DoflaError("this table needs a model that reads tokens")
-        return windows
 
 
 def per_seed(runs: Sequence[dict[str, Any]], *keys: str, digits: int = 3, spread: bool = True) -> Figure:

@@ -105,8 +105,7 @@ def _operations(sites: dict, plan: Plan | None, context: int) -> int:
 
 def sample_time(bench: Bench) -> Table:
     """Table 5: milliseconds per training sample."""
-    losses = [loss for loss in LOSSES if bench.is_language_model or loss != DIRECT]
-    record = bench.measured(bench.folder / "cost" / "sample.json", lambda: _sample(bench, losses))
+    record = bench.measured(bench.folder / "cost" / "sample.json", lambda: _sample(bench))
     base = record["milliseconds"]["softmax"]
     rows = [[loss, Figure.of(value, 1), Figure.of(value / base, 2)] for loss, value in record["milliseconds"].items()]
     options = bench.study.distill
@@ -125,10 +124,10 @@ def sample_time(bench: Bench) -> Table:
     )
 
 
-def _sample(bench: Bench, losses: list[str]) -> dict[str, Any]:
+def _sample(bench: Bench) -> dict[str, Any]:
     options, model = vars(bench.study.distill), bench.workshop.model
     milliseconds = {}
-    for loss in losses:
+    for loss in bench.losses:
         times = [time.perf_counter()]
         linearize(model, bench.workshop.plan(trained("Fix", "softmax")))
         try:
@@ -151,7 +150,7 @@ def _sample(bench: Bench, losses: list[str]) -> dict[str, Any]:
 
 def training_time(bench: Bench) -> Table:
     """Table 12: seconds of feature training per method, and of Algorithm 1."""
-    losses = [loss for loss in LOSSES if bench.is_language_model or loss != DIRECT]
+    losses = bench.losses
     rows: list[list] = []
     for label in STRATEGIES:
         cells = []

@@ -69,7 +69,7 @@ def scale_of_dof(bench: Bench) -> Table:
     bench.profiled()
     profile = bench.workshop.profile()
     default = [max(row) for row in profile.dof(bench.study.lam)]
-    section, key = ("language", "gap") if bench.is_language_model else ("embeddings", "cosine")
+    section, key = bench.quality
     rows = []
     for normalization in NORMALIZATIONS:
         for exponent in (-4, -8, -12):

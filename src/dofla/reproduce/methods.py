@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dofla.recipe import StudentSpec
+from dofla.workshop import Workshop
 
 STRATEGIES = {"Fix": "fixed", "DoF": "dof", "DoF + Clip": "dof_clip"}
 LOSSES = ("direct", "softmax", "l2")
@@ -44,8 +45,9 @@ def other_maps() -> list[StudentSpec]:
     ]
 
 
-def wide(features: int) -> StudentSpec:
+def wide(workshop: Workshop) -> StudentSpec:
     """As many features in every layer as DoF gives to its widest: more state, for the question whether that helps."""
+    features = max(max(layer.features_per_head) for layer in workshop.plan(trained("DoF", "softmax")).layers)
     return replace(trained("Fix", "softmax"), name=f"Wide ({features} everywhere), softmax", budget=features)
 
 

@@ -81,7 +81,7 @@ def _probed(bench: Bench, student: StudentSpec) -> list[dict[str, Any]]:
     sizes = {k: getattr(spec, k) for k in ("prompts", "prompt_tokens", "new_tokens", "lengths", "count", "batch_size")}
 
     def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
-        windows = bench.token_windows()
+        windows = workshop.validation()
         return probe(model, workshop.tokenizer, windows, wanted=wanted, recall_text=text, seed=seed, **sizes)
 
     return [

@@ -16,8 +16,7 @@ from dofla.reproduce.table import Figure, Table
 
 def all_methods(bench: Bench) -> list[StudentSpec]:
     """The rows of tables 3 and 7 that this model can have."""
-    widest = max(max(x.features_per_head) for x in bench.workshop.plan(trained("DoF", "softmax")).layers)
-    return bench.lineup([*baselines(), leverage(), *paper_methods(), wide(widest), *other_maps()])
+    return bench.lineup([*baselines(), leverage(), *paper_methods(), wide(bench.workshop), *other_maps()])
 
 
 def next_token_loss(bench: Bench) -> Table:
@@ -98,9 +97,9 @@ def kernel_error(bench: Bench) -> Table:
 
 def _correlations(bench: Bench) -> dict[str, Any]:
     """Does a figure of the layers rank students as their loss does? Over the students that were trained."""
-    chosen = [spec for spec in bench.lineup(paper_methods()) if spec.trained]
+    chosen = bench.lineup(paper_methods())
     several = [bench.evaluations(spec) for spec in chosen]
-    section, key = ("language", "gap") if bench.is_language_model else ("embeddings", "cosine")
+    section, key = bench.quality
     quality = [statistics.fmean(run[section][key] for run in runs) for runs in several]
     values = {
         name: rank_correlation([statistics.fmean(_mean(run, name) for run in runs) for runs in several], quality)
@@ -120,15 +119,14 @@ def heads(bench: Bench) -> Table:
     titles = ["Fix", "DoF, largest head (paper)", "DoF + Clip, largest head (paper)"]
     students += over_heads()
     titles += [spec.name for spec in over_heads()]
-    section, key = ("language", "gap") if bench.is_language_model else ("embeddings", "cosine")
     rows = []
     for title, spec in zip(titles, students, strict=True):
         several = bench.evaluations(spec)
-        rows.append([title, per_seed(several, section, key), _attention_kl(several), _state(several)])
+        rows.append([title, per_seed(several, *bench.quality), _attention_kl(several), _state(several)])
     return Table(
         "heads",
         "Features per layer by the largest, the mean, a quantile of its heads; and per head",
-        ["model", key, "attention KL", "state"],
+        ["model", bench.quality[-1], "attention KL", "state"],
         rows,
         notes=["softmax loss; the reviewers asked for the mean and for numbers per head, the paper has the largest"],
     )

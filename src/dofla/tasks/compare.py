@@ -51,7 +51,6 @@ def compare(teacher: TaskScores, student: TaskScores, *, seed: int = 0) -> dict[
     pair = Pair(teacher, student)
     figures: dict[str, Any] = {"task": teacher.task, "items": len(teacher)}
     for metric in METRICS:
-        same = [a == b for a, b in zip(teacher.chosen(metric), student.chosen(metric), strict=True)]
         gains = _gains(pair, metric)
         drawn = _resampled(gains, DRAWS, torch.Generator().manual_seed(seed))
         figures[metric] = {
@@ -61,9 +60,15 @@ def compare(teacher: TaskScores, student: TaskScores, *, seed: int = 0) -> dict[
             "student_stderr": student.stderr(metric),
             "difference": float(gains.mean()),
             "difference_interval": _interval(drawn, 0.95).tolist(),
-            "agreement": sum(same) / len(same),
+            "agreement": agreement(pair, metric),
         }
     return figures
+
+
+def agreement(pair: Pair, metric: str = "acc") -> float:
+    """Share of items, 0 to 1, where teacher and student choose the same; DoflaError if ``metric`` is unknown."""
+    same = [a == b for a, b in zip(pair.teacher.chosen(metric), pair.student.chosen(metric), strict=True)]
+    return sum(same) / len(same)
 
 
 def win_and_tie(

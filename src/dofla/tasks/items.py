@@ -13,6 +13,9 @@ from typing import Any
 from dofla.errors import DoflaError
 from dofla.tasks.styles import STYLES, style_of
 
+ENDINGS = (".jsonl", ".jsonl.gz")
+"""Of a task's file."""
+
 
 @dataclass(frozen=True)
 class Item:
@@ -85,6 +88,11 @@ def load_task(path: str | Path, *, name: str | None = None, style: str | None = 
     if not items:
         raise DoflaError(f"task file {path} holds no items: it needs one JSON object a line")
     return Task(name, style or style_of(name, [item.question for item in items]), items)
+
+
+def task_file(folder: str | Path, stem: str) -> Path | None:
+    """``STEM.jsonl`` or ``STEM.jsonl.gz`` in ``folder``; None if there is neither."""
+    return next((path for ending in ENDINGS if (path := Path(folder) / f"{stem}{ending}").is_file()), None)
 
 
 def name_of(path: str | Path) -> str:

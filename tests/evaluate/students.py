@@ -1,0 +1,20 @@
+"""Students of the tiny models."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+import dofla
+
+
+def student_of(tiny, kind="llama", **plan) -> PreTrainedModel:
+    return _linearized(tiny, getattr(tiny, kind)(), plan)
+
+
+def reader_of(tiny, kind="llama", **plan) -> PreTrainedModel:
+    """The same with the vocabulary of the demo's tokenizer."""
+    return _linearized(tiny, getattr(tiny, kind)(vocab_size=2048), plan)
+
+
+def _linearized(tiny, model, plan) -> PreTrainedModel:
+    return dofla.linearize(model, tiny.plan(model, **plan))
