@@ -181,16 +181,16 @@ def test_a_layer_with_hardly_any_degrees_of_freedom_keeps_one_feature():
     ("over_heads", "expected"), [("max", [12, 4]), ("mean", [8, 8]), ("q100", [12, 4]), ("q75", [10, 6])]
 )
 def test_a_layers_number_comes_from_its_heads(over_heads, expected):
-    assert features(allocate(known([[3.0, 1.0, 2.0], [2.0, 2.0, 2.0]]), 8, over_heads="mean")) == [8, 8]
+    assert features(allocate(known([[3.0, 1.0, 2.0], [2.0, 2.0, 2.0]]), 8, "dof", over_heads="mean")) == [8, 8]
     profile = known([[9.0, 0.0, 0.0], [3.0, 3.0, 3.0]])
-    assert features(allocate(profile, 8, over_heads=over_heads)) == expected
+    assert features(allocate(profile, 8, "dof", over_heads=over_heads)) == expected
 
 
 def test_with_per_head_each_head_gets_its_own_share_of_the_same_budget():
     profile = known([[9.0, 1.0, 2.0], [4.0, 4.0, 4.0]])
-    plan = allocate(profile, 8, per_head=True)
+    plan = allocate(profile, 8, "dof", per_head=True)
     assert features(plan) == [[18, 2, 4], 8]
-    assert numbers(plan) == numbers(allocate(profile, 8))
+    assert numbers(plan) == numbers(allocate(profile, 8, "dof"))
     clipped = allocate(known([[90.0, 10.0], [50.0, 50.0]]), 50, "dof_clip", per_head=True)
     assert features(clipped) == [[64, 10], 50]
     assert features(allocate(profile, 8, "fixed", per_head=True)) == [8, 8]
@@ -198,13 +198,13 @@ def test_with_per_head_each_head_gets_its_own_share_of_the_same_budget():
 
 def test_window_and_sinks_are_paid_for_at_the_price_of_features():
     # A token costs 2·64 numbers, a feature 66: 4 tokens are paid with 512 / 66 features, rounded up.
-    plan = allocate(known([1.0]), 32, window=3, sinks=1)
+    plan = allocate(known([1.0]), 32, "dof", window=3, sinks=1)
     assert features(plan) == [32 - math.ceil(512 / 66)]
 
 
 def test_layers_kept_softmax_take_no_part():
     profile = known([5.0, 1.0, 3.0], skipped=[SkippedLayer("odd", 2, 16, 8, "asked for")])
-    plan = allocate(profile, 16, keep_softmax=["layers.0", "odd"])
+    plan = allocate(profile, 16, "dof", keep_softmax=["layers.0", "odd"])
     kept = {x.name: x.keep_softmax for x in plan.layers}
     assert kept == {"layers.0": True, "layers.1": False, "layers.2": False, "odd": True}
     assert [plan[f"layers.{n}"].features for n in (1, 2)] == [8, 24]
@@ -212,7 +212,7 @@ def test_layers_kept_softmax_take_no_part():
 
 
 def test_all_layers_may_be_kept_softmax():
-    plan = allocate(known([5.0, 1.0]), keep_softmax=["layers.0", "layers.1"])
+    plan = allocate(known([5.0, 1.0]), strategy="dof", keep_softmax=["layers.0", "layers.1"])
     assert all(x.keep_softmax for x in plan.layers)
     assert plan.state_bytes() == 0
 
@@ -228,7 +228,7 @@ def test_the_plan_records_how_it_was_made():
         "per_head": False,
         "normalization": "top",
     }
-    assert allocate(known([1.0]), 4).made_by["normalization"] == "trace"
+    assert allocate(known([1.0]), 4, "dof").made_by["normalization"] == "trace"
 
 
 def test_lambda_and_normalization_reach_the_spectra():
@@ -238,10 +238,10 @@ def test_lambda_and_normalization_reach_the_spectra():
     profile = Profile("teacher", layers, samples=8, tokens=8, source="here", seed=0)
     for lam, normalization in ((1e-3, "trace"), (0.1, "top")):
         dof = [row[0] for row in profile.dof(lam, normalization)]
-        got = features(allocate(profile, 500, lam=lam, normalization=normalization))
+        got = features(allocate(profile, 500, "dof", lam=lam, normalization=normalization))
         assert got[0] == pytest.approx(1000 * dof[0] / sum(dof), abs=1)
         assert sum(got) == 1000
-    assert features(allocate(profile, 500, lam=1e-3)) != features(allocate(profile, 500, lam=0.1))
+    assert features(allocate(profile, 500, "dof", lam=1e-3)) != features(allocate(profile, 500, "dof", lam=0.1))
 
 
 @pytest.mark.parametrize(

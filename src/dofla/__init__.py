@@ -1,21 +1,27 @@
 """Turn pretrained softmax transformers into linear-attention models.
 
-    profile = dofla.profile(model, tokens)
-    plan    = dofla.allocate(profile, budget=64, strategy="dof", feature_map="prf")
-    student = dofla.linearize(model, plan)
-    dofla.distill(student, tokens, loss="softmax")
+    student = dofla.linearize(model, budget=64)
+    dofla.distill(student, tokens)
     student.save_pretrained("out")
+
+or, with every layer given the state that it needs,
+
+    profile = dofla.profile(model, tokens)
+    curves  = dofla.measure_curves(model, tokens)
+    plan    = dofla.allocate(profile, budget=64, strategy="measured", curves=curves)
+    student = dofla.linearize(model, plan)
 
 After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")`` loads the student.
 """
 
 import dofla.integration  # noqa: F401 - registers dofla with transformers
 from dofla.allocate import allocate
+from dofla.curves import Curves
 from dofla.data import TokenWindows, token_windows
-from dofla.distill import distill
+from dofla.distill import distill, distill_end_to_end, measure_curves
 from dofla.errors import DoflaError
 from dofla.evaluate import evaluate
-from dofla.integration.checkpoint import load, save_adapter
+from dofla.integration.checkpoint import load, merge_lora, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
 from dofla.integration.sampled import sample_features
@@ -26,6 +32,7 @@ from dofla.profile import Profile
 __version__ = "0.1.0"
 
 __all__ = [
+    "Curves",
     "DoflaError",
     "LayerPlan",
     "Plan",
@@ -33,10 +40,13 @@ __all__ = [
     "TokenWindows",
     "allocate",
     "distill",
+    "distill_end_to_end",
     "evaluate",
     "linearize",
     "load",
     "load_state",
+    "measure_curves",
+    "merge_lora",
     "profile",
     "read_prompt",
     "restore",

@@ -1,21 +1,23 @@
-"""Allocate: from a Profile and a budget to a Plan (arXiv 2507.03340, section 3, Algorithm 1).
+"""Allocate: from a Profile and a budget to a Plan.
 
-The budget is in features per KV head, averaged over the layers, as in the paper; what is compared is state bytes, so
-a window and sinks, which cost bytes as well, are paid for out of the same budget.
+The budget is in features per KV head, averaged over the layers, as in arXiv 2507.03340 (section 3, Algorithm 1); what
+is compared is state bytes, so a window and sinks, which cost bytes as well, are paid for out of the same budget.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
+from dofla.curves import Curves, Shape, choose
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
+from dofla.hybrid import HeadCost, split
 from dofla.plan import LayerPlan, Plan, is_whole
 from dofla.profile import LayerProfile, Profile
 from dofla.spectrum import DEFAULT_LAMBDA, check_lambda
@@ -80,33 +82,44 @@ def over_heads_function(name: str) -> Callable[[Sequence[float]], float]:
     raise DoflaError(f"unknown over_heads {name!r}: choose max, mean, or a quantile in percent such as q75")
 
 
+HYBRID = ("hybrid", "measured")
+"""Strategies that spend bytes on a window and sinks as well: the same everywhere, or by measured error curves."""
+
+
 def allocate(
     profile: Profile,
     budget: int = 64,
-    strategy: str = "dof",
-    feature_map: str = "prf",
+    strategy: str = "hybrid",
+    feature_map: str | None = None,
     *,
+    curves: Curves | None = None,
+    context: int | None = None,
     lam: float = DEFAULT_LAMBDA,
     over_heads: str = "max",
     per_head: bool = False,
     normalization: str | None = None,
-    window: int = 0,
-    sinks: int = 0,
+    window: int | None = None,
+    sinks: int | None = None,
     keep_softmax: Sequence[str] = (),
 ) -> Plan:
-    """Give each layer its number of features.
+    """Give each layer its state.
 
     Args:
         profile: of the teacher.
-        budget: features per KV head, averaged over the layers that are linearised.
-        strategy: a name in :data:`STRATEGIES`.
-        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        budget: the bytes of so many features per KV head, averaged over the layers that are linearised.
+        strategy: ``hybrid``, a window, sinks and features in every layer alike; ``measured``, of each what the error
+            curves say; or one of the paper's, a name in :data:`STRATEGIES`.
+        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`; default ``mlp`` for hybrid layers, ``prf`` for
+            the paper's.
+        curves: for ``measured``, from :func:`dofla.measure_curves`.
+        context: for ``measured``: layers may stay softmax where their cache at so many tokens is worth its bytes.
         lam: tolerance λ of the degrees of freedom; only its size relative to the spectra matters.
         over_heads: how a layer's number comes from its heads': ``max`` (paper), ``mean``, or a quantile in percent,
             such as ``q75``.
         per_head: give each KV head a number of its own instead, by its own degrees of freedom.
         normalization: of the Gram matrices; default the profile's.
-        window, sinks: exact tokens per layer, paid for out of the budget.
+        window, sinks: exact tokens per layer, paid for out of the budget; default: none with the paper's strategies,
+            what :func:`dofla.hybrid.split` finds for ``hybrid``. Not for ``measured``.
         keep_softmax: names of layers to leave as they are.
 
     Returns:
@@ -114,43 +127,107 @@ def allocate(
 
     Raises:
         DoflaError: unknown strategy, feature map, normalisation or layer; λ ≤ 0; a budget too small for one feature
-            per layer.
+            per layer; ``measured`` without curves, or with those of another model.
     """
     check_lambda(lam)
-    if strategy not in STRATEGIES:
-        raise DoflaError(f"unknown strategy {strategy!r}: choose one of {', '.join(sorted(STRATEGIES))}")
+    if strategy not in STRATEGIES and strategy not in HYBRID:
+        raise DoflaError(f"unknown strategy {strategy!r}: choose one of {', '.join(sorted([*STRATEGIES, *HYBRID]))}")
     summary = over_heads_function(over_heads)
+    feature_map = feature_map or ("mlp" if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
-    for what, number in (("budget", budget), ("window", window), ("sinks", sinks)):
+    for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
         if not is_whole(number) or number < 0:
             raise DoflaError(f"{what} is {number!r}: give a whole number, 0 or more")
     names = [layer.name for layer in (*profile.layers, *profile.skipped)]
     for name in keep_softmax:
         if name not in names:
             raise DoflaError(f"keep_softmax names {name!r}, which is no layer of this profile: it has {names[0]}, ...")
-    rows = zip(profile.layers, profile.dof(lam, normalization), strict=True)
-    chosen = {layer.name: (layer, row) for layer, row in rows if layer.name not in keep_softmax}
-    counts: dict[str, int | list[int]] = {}
-    if chosen:
-        numbers = {
-            name: [_unit(layer, [dof]) for dof in row] if per_head else [_unit(layer, row, summary)]
-            for name, (layer, row) in chosen.items()
-        }
-        units = list(itertools.chain(*numbers.values()))
-        average = _features_left([layer for layer, _ in chosen.values()], budget, window, sinks)
-        each = iter(_round(units, STRATEGIES[strategy](units, average), average))
-        for name, own in numbers.items():
-            given = [next(each) for _ in own]
-            counts[name] = given if len(set(given)) > 1 else given[0]
+    dof = profile.dof(lam, normalization)
+    rows = {x.name: row for x, row in zip(profile.layers, dof, strict=True) if x.name not in keep_softmax}
+    chosen = [layer for layer in profile.layers if layer.name in rows]
+    itemsize = profile.itemsize
+    if strategy == "measured":
+        sizes = _measured(chosen, budget, itemsize, curves, context, window, sinks)
+    elif strategy == "hybrid" and window is None and sinks is None:
+        sizes = {x.name: _even(x, budget, itemsize) for x in chosen}
+    else:
+        exact = (window or 0, sinks or 0)
+        counts = _counts(chosen, rows, STRATEGIES.get(strategy, fixed), summary, per_head, budget, *exact, itemsize)
+        sizes = {name: (count, *exact) for name, count in counts.items()}
     plans = [
-        LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, counts[x.name], window, sinks, feature_map)
-        if x.name in counts
+        LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, *sizes[x.name], feature_map)
+        if sizes.get(x.name) is not None
         else LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, keep_softmax=True)
         for x in (*profile.layers, *profile.skipped)
     ]
-    made_by = {"strategy": strategy, "budget": budget, "lambda": lam, "over_heads": over_heads}
-    made_by |= {"per_head": per_head, "normalization": normalization or profile.normalization}
+    made_by: dict[str, object] = {"strategy": strategy, "budget": budget}
+    if strategy in STRATEGIES:
+        made_by |= {"lambda": lam, "over_heads": over_heads, "per_head": per_head}
+        made_by |= {"normalization": normalization or profile.normalization}
+    if context is not None:
+        made_by["context"] = context
     return Plan(plans, profile.model, made_by)
+
+
+Size = tuple[int | list[int], int, int]
+"""(features, window, sinks) of a layer."""
+
+
+def _even(layer: LayerProfile, budget: int, itemsize: int) -> Size:
+    cost = HeadCost.of(layer.head_dim, layer.value_dim, itemsize)
+    if budget < 1:
+        raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
+    return split(budget * cost.feature, cost)
+
+
+def _measured(
+    layers: Sequence[LayerProfile],
+    budget: int,
+    itemsize: int,
+    curves: Curves | None,
+    context: int | None,
+    window: int | None,
+    sinks: int | None,
+) -> dict[str, Size | None]:
+    if curves is None:
+        raise DoflaError("strategy measured goes by error curves: give curves=dofla.measure_curves(model, tokens)")
+    if window is not None or sinks is not None:
+        raise DoflaError("strategy measured chooses window and sinks itself: leave them out, or take strategy hybrid")
+    by_name = {curve.name: curve for curve in curves.layers}
+    missing = [layer.name for layer in layers if layer.name not in by_name]
+    if missing:
+        raise DoflaError(f"the error curves say nothing of layer {missing[0]}: they are of another model; measure them")
+    shapes = {x.name: Shape(x.kv_heads, HeadCost.of(x.head_dim, x.value_dim, itemsize)) for x in layers}
+    total = budget * sum(shape.kv_heads * shape.cost.feature for shape in shapes.values())
+    choices = choose([by_name[layer.name] for layer in layers], shapes, total, context)
+    return {name: choice.size for name, choice in choices.items()}
+
+
+def _counts(
+    layers: Sequence[LayerProfile],
+    dof: Mapping[str, Sequence[float]],
+    strategy: Strategy,
+    summary: Callable[[Sequence[float]], float],
+    per_head: bool,
+    budget: int,
+    window: int,
+    sinks: int,
+    itemsize: int,
+) -> dict[str, int | list[int]]:
+    """Features of each layer, or of each of its heads, once window and sinks are paid for."""
+    if not layers:
+        return {}
+    numbers = {
+        x.name: [_unit(x, [n]) for n in dof[x.name]] if per_head else [_unit(x, dof[x.name], summary)] for x in layers
+    }
+    units = list(itertools.chain(*numbers.values()))
+    average = _features_left(layers, budget, window, sinks, itemsize)
+    each = iter(_round(units, strategy(units, average), average))
+    counts: dict[str, int | list[int]] = {}
+    for name, own in numbers.items():
+        given = [next(each) for _ in own]
+        counts[name] = given if len(set(given)) > 1 else given[0]
+    return counts
 
 
 def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence[float]], float] | None = None) -> Unit:
@@ -161,10 +238,11 @@ def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence
     return Unit(summary(dof), cost * layer.kv_heads, layer.head_dim)
 
 
-def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sinks: int) -> Fraction:
+def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sinks: int, itemsize: int) -> Fraction:
     """Average number of features once window and sinks are paid for."""
-    cost = sum(x.kv_heads * (x.value_dim + 2) for x in layers)
-    exact = sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in layers)
+    costs = [(x.kv_heads, HeadCost.of(x.head_dim, x.value_dim, itemsize)) for x in layers]
+    cost = sum(heads * head.feature for heads, head in costs)
+    exact = sum((window + sinks) * heads * head.token for heads, head in costs)
     average = Fraction(budget * cost - exact, cost)
     if average < 1:
         after = f" after a window of {window} and {sinks} sinks" if window or sinks else ""

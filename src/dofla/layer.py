@@ -119,12 +119,16 @@ class LinearAttention(nn.Module):
         approximate = self.join(scores, query.shape[1] // key.shape[1])
         if not (self.window or self.sinks):
             return approximate
-        exact = exact_scores(query, key, scaling)
-        distance = rows[:, None] - torch.arange(key.shape[-2], device=rows.device)
+        near = self.seen_exactly(rows, key.shape[-2], weight=weight, causal=causal)
+        return torch.where(near, exact_scores(query, key, scaling), approximate)
+
+    def seen_exactly(self, rows: Tensor, length: int, *, weight: Tensor | None, causal: bool) -> Tensor:
+        """Which of ``length`` keys the query ``rows`` [R] see in the window or as sinks: [B or 1, 1, R, length]."""
+        distance = rows[:, None] - torch.arange(length, device=rows.device)
         near = ((distance if causal else distance.abs()) < self.window)[None]
         real = torch.ones_like(near[:, 0], dtype=torch.bool) if weight is None else weight > 0
         first = real & (real.cumsum(-1) <= self.sinks)
-        return torch.where((near | first.unsqueeze(1)).unsqueeze(1), exact, approximate)
+        return (near | first.unsqueeze(1)).unsqueeze(1)
 
     def split(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries, keys and values of each group of heads."""

@@ -11,9 +11,7 @@ import torch
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
 from dofla.files import read_json, write_json
-
-_FEATURE_BYTES = 4
-"""The feature state accumulates over the whole past and stays in float32 whatever the model's dtype."""
+from dofla.hybrid import FEATURE_BYTES
 
 
 @dataclass
@@ -59,6 +57,8 @@ class LayerPlan:
         if not all(is_whole(count) and count >= 1 for count in counts):
             raise DoflaError(f"layer {self.name}: features is {self.features!r}: every KV head needs at least 1")
         self._check_whole("window", "sinks", least=0)
+        if self.feature_map == "none" and not (self.window or self.sinks):
+            raise DoflaError(f"layer {self.name}: feature_map none sees nothing without a window or sinks: give one")
 
     def _check_whole(self, *fields: str, least: int) -> None:
         for what in fields:
@@ -103,7 +103,7 @@ class Plan:
         per KV head in the model's ``dtype``.
         """
         features = sum(layer.feature_numbers for layer in self.layers)
-        return features * _FEATURE_BYTES + sum(layer.token_numbers for layer in self.layers) * dtype.itemsize
+        return features * FEATURE_BYTES + sum(layer.token_numbers for layer in self.layers) * dtype.itemsize
 
     def softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the key-value cache that softmax attention would keep for ``length`` tokens in these layers.

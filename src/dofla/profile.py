@@ -70,6 +70,12 @@ class Profile:
     seed: int
     normalization: str = "trace"
     skipped: list[SkippedLayer] = field(default_factory=list)
+    dtype: str = "float32"  # of the model, and so of the tokens in a window
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        return getattr(torch, self.dtype).itemsize
 
     def dof(self, lam: float = DEFAULT_LAMBDA, normalization: str | None = None) -> list[list[float]]:
         """Degrees of freedom [layer][KV head] at tolerance ``lam``; ``normalization`` as the profile's by default."""
@@ -117,6 +123,7 @@ class Profile:
             layers.append(entry)
         head = {"format": 1, "model": self.model, "source": self.source, "samples": self.samples}
         head |= {"tokens": self.tokens, "seed": self.seed, "normalization": self.normalization}
+        head["dtype"] = self.dtype
         skipped = [vars(x) for x in self.skipped]
         return head | {"lambda_of_dof_shown": DEFAULT_LAMBDA, "skipped": skipped, "layers": layers}
 
@@ -138,6 +145,9 @@ class Profile:
                 statistics.append(HeadStatistics(**head))
             layers.append(LayerProfile(**{k: entry[k] for k in _LAYER_FIELDS}, spectra=spectra, statistics=statistics))
         kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
+        kept["dtype"] = data.get("dtype", "float32")  # profiles of version 0.1 do not say
+        if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
+            raise ValueError(f"dtype is {kept['dtype']!r}")
         return cls(layers=layers, **kept, skipped=[SkippedLayer(**x) for x in data["skipped"]])
 
 

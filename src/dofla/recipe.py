@@ -37,16 +37,30 @@ class ProfileSpec:
 
 
 @dataclass
+class CurvesSpec:
+    """How error curves are measured, for students of strategy ``measured``; ``windows`` of the training windows are
+    read. See :func:`dofla.measure_curves`."""
+
+    windows: int = 64
+    steps: int = 25
+    batch_size: int = 2
+    rows: int = 64
+    held_out: int = 4
+
+
+@dataclass
 class StudentSpec:
     """One row of the comparison.
 
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
-    features begin: ``random``, or ``leverage`` (:func:`dofla.sample_features`).
+    features begin: ``random``, or ``leverage`` (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so
+    after its layerwise training, as the recipe's section of that name says. The rest is as for
+    :func:`dofla.allocate`.
     """
 
-    name: str = "DoF"
-    strategy: str = "dof"
-    feature_map: str = "prf"
+    name: str = "Hybrid"
+    strategy: str = "hybrid"
+    feature_map: str | None = None
     over_heads: str = "max"
     per_head: bool = False
     budget: int | None = None
@@ -54,10 +68,12 @@ class StudentSpec:
     normalization: str | None = None
     loss: str | None = None
     start: str = "random"
-    window: int = 0
-    sinks: int = 0
+    window: int | None = None
+    sinks: int | None = None
+    context: int | None = None
     keep_softmax: list[str] = field(default_factory=list)
     trained: bool = True
+    end_to_end: bool = False
 
 
 @dataclass
@@ -69,10 +85,28 @@ class DistillSpec:
     steps: int | None = None
     batch_size: int = 4
     accumulate: int = 1
-    rows: int | None = None
+    rows: int | None = 64
     learning_rates: dict[str, float] = field(default_factory=dict)
     schedule: str = "cosine"
+    own_inputs: float = 0.0
     checkpoint_every: int = 50
+
+
+@dataclass
+class EndToEndSpec:
+    """Options of :func:`dofla.distill_end_to_end`, on the windows of ``distill``; no student may ask for it while
+    ``steps`` is 0."""
+
+    steps: int = 0
+    batch_size: int = 2
+    accumulate: int = 1
+    weights: str = "lora"
+    lora_rank: int = 16
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    window_dropout: float = 0.0
+    precision: str | None = None
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = 25
 
 
 @dataclass
@@ -103,15 +137,19 @@ class Recipe:
     data: DataSpec = field(default_factory=DataSpec)
     validation: DataSpec = field(default_factory=lambda: DataSpec(split="validation"))
     profile: ProfileSpec = field(default_factory=ProfileSpec)
+    curves: CurvesSpec = field(default_factory=CurvesSpec)
     students: list[StudentSpec] = field(default_factory=lambda: [StudentSpec()])
     distill: DistillSpec = field(default_factory=DistillSpec)
+    end_to_end: EndToEndSpec = field(default_factory=EndToEndSpec)
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
 
     sections: ClassVar[dict[str, type]] = {
         "data": DataSpec,
         "validation": DataSpec,
         "profile": ProfileSpec,
+        "curves": CurvesSpec,
         "distill": DistillSpec,
+        "end_to_end": EndToEndSpec,
         "evaluate": EvaluateSpec,
     }
 
@@ -146,6 +184,9 @@ class Recipe:
         names = [student.name for student in recipe.students]
         if len(set(names)) < len(names):
             raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
+        unfit = next((student.name for student in recipe.students if student.end_to_end), None)
+        if unfit is not None and not recipe.end_to_end.steps:
+            raise DoflaError(f"{where}: student {unfit} is end_to_end, and end_to_end.steps is 0: give 1 or more")
         if not recipe.seeds:
             raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
         return recipe

@@ -12,7 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from dofla.curves import Curves
 from dofla.distill import History
+from dofla.hybrid import TOKEN_SHARE
 from dofla.plan import Plan
 from dofla.profile import Profile
 from dofla.tasks.view import critical_line, curve_table, tasks_table
@@ -84,6 +86,19 @@ class View:
             table.add_row(layer.name, shown, str(layer.window), str(layer.sinks), bar)
         self.console.print(table)
         self.say(f"state per sequence: {size(plan.state_bytes())} in float32, whatever the context")
+
+    def curves(self, curves: Curves) -> None:
+        """Error of each layer at the sizes tried with the usual share of exact tokens, and what it does."""
+        sizes = sorted({p.bytes for layer in curves.layers for p in layer.points if p.share == TOKEN_SHARE})
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title="attention KL by bytes per KV head")
+        table.add_column("layer", max_width=30, overflow="ellipsis", no_wrap=True)
+        for title in (*map(str, sizes), "effect"):
+            table.add_column(title, justify="right")
+        for layer in curves.layers:
+            errors = {p.bytes: f"{p.error:.3f}" for p in layer.points if p.share == TOKEN_SHARE}
+            table.add_row(layer.name, *(errors.get(n, "") for n in sizes), f"{layer.effect:.3f}")
+        self.console.print(table)
+        self.say("effect: nats of the model's next-token KL for each nat of the layer's")
 
     def losses(self, history: History) -> None:
         """Loss of each layer at the start and at the end (means over a tenth of the steps)."""

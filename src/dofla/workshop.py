@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.allocate import allocate
+from dofla.curves import Curves
 from dofla.data import TokenWindows
-from dofla.distill import DIRECT, distill
+from dofla.distill import distill, distill_end_to_end, measure_curves
 from dofla.errors import DoflaError
 from dofla.files import new_folder, read_json, replacing, write_json
-from dofla.integration.checkpoint import WEIGHTS, load_feature_map_tensors, read_tensors, save_adapter
+from dofla.integration.checkpoint import apply_adapter, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
@@ -33,6 +34,7 @@ from dofla.teacher import load_teacher, windows_of
 from dofla.view import View, loss_range
 
 _MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
+END_TO_END = "end_to_end"
 
 
 class Workshop:
@@ -89,6 +91,26 @@ class Workshop:
         """How long the profile took, text and model at hand."""
         return _seconds(self.folder / _PROFILED)
 
+    def curves(self, spec: StudentSpec) -> Curves:
+        """The teacher's error curves for a student's feature map and budget, measured once."""
+        budget, feature_map = spec.budget or self.recipe.budget, spec.feature_map or "mlp"
+        path, options = self.folder / f"curves-{feature_map}-{budget}.json", vars(self.recipe.curves).copy()
+        if not path.exists():
+            some = self.training().take(options.pop("windows"))
+            with self.view.progress(f"error curves, {feature_map}") as progress:
+                measured = measure_curves(
+                    self.model,
+                    some,
+                    budget,
+                    feature_map=feature_map,
+                    keep_softmax=sorted({*spec.keep_softmax, *(x.name for x in self.profile().skipped)}),
+                    seed=self.recipe.seeds[0],
+                    progress=lambda stage, done, total: progress(done, total, stage),
+                    **options,
+                )
+            measured.save(path)
+        return Curves.load(path)
+
     def plan(self, spec: StudentSpec) -> Plan:
         """What the student's layers become."""
         measured = self.profile()
@@ -102,6 +124,8 @@ class Workshop:
             normalization=spec.normalization,
             over_heads=spec.over_heads,
             per_head=spec.per_head,
+            curves=self.curves(spec) if spec.strategy == "measured" else None,
+            context=spec.context,
             window=spec.window,
             sinks=spec.sinks,
             keep_softmax=[name for name in spec.keep_softmax if name not in skipped],
@@ -119,18 +143,28 @@ class Workshop:
         plan.save(home / "plan.json")
         linearize(self.model, plan, seed=seed)
         try:
-            if (home / "adapter").exists():
-                load_feature_map_tensors(self.model, read_tensors(home / "adapter" / WEIGHTS), str(home / "adapter"))
+            if spec.end_to_end and (home / END_TO_END / "adapter").exists():
+                apply_adapter(self.model, home / END_TO_END / "adapter")
             else:
-                self._train(spec, seed, home)
-                save_adapter(self.model, home / "adapter")
+                self._make(spec, seed, home)
             yield self.model
         finally:
             restore(self.model)
 
     def seconds(self, spec: StudentSpec, seed: int) -> float:
         """How long the student was trained."""
-        return _seconds(self.home(spec, seed) / _TRAINED)
+        home = self.home(spec, seed)
+        return _seconds(home / _TRAINED) + _seconds(home / END_TO_END / _TRAINED)
+
+    def _make(self, spec: StudentSpec, seed: int, home: Path) -> None:
+        if (home / "adapter").exists():
+            apply_adapter(self.model, home / "adapter")
+        else:
+            self._train(spec, seed, home)
+            save_adapter(self.model, home / "adapter")
+        if spec.end_to_end:
+            self._train_end_to_end(spec, seed, home / END_TO_END)
+            save_adapter(self.model, home / END_TO_END / "adapter")
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.start == "leverage":
@@ -142,8 +176,6 @@ class Workshop:
         if not spec.trained:
             return
         options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}
-        if options["loss"] == DIRECT:
-            options["rows"] = None
         with self.view.progress(f"distill {spec.name}, seed {seed}") as progress:
             history = distill(
                 self.model,
@@ -152,6 +184,18 @@ class Workshop:
                 folder=home / "distill",
                 progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),
                 **options,
+            )
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
+
+    def _train_end_to_end(self, spec: StudentSpec, seed: int, home: Path) -> None:
+        with self.view.progress(f"distill {spec.name} end to end, seed {seed}") as progress:
+            history = distill_end_to_end(
+                self.model,
+                self.training(),
+                seed=seed,
+                folder=home,
+                progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),
+                **vars(self.recipe.end_to_end),
             )
         write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
 

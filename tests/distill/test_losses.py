@@ -113,7 +113,7 @@ def test_the_softmax_loss_is_the_mean_divergence_of_rows(seed, features, length,
     call = make_call(seed, len(features), length, causal=causal, weight=weight)
     divergences = [kl_by_loops(scores) for scores in pairs_by_loops(call, layer, all_rows(call)).values()]
     expected = sum(divergences) / len(divergences)
-    assert softmax_loss(call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert softmax_loss(call, call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @quick
@@ -123,7 +123,7 @@ def test_the_divergence_of_a_row_is_that_of_the_row_alone(seed, features, length
     weight = padding_weight(padding, seed, 2, length)
     call = make_call(seed, len(features), length, causal=causal, weight=weight)
     rows = torch.arange(length)[seed % min(2, length) :: 2]
-    got = attention_kl(call, layer, rows)
+    got = attention_kl(call, call, layer, rows)
     for (b, h, i), scores in pairs_by_loops(call, layer, rows).items():
         assert got[b, h, rows.tolist().index(i)].item() == pytest.approx(kl_by_loops(scores), rel=1e-9, abs=1e-12)
 
@@ -142,10 +142,10 @@ def test_the_l2_loss_is_the_log_of_the_relative_squared_error_of_the_kernel(
         error[h] += sum((math.exp(exact) - math.exp(approximate)) ** 2 for exact, approximate in scores)
         square[h] += sum(math.exp(exact) ** 2 for exact, _ in scores)
     if min(error) < 1e-20:  # every pair is near
-        assert l2_loss(call, layer, all_rows(call)).item() < -40 / heads
+        assert l2_loss(call, call, layer, all_rows(call)).item() < -40 / heads
         return
     expected = sum(math.log(e / s) for e, s in zip(error, square, strict=True)) / heads
-    assert l2_loss(call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
+    assert l2_loss(call, call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right", "any"])
@@ -153,8 +153,8 @@ def test_the_l2_loss_is_the_log_of_the_relative_squared_error_of_the_kernel(
 def test_the_softmax_loss_of_a_draw_of_rows_is_an_unbiased_estimate(padding, causal):
     layer = make_layer([3, 2], window=1)
     call = make_call(4, 2, 6, causal=causal, weight=padding_weight(padding, 1, 2, 6))
-    draws = [softmax_loss(call, layer, torch.tensor(rows)) for rows in itertools.combinations(range(6), 2)]
-    torch.testing.assert_close(torch.stack(draws).mean(), softmax_loss(call, layer, all_rows(call)))
+    draws = [softmax_loss(call, call, layer, torch.tensor(rows)) for rows in itertools.combinations(range(6), 2)]
+    torch.testing.assert_close(torch.stack(draws).mean(), softmax_loss(call, call, layer, all_rows(call)))
 
 
 @every_loss
@@ -163,7 +163,7 @@ def test_the_softmax_loss_of_a_draw_of_rows_is_an_unbiased_estimate(padding, cau
 def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(name, window, sinks, causal):
     layer = make_layer([3, 2], window=window, sinks=sinks).float()
     call = make_call(5, 2, 9, causal=causal, weight=padding_weight("left", 0, 2, 9), dtype=torch.float32)
-    loss = LOSSES[name](call, layer, all_rows(call))
+    loss = LOSSES[name](call, call, layer, all_rows(call))
     assert torch.isfinite(loss)
     if name == "softmax":
         assert loss.item() == 0
@@ -176,7 +176,7 @@ def test_rows_that_are_all_padding_have_a_finite_loss_and_no_gradient(name):
     layer = make_layer([3, 2])
     weight = torch.tensor([[1, 1, 1, 0, 0, 0]] * 2)
     call = make_call(6, 2, 6, weight=weight)
-    loss = LOSSES[name](call, layer, torch.tensor([3, 5]))
+    loss = LOSSES[name](call, call, layer, torch.tensor([3, 5]))
     assert torch.isfinite(loss)
     loss.backward()
     assert all((parameter.grad == 0).all() for parameter in layer.parameters())
@@ -196,7 +196,7 @@ def test_what_padding_holds_plays_no_part(name, padding):
     ]
     changed = AttentionCall("a", *mixed, call.value, weight, SCALING, True)
     loss = LOSSES[name]
-    torch.testing.assert_close(loss(changed, layer, all_rows(call)), loss(call, layer, all_rows(call)))
+    torch.testing.assert_close(loss(changed, changed, layer, all_rows(call)), loss(call, call, layer, all_rows(call)))
 
 
 @every_loss
@@ -208,7 +208,7 @@ def test_vectors_of_real_length_give_finite_losses_and_gradients(name, window, d
     lengths = torch.linspace(100, 140, 40).double().div(SCALING).sqrt()[:, None]
     query, key = (torch.nn.functional.normalize(x, dim=-1) * lengths for x in (call.query, call.key))
     call = AttentionCall("a", query.to(dtype), key.to(dtype), call.value.to(dtype), None, SCALING, True)
-    loss = LOSSES[name](call, layer, all_rows(call))
+    loss = LOSSES[name](call, call, layer, all_rows(call))
     assert loss.dtype == torch.float32
     assert torch.isfinite(loss)
     loss.backward()
@@ -223,4 +223,4 @@ def test_gradients_are_those_of_finite_differences(name):
     layer = make_layer([3, 2], window=1)
     call = make_call(10, 2, 5, weight=padding_weight("right", 0, 2, 5))
     parameters = list(layer.parameters())
-    assert torch.autograd.gradcheck(lambda *_: LOSSES[name](call, layer, all_rows(call)), parameters)
+    assert torch.autograd.gradcheck(lambda *_: LOSSES[name](call, call, layer, all_rows(call)), parameters)

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from dofla import __version__
 from dofla.cli.finetune import finetune
 from dofla.cli.judging import evaluate, probe
-from dofla.cli.pipeline import allocate, demo, distill, profile, run
+from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.reproduce import reproduce
 from dofla.cli.using import generate
 from dofla.errors import DoflaError
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (profile, allocate, distill, evaluate, probe, generate, finetune, run, reproduce, demo):
+for verb in (profile, curves, allocate, distill, evaluate, probe, generate, finetune, run, reproduce, demo):
     app.command()(verb)
 
 

@@ -22,7 +22,9 @@ from dofla.cli.options import (
     Windows,
     refuse_existing,
 )
+from dofla.curves import Curves
 from dofla.distill import distill as train
+from dofla.distill import measure_curves
 from dofla.errors import DoflaError
 from dofla.files import new_folder
 from dofla.integration.checkpoint import write_adapter
@@ -79,22 +81,71 @@ def allocate(
     profile: Annotated[Path, typer.Argument(help="Folder written by dofla profile.")],
     out: Annotated[Path, typer.Option(help="Plan to write (JSON).")] = Path("plan.json"),
     budget: Annotated[int, typer.Option(help="Features per KV head, averaged over layers.")] = 64,
-    strategy: Annotated[str, typer.Option(help="fixed, dof, or dof_clip.")] = "dof",
-    feature_map: Annotated[str, typer.Option(help="Feature map of the linear layers.")] = "prf",
+    strategy: Annotated[
+        str, typer.Option(help="hybrid, or measured (with --curves); fixed, dof, dof_clip: the paper's.")
+    ] = "hybrid",
+    feature_map: Annotated[
+        str | None, typer.Option(help="Of the linear layers; default mlp, prf with the paper's strategies.")
+    ] = None,
+    curves: Annotated[Path | None, typer.Option(help="Error curves (JSON) from dofla curves.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="measured: layers may stay softmax, at the price of a cache of so many tokens."),
+    ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
     over_heads: Annotated[str, typer.Option(help="A layer's number from its heads': max, mean, q75, ...")] = "max",
     per_head: Annotated[bool, typer.Option("--per-head", help="A number for each KV head instead.")] = False,
-    window: Annotated[int, typer.Option(help="Last tokens with exact scores.")] = 0,
-    sinks: Annotated[int, typer.Option(help="First tokens with exact scores.")] = 0,
+    window: Annotated[
+        int | None, typer.Option(help="Last tokens with exact scores; default: what the strategy finds.")
+    ] = None,
+    sinks: Annotated[int | None, typer.Option(help="First tokens with exact scores, likewise.")] = None,
     keep_softmax: KeepSoftmax = None,
 ) -> None:
-    """Give each layer its number of features."""
+    """Give each layer its state: features, a window, sinks."""
     refuse_existing(out)
     options = {"lam": lam, "over_heads": over_heads, "per_head": per_head, "window": window, "sinks": sinks}
+    options |= {"context": context, "curves": None if curves is None else Curves.load(curves)}
     plan = make_plan(Profile.load(profile), budget, strategy, feature_map, keep_softmax=keep_softmax or (), **options)
     view = View()
     view.plan(plan)
     plan.save(out)
+    view.say(f"written to {out}")
+
+
+def curves(
+    model: ModelArgument,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Error curves to write (JSON).")] = Path("curves.json"),
+    budget: Annotated[int, typer.Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
+    feature_map: Annotated[str, typer.Option(help="Feature map of the linear layers.")] = "mlp",
+    windows: Windows = 64,
+    length: Length = 512,
+    steps: Annotated[int, typer.Option(help="Of each of the eleven short trainings.")] = 25,
+    batch_size: BatchSize = 2,
+    keep_softmax: KeepSoftmax = None,
+    padded: Padded = False,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure what each layer loses at several sizes, and what that does to the model."""
+    refuse_existing(out)
+    view = View()
+    teacher, tokenizer = load_teacher(model, dtype)
+    tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
+    with view.progress("curves") as progress:
+        result = measure_curves(
+            teacher,
+            tokens,
+            budget,
+            feature_map=feature_map,
+            keep_softmax=keep_softmax or (),
+            steps=steps,
+            batch_size=batch_size,
+            seed=seed,
+            progress=lambda stage, done, total: progress(done, total, stage),
+        )
+    view.curves(result)
+    result.save(out)
     view.say(f"written to {out}")
 
 
@@ -103,14 +154,15 @@ def distill(
     plan: Annotated[Path, typer.Option(help="Plan (JSON) from dofla allocate.")],
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, curves and the adapter; goes on if interrupted.")],
-    loss: Annotated[str, typer.Option(help="softmax, l2, or direct (next-token).")] = "softmax",
+    loss: Annotated[str, typer.Option(help="softmax, output, l2, or direct (next-token).")] = "softmax",
     windows: Windows = 1000,
     length: Length = 512,
     epochs: Annotated[int, typer.Option(help="Passes over the windows.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
-    batch_size: BatchSize = 4,
+    batch_size: BatchSize = 2,
     accumulate: Annotated[int, typer.Option(help="Forward passes per step.")] = 1,
-    rows: Annotated[int | None, typer.Option(help="Random query rows per window in the loss; default all.")] = None,
+    rows: Annotated[int, typer.Option(help="Random query rows per window that the loss looks at.")] = 64,
+    own_inputs: Annotated[float, typer.Option(help="Share of the steps on the student's own inputs.")] = 0.0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
     padded: Padded = False,
     dtype: Dtype = None,
@@ -135,6 +187,7 @@ def distill(
             batch_size=batch_size,
             accumulate=accumulate,
             rows=rows,
+            own_inputs=own_inputs,
             seed=seed,
             folder=out,
             checkpoint_every=checkpoint_every,

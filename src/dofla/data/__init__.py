@@ -3,6 +3,15 @@
 from dofla.data.documents import read_documents
 from dofla.data.packing import token_windows
 from dofla.data.sampling import self_sample
-from dofla.data.windows import Images, TokenWindows, as_windows, batches
+from dofla.data.windows import Images, TokenWindows, as_windows, batches, predicted
 
-__all__ = ["Images", "TokenWindows", "as_windows", "batches", "read_documents", "self_sample", "token_windows"]
+__all__ = [
+    "Images",
+    "TokenWindows",
+    "as_windows",
+    "batches",
+    "predicted",
+    "read_documents",
+    "self_sample",
+    "token_windows",
+]

@@ -1,7 +1,10 @@
-"""Training the feature maps against the softmax attention they replace."""
+"""Training the feature maps against the softmax attention they replace, and whole students towards their teacher."""
 
+from dofla.distill.calibrate import calibrate
 from dofla.distill.direct import DIRECT
+from dofla.distill.end_to_end import distill_end_to_end
 from dofla.distill.loop import SCHEDULES, History, distill
 from dofla.distill.losses import LOSSES
+from dofla.distill.trials import measure_curves
 
-__all__ = ["DIRECT", "LOSSES", "SCHEDULES", "History", "distill"]
+__all__ = ["DIRECT", "LOSSES", "SCHEDULES", "History", "calibrate", "distill", "distill_end_to_end", "measure_curves"]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
 from dofla.files import replacing, write_json
-from dofla.layer import LinearAttention
 from dofla.plan import Plan
 
 STATE, CURVES = "distill.safetensors", "losses.json"
@@ -24,7 +23,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Checkpoint:
-    """Feature maps, optimiser moments and loss curve of a run in ``folder``, with the settings they belong to."""
+    """What is trained, optimiser moments and loss curve of a run in ``folder``, with the settings they belong to.
+
+    ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+    """
 
     def __init__(
         self, folder: str | Path, settings: dict[str, Any], plan: Plan, windows: TokenWindows | Images
@@ -40,7 +42,9 @@ class Checkpoint:
         self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows)}
         self.settings["data"] = digest.hexdigest()
 
-    def resume(self, layers: Mapping[str, LinearAttention], optimizer, columns: Sequence[str]) -> list[list[float]]:
+    def resume(
+        self, parts: Mapping[str, nn.Module | nn.Parameter], optimizer, columns: Sequence[str]
+    ) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
 
         Raises:
@@ -48,7 +52,7 @@ class Checkpoint:
         """
         path = self.folder / STATE
         if not path.exists():
-            self.save(layers, optimizer, [], columns)
+            self.save(parts, optimizer, [], columns)
             return []
         try:
             with safe_open(path, "pt") as file:
@@ -64,23 +68,28 @@ class Checkpoint:
         try:
             curve = tensors["curve"]
             with torch.no_grad():
-                for name, parameter in _named_parameters(layers):
-                    parameter.copy_(tensors[name])
-                    moments = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in _MOMENTS}
-                    optimizer.state[parameter] = {"step": torch.tensor(float(len(curve))), **moments}
+                for name, tensor in _named_tensors(parts):
+                    tensor.copy_(tensors[name])
+                    if isinstance(tensor, nn.Parameter):
+                        moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
+                        optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
         except KeyError as error:
             raise DoflaError(f"{path} is damaged ({error} is missing): remove it to start over") from error
         return curve.tolist()
 
     def save(
-        self, layers: Mapping[str, LinearAttention], optimizer, curve: list[list[float]], columns: Sequence[str]
+        self,
+        parts: Mapping[str, nn.Module | nn.Parameter],
+        optimizer,
+        curve: list[list[float]],
+        columns: Sequence[str],
     ) -> None:
         """Replace the state file and the readable curves, whose ``columns`` are the layers or the one loss of all."""
         tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
-        for name, parameter in _named_parameters(layers):
-            tensors[name] = parameter.detach().cpu().contiguous()
-            for key in _MOMENTS:
-                moment = optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+        for name, tensor in _named_tensors(parts):
+            tensors[name] = tensor.detach().cpu().contiguous()
+            for key in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
+                moment = optimizer.state[tensor].get(key, torch.zeros_like(tensor))
                 tensors[f"{name}:{key}"] = moment.detach().cpu().contiguous()
         with replacing(self.folder / STATE) as partial:
             save_file(tensors, partial, metadata={"settings": json.dumps(self.settings)})
@@ -88,7 +97,10 @@ class Checkpoint:
         write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": by_layer})
 
 
-def _named_parameters(layers: Mapping[str, LinearAttention]):
-    for layer_name, layer in layers.items():
-        for name, parameter in layer.named_parameters():
-            yield f"{layer_name}.{name}", parameter
+def _named_tensors(parts: Mapping[str, nn.Module | nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for key, tensor in part.state_dict(keep_vars=True).items():
+                yield f"{name}.{key}", tensor
+        else:
+            yield name, part

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,10 +17,6 @@ DIRECT = "direct"
 def next_token_gradients(
     student: PreTrainedModel,
     batches: Sequence[Mapping[str, Tensor]],
-    *,
-    loss: str = DIRECT,
-    rows: int | None = None,
-    generator: Callable[[], torch.Generator] | None = None,
 ) -> dict[str, float]:
     """Add the gradient of the next-token loss to all feature maps; returns the loss, a mean over ``batches``.
 
@@ -30,13 +25,10 @@ def next_token_gradients(
     Args:
         student: a linearised causal language model.
         batches: of one step; padding is not predicted.
-        loss, rows, generator: of the layerwise losses; there is nothing to choose here.
 
     Raises:
-        DoflaError: rows are given, or the model predicts no next token.
+        DoflaError: the model predicts no next token.
     """
-    if rows is not None:
-        raise DoflaError(f"rows is {rows}: the direct loss sees whole windows; leave rows out")
     if not student.can_generate():
         raise DoflaError(f"loss 'direct': {type(student).__name__} predicts no next token; train it with softmax or l2")
     total = 0.0

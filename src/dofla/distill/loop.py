@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
+from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
 from dofla.distill.direct import DIRECT, next_token_gradients
 from dofla.distill.layerwise import layerwise_gradients
@@ -49,11 +51,12 @@ def distill(
     loss: str = "softmax",
     epochs: int = 1,
     steps: int | None = None,
-    batch_size: int = 4,
+    batch_size: int = 2,
     accumulate: int = 1,
-    rows: int | None = None,
+    rows: int | None = 64,
     learning_rates: Mapping[str, float] | None = None,
     schedule: str = "cosine",
+    own_inputs: float = 0.0,
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 50,
@@ -61,10 +64,12 @@ def distill(
 ) -> History:
     """Train the feature maps of a linearised model (arXiv 2507.03340, section 4). Everything else stays frozen.
 
-    The losses ``softmax`` and ``l2`` train each layer against its own softmax attention: the model runs once per batch
-    with softmax attention and without gradients, and as each layer is reached, the loss of its feature maps on the
-    teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory holds one
-    layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
+    The losses ``softmax``, ``l2`` and ``output`` train each layer against its own softmax attention: the model runs
+    once per batch with softmax attention and without gradients, and as each layer is reached, the loss of its feature
+    maps on the teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory
+    holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
+
+    Maps that start from data (:func:`dofla.distill.calibrate`) do so on the first batch.
 
     Args:
         student: a linearised model; it is its own teacher.
@@ -74,9 +79,12 @@ def distill(
         batch_size: windows per forward pass.
         accumulate: forward passes per optimiser step.
         rows: query rows per window that the loss looks at, drawn anew each time: an unbiased estimate at a fraction of
-            the cost. Default: all, as ``direct`` does.
+            the cost. None: all. ``direct`` sees all in any case.
         learning_rates: by parameter name, over the feature map's own.
         schedule: a name in :data:`SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
+        own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
+            in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
+            two forwards. Not for ``direct``, which never does otherwise.
         seed: of the order of the windows and of the rows.
         folder: where checkpoints and curves go. If a run of the same settings stopped there, it goes on, and ends with
             the same numbers as if it had not stopped.
@@ -84,8 +92,8 @@ def distill(
         progress: called with (step, steps, loss of each layer) after each step.
 
     Raises:
-        DoflaError: not linearised; unknown loss, schedule or parameter; ``direct`` with rows, or for a model that
-            predicts no next token; a number out of range; fewer windows than one step
+        DoflaError: not linearised; unknown loss, schedule or parameter; ``direct`` for a model that predicts no
+            next token; a number out of range; fewer windows than one step
             takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
             a run of other settings.
     """
@@ -95,17 +103,19 @@ def distill(
     windows = as_windows(tokens)
     _check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     _check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
+    if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
+        raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
     per_step = batch_size * accumulate
     if len(windows) < per_step:
         raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
     steps = steps or epochs * (len(windows) // per_step)
     settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
+    settings["own_inputs"] = own_inputs
 
     optimizer = torch.optim.Adam(_parameter_groups(layers, learning_rates or {}))
     optimizer.zero_grad()  # of what a run that was broken off may have left
     rates = [group["lr"] for group in optimizer.param_groups]
-    gradients = next_token_gradients if loss == DIRECT else layerwise_gradients
     curve: list[list[float]] = []
     columns = [DIRECT] if loss == DIRECT else list(layers)
     checkpoint = Checkpoint(folder, settings, plan_of(student), windows) if folder is not None else None
@@ -113,10 +123,18 @@ def distill(
         curve = checkpoint.resume(layers, optimizer, columns)
 
     started = time.perf_counter()
+    if not curve:
+        with evaluation_mode(student):
+            calibrate(student, _batches(windows, batch_size, accumulate, seed, 0)[0])
     for step in range(len(curve), steps):
         batches = _batches(windows, batch_size, accumulate, seed, step)
         with evaluation_mode(student):
-            losses = gradients(student, batches, loss=loss, rows=rows, generator=lambda s=step: _generator(seed, s))
+            if loss == DIRECT:
+                losses = next_token_gradients(student, batches)
+            else:
+                options = {"rows": rows, "own_inputs": step >= steps * (1 - own_inputs)}
+                generator = partial(_generator, seed, step)
+                losses = layerwise_gradients(student, batches, loss=loss, generator=generator, **options)
         for name, value in losses.items():
             if not math.isfinite(value):
                 what = "next-token loss" if loss == DIRECT else f"loss of layer {name}"
@@ -138,7 +156,8 @@ def _parameter_groups(layers: Mapping[str, torch.nn.Module], given: Mapping[str,
     for layer in layers.values():
         for feature_map in layer.maps:
             for name, parameter in feature_map.named_parameters():
-                group = groups.setdefault(name, {"params": [], "lr": _rate(feature_map, name, given)})
+                start = {"params": [], "lr": _rate(feature_map, name, given), "betas": feature_map.betas}
+                group = groups.setdefault(name, start)
                 group["params"].append(parameter)
     unknown = set(given) - set(groups)
     if unknown:

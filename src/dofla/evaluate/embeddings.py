@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
-from dofla.integration.recorder import run_body
+from dofla.integration.recorder import mean_pooled, run_body
 from dofla.integration.surgery import softmax
 
 
@@ -34,11 +34,7 @@ def embedding_figures(
 
 
 def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    hidden = run_body(model, batch).last_hidden_state.float()
-    mask = batch.get("attention_mask")
-    weights = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask.to(hidden)
-    pooled = (hidden * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
-    return torch.nn.functional.normalize(pooled, dim=-1)
+    return mean_pooled(run_body(model, batch).last_hidden_state.float(), batch.get("attention_mask"))
 
 
 def spearman(x: Tensor, y: Tensor) -> float:

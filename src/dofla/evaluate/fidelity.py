@@ -34,7 +34,7 @@ def attention_fidelity(
     def compare(call: AttentionCall) -> None:
         rows = call.random_rows(ROWS, generator)
         real = call.real_rows(rows)[:, None, :]
-        kl = attention_kl(call, layers[call.name], rows)
+        kl = attention_kl(call, call, layers[call.name], rows)
         teacher = call.log_weights(rows).exp()
         values = call.value.float().repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
         exact = teacher @ values
@@ -47,7 +47,7 @@ def attention_fidelity(
             .double()
             .cpu()
         )
-        kernel = torch.stack(log_kernel_errors(call, layers[call.name], rows)).double().cpu()
+        kernel = torch.stack(log_kernel_errors(call, call, layers[call.name], rows)).double().cpu()
         kernels[call.name] = torch.logaddexp(kernels[call.name], kernel) if call.name in kernels else kernel
 
     with recording(student, layers, compare):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows, batches
+from dofla.data import TokenWindows, batches, predicted
 from dofla.errors import DoflaError
-from dofla.evaluate.position import predicted
 from dofla.integration.surgery import softmax
 
 _POSITIONS_AT_A_TIME = 8

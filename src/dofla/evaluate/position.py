@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows, batches
+from dofla.data import TokenWindows, batches, predicted
 from dofla.errors import DoflaError
 from dofla.integration.surgery import softmax
 
@@ -73,12 +73,6 @@ def token_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Loss of each next token [B, L - 1] in nats, float32; DoflaError if a logit is not finite."""
     logits = finite(model(**batch, use_cache=False).logits[:, :-1])
     return -torch.log_softmax(logits, dim=-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-
-
-def predicted(batch: dict[str, Tensor]) -> Tensor:
-    """1 where a real token follows a real one [B, L - 1], which is where a loss counts."""
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    return mask[:, 1:] * mask[:, :-1]
 
 
 def finite(logits: Tensor) -> Tensor:

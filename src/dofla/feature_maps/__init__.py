@@ -6,7 +6,10 @@ from dofla.errors import DoflaError
 from dofla.feature_maps.base import FeatureMap
 from dofla.feature_maps.dijiang import DiJiang, DiJiangCode
 from dofla.feature_maps.elu import Elu1
+from dofla.feature_maps.exponential import Exponential
 from dofla.feature_maps.hedgehog import Hedgehog
+from dofla.feature_maps.mlp import MLP
+from dofla.feature_maps.none import NoFeatures
 from dofla.feature_maps.performer import IndependentPerformer, Performer, RedrawnPerformer
 from dofla.feature_maps.prf import PRF
 from dofla.feature_maps.t2r import T2R
@@ -15,7 +18,10 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "dijiang": DiJiang,
     "dijiang_code": DiJiangCode,
     "elu1": Elu1,
+    "exponential": Exponential,
     "hedgehog": Hedgehog,
+    "mlp": MLP,
+    "none": NoFeatures,
     "performer": Performer,
     "performer_iid": IndependentPerformer,
     "performer_redrawn": RedrawnPerformer,

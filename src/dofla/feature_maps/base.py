@@ -25,9 +25,13 @@ class FeatureMap(nn.Module, ABC):
         head_dim: size d of queries and keys.
         features: M.
         learning_rates: the rate each parameter, by name, is trained with by default (Adam).
+        betas: of Adam.
+        wants_data: whether :meth:`calibrate` is still to come; most maps do not look at data.
     """
 
     learning_rates: ClassVar[dict[str, float]] = {}
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
+    wants_data = False
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__()
@@ -44,6 +48,12 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def log_key(self, x: Tensor, scaling: float) -> Tensor:
         """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]."""
+
+    def calibrate(self, query: Tensor, key: Tensor) -> None:
+        """Start from a sample of the vectors that the heads will see: ``query`` and ``key`` [heads, n, d]."""
+
+    def shift(self, level: Tensor) -> None:
+        """Multiply the kernel of each head by ``exp(level)`` [heads], to meet the exact scores beside it."""
 
     def new_training_pass(self) -> None:
         """Called before each pass over whole sequences in training mode, for maps that change as training goes on."""

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
+from dofla.extras import extra
 from dofla.finetune.examples import answers, asked_of, batches_of
 from dofla.finetune.learner import Learner
-from dofla.finetune.weights import extra, in_memory, seeded, training_weights, write_back
+from dofla.finetune.weights import in_memory, seeded, training_weights, write_back
 from dofla.tasks import Task
 from dofla.tasks.encode import token_limit
 from dofla.tasks.scores import METRICS

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from dofla.errors import DoflaError
+from dofla.integration.lora import add_factors, lora_factors, low_rank
 from dofla.integration.surgery import AttachedLinearAttention
 
 
@@ -34,9 +31,13 @@ def training_weights(
             _set_feature_maps(model, train_feature_maps)
             yield trained(model)
         else:
-            with _low_rank(model, lora_rank):
+            # peft freezes all that was there, feature maps included.
+            with low_rank(model, lora_rank):
                 _set_feature_maps(model, train_feature_maps)
                 yield trained(model)
+                factors = lora_factors(model)
+            model.float()  # in bfloat16 most of the update would be rounded away
+            add_factors(model, factors)
     finally:
         model.eval()
         for name, parameter in model.named_parameters():
@@ -67,36 +68,6 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
-
-
-def extra(name: str) -> ModuleType:
-    """A module of the extra ``finetune``; DoflaError that names the extra if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DoflaError(f"fine-tuning needs {name}: pip install 'dofla[finetune]'") from None
-
-
-@contextmanager
-def _low_rank(model: PreTrainedModel, rank: int) -> Iterator[None]:
-    # peft replaces the linear layers inside ``model`` itself, so the wrapper it returns is needed to undo that only.
-    # Feature maps hold parameters, no linear layers, so it leaves them alone, but freezes them like all the rest.
-    peft = extra("peft")
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-    )
-    wrapper = peft.get_peft_model(model, config)
-    try:
-        yield
-    except BaseException:
-        wrapper.unload()
-        raise
-    model.float()  # in bfloat16 most of the update would be rounded away
-    wrapper.merge_and_unload()
 
 
 def _set_feature_maps(model: PreTrainedModel, train: bool) -> None:

@@ -9,15 +9,19 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dofla.errors import DoflaError
-from dofla.files import new_folder, read_json, write_json
+from dofla.files import new_folder, read_json, replacing, write_json
+from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, restore
+from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plan import Plan
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
+LORA, TRAINED = "lora.safetensors", "weights.safetensors"
 
 
 def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -44,7 +48,8 @@ def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor],
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
-    """Write only the feature maps and the plan, with a pointer to the base model.
+    """Write only the feature maps and the plan, with a pointer to the base model; and, of a student that was trained
+    end to end, the low-rank factors or weights it has learnt.
 
     Args:
         model: a linearised model.
@@ -61,6 +66,11 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
 def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter's files into an existing folder."""
     save_file(feature_map_tensors(model), folder / WEIGHTS)
+    if lora_of(model):
+        write_lora(model, folder)
+    elif is_trained(model):
+        weights = {name: weight.detach().cpu().contiguous() for name, weight in weights_of(model).items()}
+        save_file(weights, folder / TRAINED)
     plan_of(model).save(folder / "plan.json")
     base = model.config._name_or_path
     base = str(Path(base).resolve()) if base and Path(base).exists() else base
@@ -88,15 +98,95 @@ def load(path: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) ->
         return model
     adapter = read_json(folder / ADAPTER, "a dofla adapter")
     plan = Plan.load(folder / "plan.json")
-    tensors = read_tensors(folder / WEIGHTS)
     base = adapter.get("base_model")
     if not (base and isinstance(base, str)):
         raise DoflaError(f"{folder / ADAPTER} names no base model: set 'base_model' to its path or name")
     model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
     # The base of a student that was opened from a standalone checkpoint is that checkpoint.
     linearize(restore(model) if is_linearized(model) else model, plan)
-    load_feature_map_tensors(model, tensors, str(folder / WEIGHTS))
+    return apply_adapter(model, folder)
+
+
+def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Give a model, just linearised by the adapter's plan, the adapter's feature maps, and its weights if it has any.
+
+    Raises:
+        DoflaError: a file that is missing, damaged, or does not fit.
+    """
+    load_feature_map_tensors(model, read_tensors(folder / WEIGHTS), str(folder / WEIGHTS))
+    if (folder / LORA).exists():
+        merge_lora(model, folder)
+    elif (folder / TRAINED).exists():
+        _load_weights(model, folder / TRAINED)
     return model
+
+
+def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
+    """Give a linearised model the low-rank updates that end-to-end distillation learnt; its feature maps stay.
+
+    Args:
+        student: a linearised model with its original weights.
+        path: the folder ``lora`` of a run of :func:`dofla.distill_end_to_end`, an adapter's, or the file in it.
+
+    Returns:
+        ``student`` itself. :func:`dofla.softmax` still makes it its teacher, :func:`dofla.restore` the original.
+
+    Raises:
+        DoflaError: not linearised; weights that were trained already; a file that is missing, damaged, or of another
+            model.
+    """
+    linear_layers(student)
+    refuse_trained(student)
+    path = Path(path)
+    path = path / LORA if path.is_dir() else path
+    factors = read_tensors(path)
+    if not factors:
+        raise DoflaError(f"{path} holds no low-rank factors: give the folder lora of an end-to-end run")
+    modules = dict(student.named_modules())
+    for name, (a, b) in factor_pairs(factors).items():
+        if a is None or b is None:
+            raise DoflaError(f"{path} does not hold low-rank factors: {name!r} is not one of a pair")
+        layer = modules.get(name)
+        if not isinstance(layer, (nn.Linear, Conv1D)):
+            raise DoflaError(f"{path} is for another model: {type(student).__name__} has no linear layer {name!r}")
+        shape = list(layer.weight.T.shape if isinstance(layer, Conv1D) else layer.weight.shape)
+        if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or [len(b), a.shape[1]] != shape:
+            found = f"{list(b.shape)} times {list(a.shape)}"
+            raise DoflaError(f"{path} is for another model: {name} is {shape}, its factors are {found}")
+    merge_factors(student, factors)
+    return student
+
+
+def write_lora(student: PreTrainedModel, folder: str | Path) -> None:
+    """Write the factors merged into the student, for :func:`merge_lora`; the folder is made if need be."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / LORA) as partial:
+        save_file(lora_of(student), partial)
+
+
+def refuse_trained(model: PreTrainedModel) -> None:
+    """DoflaError if weights of the model were trained already."""
+    if is_trained(model):
+        raise DoflaError(
+            "the model's weights were trained end to end already: dofla.restore(model) gives the original back, "
+            "which can be linearised and trained anew"
+        )
+
+
+def _load_weights(model: PreTrainedModel, path: Path) -> None:
+    refuse_trained(model)
+    tensors, weights = read_tensors(path), weights_of(model)
+    if odd := sorted(tensors.keys() ^ weights.keys()):
+        raise DoflaError(f"{path} is for another model: {odd[0]} is on one side only")
+    for name, weight in weights.items():
+        if tensors[name].shape != weight.shape:
+            shapes = f"{list(tensors[name].shape)}, not {list(weight.shape)}"
+            raise DoflaError(f"{path} is for another model: {name} is {shapes}")
+    keep_original(model, weights)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(tensors[name])
 
 
 def load_model(

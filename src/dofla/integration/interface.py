@@ -26,7 +26,7 @@ LINEAR = "dofla"
 RECORDING = "dofla_recording"
 
 Visitor = Callable[..., None]
-_visitor: ContextVar[Visitor | None] = ContextVar("dofla_visitor", default=None)
+_visitor: ContextVar[tuple[Visitor, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
 cache_entry: ContextVar[Any] = ContextVar("dofla_cache_entry", default=None)
 """The entry of the cache that the linear layer being called reads and writes, or None. A variable of the thread, so
@@ -80,17 +80,18 @@ def recording_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Softmax attention that shows its inputs to the visitor of :func:`visiting` first."""
-    visit = _visitor.get()
+    """Attention that shows its inputs to the visitor of :func:`visiting` first."""
+    visit, run = _visitor.get() or (None, softmax_attention)
     if visit is not None:
         visit(module, query, key, value, attention_mask, scaling, kwargs)
-    return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    return run(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
 @contextmanager
-def visiting(visitor: Visitor) -> Iterator[None]:
-    """Within the block, ``visitor`` sees every call of :func:`recording_attention`."""
-    token = _visitor.set(visitor)
+def visiting(visitor: Visitor, *, linear: bool = False) -> Iterator[None]:
+    """Within the block, ``visitor`` sees every call of :func:`recording_attention`, which goes on with softmax
+    attention, or with :func:`linear_attention`."""
+    token = _visitor.set((visitor, linear_attention if linear else softmax_attention))
     try:
         yield
     finally:

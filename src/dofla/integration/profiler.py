@@ -188,6 +188,7 @@ def profile(
         seed=seed,
         normalization=normalization,
         skipped=skipped,
+        dtype=str(model.dtype).removeprefix("torch."),
     )
 
 

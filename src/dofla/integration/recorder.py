@@ -72,8 +72,11 @@ class AttentionCall:
 
 
 @contextmanager
-def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None]) -> Iterator[None]:
-    """Within the block the model runs softmax attention and ``visit`` sees each call of the modules in ``names``."""
+def recording(
+    model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None], *, linear: bool = False
+) -> Iterator[None]:
+    """Within the block ``visit`` sees each call of the modules in ``names``, and the model runs softmax attention; or,
+    with ``linear``, the linear attention of a student, so that deeper layers see what earlier ones have made of it."""
     by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
 
     def forward_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
@@ -82,7 +85,7 @@ def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[A
             weight = None if mask is None else mask[:, -key.shape[-2] :]
             visit(AttentionCall(by_module[module], query, key, value, weight, scaling, is_causal(module, kwargs)))
 
-    with attention_implementation(model, RECORDING), visiting(forward_call):
+    with attention_implementation(model, RECORDING), visiting(forward_call, linear=linear):
         yield
 
 
@@ -93,3 +96,10 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput
     """
     options = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
     return model.base_model(**{k: v.to(model.device) for k, v in batch.items()}, **options)
+
+
+def mean_pooled(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of hidden states [B, L, d] over the real tokens of ``mask`` [B, L] (None: all), of length 1: [B, d]."""
+    weights = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask.to(hidden)
+    pooled = (hidden * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
+    return torch.nn.functional.normalize(pooled, dim=-1)

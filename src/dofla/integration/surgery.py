@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.hybrid import TOKEN_SHARE, HeadCost, split
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites
+from dofla.integration.trained import original_weights, put_back
 from dofla.layer import LinearAttention
 from dofla.plan import LayerPlan, Plan
 
@@ -40,12 +42,13 @@ class AttachedLinearAttention(LinearAttention):
         return super()._apply(move_only, recurse)
 
 
-def linearize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> PreTrainedModel:
+def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int = 64, seed: int = 0) -> PreTrainedModel:
     """Replace softmax by linear attention, in place, as ``plan`` says.
 
     Args:
         model: any model whose attention goes through transformers' attention interface.
-        plan: names the model's attention modules; see :func:`dofla.allocate`.
+        plan: names the model's attention modules; see :func:`dofla.allocate`. Without one, :func:`even_plan`.
+        budget: of the plan, if none is given.
         seed: of the feature maps' initial values.
 
     Returns:
@@ -57,7 +60,7 @@ def linearize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> PreTraine
     """
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) first")
-    plan = renamed(plan, model)
+    plan = even_plan(model, budget) if plan is None else renamed(plan, model)
     _check(plan, attention_sites(model))
     before = softmax_implementation(model)
     generator = torch.Generator().manual_seed(seed)
@@ -68,6 +71,40 @@ def linearize(model: PreTrainedModel, plan: Plan, *, seed: int = 0) -> PreTraine
     model.config.quantization_config = DoflaConfig.from_plan(plan)
     model.hf_quantizer = DoflaQuantizer(model.config.quantization_config)
     return model
+
+
+def even_plan(
+    model: PreTrainedModel,
+    budget: float = 64,
+    *,
+    share: float = TOKEN_SHARE,
+    feature_map: str = "mlp",
+    keep_softmax: Collection[str] = (),
+) -> Plan:
+    """Hybrid layers, the same everywhere, for which no profile is needed.
+
+    Args:
+        model: its shapes, and its dtype, which is that of the window's tokens.
+        budget: in features per KV head, whose bytes are spent as :func:`dofla.hybrid.split` says.
+        share: of the bytes, what goes to exact tokens.
+        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        keep_softmax: layers to leave as they are.
+
+    Raises:
+        DoflaError: a budget below 1.
+    """
+    if budget < 1:
+        raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
+    layers = []
+    for site in attention_sites(model).values():
+        shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
+        if site.name in keep_softmax:
+            layers.append(LayerPlan(*shape, keep_softmax=True))
+        elif not site.linear_time:
+            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize)
+            layers.append(LayerPlan(*shape, *split(round(budget * cost.feature), cost, share), feature_map))
+    made_by = {"strategy": "hybrid", "budget": budget, "share": share}
+    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
 
 
 def softmax_implementation(model: PreTrainedModel) -> str:
@@ -107,11 +144,13 @@ def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the original model back, bit for bit: feature maps off, softmax attention on. Returns ``model``."""
+    """Give the original model back, bit for bit: feature maps off, softmax attention on, weights as they were before
+    end-to-end training. Returns ``model``."""
     for layer in linear_layers(model).values():
         module = model.get_submodule(layer.name)
         module._dofla_hook.remove()
         del module._dofla_hook, module.dofla
+    put_back(model)
     model.set_attn_implementation(model._dofla_softmax_implementation)
     del model._dofla_softmax_implementation, model.config.quantization_config, model.hf_quantizer
     return model
@@ -137,10 +176,25 @@ def plan_of(model: PreTrainedModel) -> Plan:
 
 @contextmanager
 def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block the linearised model is its own teacher: softmax attention, same weights."""
+    """Within the block the linearised model is its own teacher: softmax attention, and the weights it had before
+    end-to-end training if there was any."""
     linear_layers(model)
-    with attention_implementation(model, model._dofla_softmax_implementation):
+    with attention_implementation(model, model._dofla_softmax_implementation), original_weights(model):
         yield model
+
+
+@contextmanager
+def answering(model: PreTrainedModel, names: Collection[str]) -> Iterator[PreTrainedModel]:
+    """Within the block only the layers ``names`` of the student are linear; the others compute softmax attention, and
+    no cache may be in use."""
+    others = {name: layer for name, layer in linear_layers(model).items() if name not in names}
+    for name in others:
+        del model.get_submodule(name).dofla
+    try:
+        yield model
+    finally:
+        for name, layer in others.items():
+            model.get_submodule(name).dofla = layer
 
 
 def as_teacher(model: PreTrainedModel) -> AbstractContextManager:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dofla.distill import DIRECT, distill
+from dofla.distill import distill
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import linearize, restore
 from dofla.plan import Plan
@@ -137,7 +137,7 @@ def _sample(bench: Bench) -> dict[str, Any]:
                     bench.workshop.training(),
                     progress=lambda *_, times=times: times.append(time.perf_counter()),
                     **options
-                    | {"loss": loss, "rows": None if loss == DIRECT else options["rows"]}
+                    | {"loss": loss}
                     # The first step warms up.
                     | {"steps": bench.study.cost.steps + 1},
                 )

@@ -1,0 +1,228 @@
+"""End-to-end distillation: the whole linearised model trained towards the teacher's next-token distribution."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, as_windows
+from dofla.distill.calibrate import calibrate
+from dofla.distill.checkpoint import Checkpoint
+from dofla.distill.loop import SCHEDULES, History, _batches, _check_choice, _check_numbers
+from dofla.distill.objective import Objective, hidden_windows
+from dofla.distill.trainable import WEIGHTS, Trainable, layers_made_again, trainable
+from dofla.errors import DoflaError
+from dofla.extras import extra
+from dofla.integration.checkpoint import refuse_trained, write_lora
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.surgery import linear_layers, plan_of
+
+PRECISIONS = (None, "bf16")
+_RATES = {"lora": {"maps": 2e-3, "weights": 1e-3}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
+_LONGEST_GRADIENT = 1.0
+_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
+
+def distill_end_to_end(
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    steps: int = 50,
+    batch_size: int = 2,
+    accumulate: int = 1,
+    weights: str = "lora",
+    lora_rank: int = 16,
+    learning_rates: Mapping[str, float] | None = None,
+    schedule: str = "cosine",
+    window_dropout: float = 0.0,
+    precision: str | None = None,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    checkpoint_every: int = 25,
+    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+) -> History:
+    """Train a whole student towards its teacher, after :func:`dofla.distill` has trained it layer by layer.
+
+    The teacher is the student itself with softmax attention and the weights it had. The loss is KL(teacher ‖ student)
+    of the next-token distributions, in nats per real token predicted; of models that predict none (encoders), the
+    squared error of the last hidden states relative to the teacher's variance, plus 1 − the cosine of their means.
+    Adam, gradients clipped to norm 1, dropout off.
+
+    Afterwards the student is a stock model of the dtypes it had: low-rank updates are merged into its weights, in
+    float32, and rounded to them; in bfloat16 that loses updates of less than a 512th of a weight. The original weights
+    stay beside the new ones in memory, so that :func:`dofla.softmax` and all comparisons still take the teacher, and
+    :func:`dofla.restore` gives it back. :func:`dofla.save_adapter` saves what was learnt with the feature maps;
+    ``save_pretrained`` saves the new weights alone, and a student opened from there takes *them* for its teacher's.
+
+    A run that fails leaves the student as it was. In several processes of ``accelerate launch`` each takes its share of
+    every step and all end with the same student; the first writes.
+
+    Args:
+        student: a linearised model.
+        tokens: windows to train on, N of L tokens.
+        steps: of the optimiser.
+        batch_size: windows per forward pass, and process.
+        accumulate: forward passes per step.
+        weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
+            layer; ``maps``, nothing; ``all`` weights.
+        lora_rank: of the factors.
+        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-3 for ``lora``, 2e-5 for ``all``).
+        schedule: a name in :data:`dofla.distill.SCHEDULES`.
+        window_dropout: probability that a step hides windows and sinks of all layers, so that the features carry all.
+        precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
+        gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
+        seed: of the order of the windows, the factors and the windows hidden. The global generator is left as it was.
+        folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
+            :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the
+            same numbers as if it had not stopped; one that ended is opened.
+        checkpoint_every: steps between checkpoints.
+        progress: called with (step, steps, {name of the loss: its value}) after each step.
+
+    Returns:
+        The history, whose one column is ``kl`` or ``embedding``; the loss of each step is that before it.
+
+    Raises:
+        DoflaError: not linearised, or trained end to end already; a number or name out of range; nothing to train;
+            fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
+            other settings; accelerate (or peft, for ``lora``) not installed, or set up to shard weights.
+    """
+    layers = linear_layers(student)
+    refuse_trained(student)
+    windows = as_windows(tokens)
+    _check_choice("weights", weights, WEIGHTS)
+    _check_choice("schedule", schedule, SCHEDULES)
+    numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
+    _check_numbers(**numbers, checkpoint_every=checkpoint_every)
+    if precision not in PRECISIONS:
+        raise DoflaError(f"unknown precision {precision!r}: choose bf16, or None")
+    if not 0 <= window_dropout < 1:
+        raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
+    rates = _rates(weights, learning_rates or {})
+    if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
+        raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
+    if student.can_generate() and windows.length < 2:
+        raise DoflaError("windows of one token leave nothing to predict: give longer ones")
+    accelerate = extra("accelerate")
+    # Weights that the loss does not reach (an encoder's pooler) get no gradient, for which DDP would wait.
+    patience = accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = accelerate.Accelerator(kwargs_handlers=[patience])
+    if accelerator.distributed_type.value in _SHARDED:
+        raise DoflaError(
+            f"accelerate is set up for {accelerator.distributed_type.value}, which takes weights apart that are merged "
+            "and exchanged whole: launch data-parallel processes (benchmarks/data_parallel.yaml)"
+        )
+    processes, place = accelerator.num_processes, accelerator.process_index
+    per_step = batch_size * accumulate * processes
+    if len(windows) < per_step:
+        raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
+    settings = numbers | {"weights": weights, "learning_rates": rates, "schedule": schedule, "seed": seed}
+    settings |= {"window_dropout": window_dropout, "precision": precision, "processes": processes}
+    settings |= {"gradient_checkpointing": gradient_checkpointing}
+
+    student.to(accelerator.device)
+    curve: list[list[float]] = []
+    with (
+        torch.enable_grad(),
+        torch.random.fork_rng(),
+        evaluation_mode(student),
+        layers_made_again(student, gradient_checkpointing),
+    ):
+        torch.manual_seed(seed)
+        with trainable(student, weights, lora_rank) as part:
+            calibrate(student, _batches(windows, batch_size, 1, seed, 0)[0])
+            learner = _Learner(student, part, accelerator, rates, precision)
+            settings["loss"] = learner.loss.name
+            checkpoint, parts = None, layers | part.weights
+            if folder is not None:
+                checkpoint = Checkpoint(folder, settings, plan_of(student), windows)
+                curve = checkpoint.resume(parts, learner.optimizer, [learner.loss.name])
+            started = time.perf_counter()
+            for step in range(len(curve), steps):
+                torch.manual_seed(seed * 1_000_003 + step)
+                hide = torch.rand(()).item() < window_dropout
+                batches = _batches(windows, batch_size, accumulate * processes, seed, step)
+                with hidden_windows(student) if hide else nullcontext():
+                    value = learner.gradients(batches, batches[place::processes])
+                if not math.isfinite(value):
+                    raise DoflaError(f"the {learner.loss.name} loss is {value} at step {step}: lower learning_rates")
+                learner.step(SCHEDULES[schedule](step / steps))
+                curve.append([value])
+                due = len(curve) % checkpoint_every == 0 or len(curve) == steps
+                if checkpoint is not None and due and accelerator.is_main_process:
+                    checkpoint.save(parts, learner.optimizer, curve, [learner.loss.name])
+                if progress:
+                    progress(len(curve), steps, {learner.loss.name: value})
+            seconds = time.perf_counter() - started
+    if folder is not None and weights == "lora" and accelerator.is_main_process:
+        write_lora(student, Path(folder) / "lora")
+    return History([settings["loss"]], torch.tensor(curve), seconds, settings)
+
+
+class _Learner:
+    """Adam on the feature maps and what else of a student trains.
+
+    Args:
+        student: on the accelerator's device.
+        part: of it that trains, beside the feature maps.
+        accelerator: of accelerate.
+        rates: of ``maps`` and ``weights``.
+        precision: None or ``bf16``.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        part: Trainable,
+        accelerator: Any,
+        rates: Mapping[str, float],
+        precision: str | None,
+    ) -> None:
+        self.accelerator, self.loss = accelerator, Objective(student, part.teacher)
+        # By hand: a process can have only one mixed precision of accelerate's.
+        self.autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision == "bf16")
+        maps = [parameter for layer in linear_layers(student).values() for parameter in layer.parameters()]
+        trained = {"maps": maps, "weights": list(part.weights.values())}
+        groups = [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
+        self.rates, self.weights = [group["lr"] for group in groups], [p for g in groups for p in g["params"]]
+        for weight in self.weights:  # so that Adam counts the same steps for all, as a checkpoint does
+            weight.grad = torch.zeros_like(weight)
+        self.module, self.optimizer = accelerator.prepare(self.loss, torch.optim.Adam(groups))
+
+    def gradients(self, step: Sequence[Mapping[str, Tensor]], own: Sequence[Mapping[str, Tensor]]) -> float:
+        """Add the gradients of the batches that are this process's ``own`` of a ``step``; returns the step's loss."""
+        tokens, windows = sum(map(self.loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
+        total = torch.zeros((), device=self.accelerator.device)
+        for batch in own:
+            with self.autocast:
+                part = self.module({k: v.to(total.device) for k, v in batch.items()}, tokens, windows)
+            # The gradients of all processes are averaged, and are to be summed.
+            self.accelerator.backward(part * self.accelerator.num_processes)
+            total += part.detach()
+        return self.accelerator.reduce(total, "sum").item()
+
+    def step(self, share: float) -> None:
+        """Take the step, at this share of the learning rates."""
+        self.accelerator.clip_grad_norm_(self.weights, _LONGEST_GRADIENT)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * share
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:
+    rates = _RATES[weights]
+    for name, rate in given.items():
+        if name not in rates:
+            raise DoflaError(f"learning_rates names {name!r}: weights={weights!r} trains {' and '.join(rates)}")
+        if not 0 < rate < math.inf:
+            raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
+    return {name: float(given.get(name, rate)) for name, rate in rates.items()}

@@ -1,0 +1,117 @@
+"""How far a whole student is from its teacher on a batch: next-token distributions, or an encoder's embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from dofla.data import predicted
+from dofla.integration.recorder import mean_pooled, run_body
+from dofla.integration.surgery import linear_layers
+from dofla.integration.trained import original_weights
+
+POSITIONS_AT_A_TIME = 128
+"""Positions whose vocabularies of logits, of teacher and student, are in memory together."""
+NEXT_TOKEN, EMBEDDING = "kl", "embedding"
+
+
+class Objective(nn.Module):
+    """The loss as a module, so that accelerate can prepare it.
+
+    ``kl`` (models that generate) is KL(teacher ‖ student) of the next-token distributions in nats, mean over the real
+    tokens predicted. ``embedding`` (all others) is the squared error of the last hidden states over their teacher's
+    variance in the batch, mean over real tokens, plus 1 − the cosine of the mean-pooled states, mean over windows.
+
+    Args:
+        student: a linearised model.
+        teacher: within its block ``student`` computes what the teacher does.
+    """
+
+    def __init__(self, student: PreTrainedModel, teacher: Callable[[], AbstractContextManager]) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+        self.name = NEXT_TOKEN if student.can_generate() else EMBEDDING
+        self.head_apart = self.name == NEXT_TOKEN and _head_stands_apart(student)
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        """Real tokens of a batch that the mean is over (an encoder's windows, where none is padded: all are alike)."""
+        if self.name == NEXT_TOKEN:
+            return int(predicted(batch).sum())
+        return int(batch["attention_mask"].sum()) if "attention_mask" in batch else len(next(iter(batch.values())))
+
+    def forward(self, batch: dict[str, Tensor], tokens: int, windows: int) -> Tensor:
+        """The batch's part of the loss of a step that has ``tokens`` real ones (:meth:`count`) in ``windows``."""
+        with torch.no_grad(), self.teacher():
+            theirs = self._read(batch)
+        ours = self._read(batch)
+        if self.name == NEXT_TOKEN:
+            return self._divergence(ours, theirs, predicted(batch).bool()) / max(tokens, 1)
+        mask = batch.get("attention_mask", torch.ones(ours.shape[:2], device=ours.device))
+        error = relative_error(ours[mask.bool()], theirs[mask.bool()]) * self.count(batch) / tokens
+        cosine = (mean_pooled(ours, mask) * mean_pooled(theirs, mask)).sum(dim=-1)
+        return error + (1 - cosine).sum() / windows
+
+    def _read(self, batch: dict[str, Tensor]) -> Tensor:
+        """Hidden states [B, L, d], or logits [B, L, V] where the head cannot be applied to some positions alone."""
+        if self.name == EMBEDDING:
+            return run_body(self.student, batch).last_hidden_state.float()
+        if self.head_apart:
+            return run_body(self.student, batch).last_hidden_state
+        return self.student(**batch, use_cache=False).logits
+
+    def _divergence(self, ours: Tensor, theirs: Tensor, real: Tensor) -> Tensor:
+        """KL summed over the positions [B, L - 1] that predict a real token."""
+        ours, theirs = ours[:, :-1][real], theirs[:, :-1][real]
+        total = ours.float().sum() * 0.0  # a graph, even if nothing is predicted
+        # The logits of a slice are made again for its gradient, so that no more than one slice of them ever exists.
+        for part in zip(ours.split(POSITIONS_AT_A_TIME), theirs.split(POSITIONS_AT_A_TIME), strict=True):
+            total = total + checkpoint(self._divergence_of_slice, *part, use_reentrant=False, preserve_rng_state=False)
+        return total
+
+    def _divergence_of_slice(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        if self.head_apart:
+            head = self.student.get_output_embeddings()
+            with torch.no_grad(), original_weights(self.student):
+                theirs = head(theirs)
+            ours = head(ours)
+        ours, theirs = (torch.log_softmax(x, dim=-1, dtype=torch.float32) for x in (ours, theirs))
+        return F.kl_div(ours, theirs, log_target=True, reduction="sum")
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Squared difference of vectors [N, d] over the variance of ``theirs``."""
+    return (ours - theirs).square().mean() / (theirs - theirs.mean(dim=0)).square().mean()
+
+
+@torch.no_grad()
+def _head_stands_apart(student: PreTrainedModel) -> bool:
+    """Whether the logits are the output layer of the last hidden states and nothing else, found out on a few tokens:
+    some families have more layers in their head, or scale what comes out."""
+    head = student.get_output_embeddings()
+    if head is None:
+        return False
+    ids = torch.arange(8, device=student.device).unsqueeze(0) % student.config.get_text_config().vocab_size
+    hidden = getattr(run_body(student, {"input_ids": ids}), "last_hidden_state", None)
+    if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
+        return False
+    return torch.allclose(head(hidden), student(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
+
+
+@contextmanager
+def hidden_windows(student: PreTrainedModel) -> Iterator[None]:
+    """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all."""
+    layers = list(linear_layers(student).values())
+    sizes = [(layer.window, layer.sinks) for layer in layers]
+    try:
+        for layer in layers:
+            layer.window, layer.sinks = 0, 0
+        yield
+    finally:
+        for layer, (window, sinks) in zip(layers, sizes, strict=True):
+            layer.window, layer.sinks = window, sinks

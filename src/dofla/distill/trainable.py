@@ -1,0 +1,120 @@
+"""What of a student trains end to end, and how it is left: learnt if all went well, as it was before if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dofla.integration.lora import lora_factors, low_rank, merge_factors
+from dofla.integration.surgery import linear_layers, softmax
+from dofla.integration.trained import cast_weights, keep_original, put_back, weights_of
+
+WEIGHTS = ("lora", "maps", "all")
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Weights beside the feature maps that train, by name; and a context in which the student is its teacher."""
+
+    weights: dict[str, nn.Parameter]
+    teacher: Callable[[], AbstractContextManager]
+
+
+@contextmanager
+def trainable(student: PreTrainedModel, weights: str, lora_rank: int) -> Iterator[Trainable]:
+    """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32.
+
+    When the block ends, what was learnt is in the student, a stock model of the dtypes it had: low-rank factors are
+    merged into its weights. If it fails, the student is as before.
+
+    Args:
+        student: a linearised model.
+        weights: ``lora``, factors beside every linear layer but the output layer; ``all`` weights; ``maps``, nothing
+            but the feature maps.
+        lora_rank: of the factors, which are drawn from the global generator.
+
+    Raises:
+        DoflaError: peft is not installed.
+    """
+    layers = linear_layers(student).values()
+    before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
+    flags = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
+    parts = {"lora": partial(_low_rank, rank=lora_rank), "maps": _nothing_else, "all": _all}
+    try:
+        with parts[weights](student) as part:
+            student.requires_grad_(False)
+            for parameter in (*part.weights.values(), *(p for layer in layers for p in layer.parameters())):
+                parameter.requires_grad_(True)
+            yield part
+    except BaseException:
+        for layer, state in zip(layers, before, strict=True):
+            layer.load_state_dict(state)
+        raise
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+@contextmanager
+def _nothing_else(student: PreTrainedModel) -> Iterator[Trainable]:
+    yield Trainable({}, partial(softmax, student))
+
+
+@contextmanager
+def _low_rank(student: PreTrainedModel, rank: int) -> Iterator[Trainable]:
+    with low_rank(student, rank) as wrapper:
+
+        @contextmanager
+        def teacher() -> Iterator[None]:
+            with softmax(student), wrapper.disable_adapter():
+                yield
+
+        weights = {name: p for name, p in student.named_parameters() if p.requires_grad and ".lora_" in name}
+        yield Trainable(weights, teacher)
+        factors = lora_factors(student)
+    merge_factors(student, factors)
+
+
+@contextmanager
+def _all(student: PreTrainedModel) -> Iterator[Trainable]:
+    dtypes = {name: weight.dtype for name, weight in weights_of(student).items()}
+    # Small steps would be lost in the 8 bits of bfloat16. The teacher computes in float32 as well then.
+    cast_weights(student, {name: torch.promote_types(dtype, torch.float32) for name, dtype in dtypes.items()})
+    keep_original(student, weights_of(student))
+    try:
+        yield Trainable(weights_of(student), partial(softmax, student))
+    except BaseException:
+        put_back(student)
+        raise
+    finally:
+        cast_weights(student, dtypes)
+
+
+@contextmanager
+def layers_made_again(student: PreTrainedModel, on: bool) -> Iterator[None]:
+    """Within the block, if ``on``, layers keep no activations for the backward pass, which computes them again.
+
+    transformers does so in training mode only. The layers enter it, but not the modules in them: so no dropout begins,
+    except what the code of the layer itself does (OPT).
+    """
+    layers = [m for m in student.modules() if on and isinstance(m, GradientCheckpointingLayer)]
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
+    before = [{name: getattr(layer, name, None) for name in names} for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing, layer.training = True, True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer, values in zip(layers, before, strict=True):
+            for name, value in values.items():
+                setattr(layer, name, value)

@@ -1,0 +1,54 @@
+"""Exponentials of an affine map, apart for queries and keys: the plainest learned features."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dofla.attention import Affine
+from dofla.feature_maps.base import AffineFeatureMap
+from dofla.feature_maps.standardised import StandardisedMap
+
+START = 0.5
+"""Size of the first log-features, in standard deviations of the inputs: small, so that no feature starts dead."""
+
+
+class Exponential(StandardisedMap, AffineFeatureMap):
+    """``Phi(q) = exp(W q̂ + b)``, ``Phi(k) = exp(V k̂ + c + log_scale)``, with q̂ and k̂ standardised.
+
+    Unlike :class:`PRF` it has no term in |x|², which is what breaks PRF on heads with long vectors, and ties nothing.
+
+    Attributes:
+        query, key: W and V, [heads, M, d].
+        query_bias, key_bias: b and c, [heads, M].
+    """
+
+    learning_rates: ClassVar[dict[str, float]] = StandardisedMap.learning_rates | dict.fromkeys(
+        ("query", "key", "query_bias", "key_bias"), 0.02
+    )
+
+    def __init__(self, heads: int, head_dim: int, features: int) -> None:
+        super().__init__(heads, head_dim, features)
+        for side in ("query", "key"):
+            self.register_parameter(side, nn.Parameter(torch.empty(heads, features, head_dim, dtype=torch.float32)))
+            self.register_parameter(f"{side}_bias", nn.Parameter(torch.empty(heads, features, dtype=torch.float32)))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        super().reset_parameters(generator)
+        for side in ("query", "key"):
+            weight = getattr(self, side)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * (START / math.sqrt(self.head_dim)))
+            getattr(self, f"{side}_bias").zero_()
+
+    def affine(self, scaling: float, dtype: torch.dtype) -> tuple[Affine, Affine]:
+        return self._side("query", dtype), self._side("key", dtype, self.log_scale)
+
+    def _side(self, side: str, dtype: torch.dtype, level: Tensor | None = None) -> Affine:
+        """The standardisation folded in, as kernels want it."""
+        weight = getattr(self, side) / getattr(self, f"{side}_std").unsqueeze(-2)
+        bias = getattr(self, f"{side}_bias") - (weight @ getattr(self, f"{side}_mean").unsqueeze(-1)).squeeze(-1)
+        return Affine(weight.to(dtype), (bias if level is None else bias + level).to(dtype))

@@ -1,0 +1,79 @@
+"""Exponentials of a small perceptron beside an affine map: the default of hybrid layers."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dofla.attention import accumulable
+from dofla.feature_maps.exponential import START
+from dofla.feature_maps.standardised import StandardisedMap
+
+HIDDEN = 32
+"""Hidden units: weights, not state. Twice and four times as many were no better (``docs/quality.md``)."""
+
+
+class MLP(StandardisedMap):
+    """``Phi(x) = exp(W x̂ + W₂ silu(W₁ x̂ + b₁) + b)``, x̂ standardised, apart for queries and keys and for each head.
+
+    The features of keys are multiplied by ``exp(log_scale)``. W₂ starts small, so that the map starts as
+    :class:`~dofla.feature_maps.exponential.Exponential`.
+
+    Attributes:
+        query, key: W of each side, [heads, M, d].
+        query_bias, key_bias: b, [heads, M].
+        query_in, key_in: W₁, [heads, 32, d].
+        query_in_bias, key_in_bias: b₁, [heads, 32].
+        query_out, key_out: W₂, [heads, M, 32].
+    """
+
+    learning_rates: ClassVar[dict[str, float]] = StandardisedMap.learning_rates | {
+        f"{side}{part}": 0.02 for side in ("query", "key") for part in ("", "_bias", "_in", "_in_bias", "_out")
+    }
+
+    def __init__(self, heads: int, head_dim: int, features: int) -> None:
+        super().__init__(heads, head_dim, features)
+        shapes = {
+            "": (features, head_dim),
+            "_bias": (features,),
+            "_in": (HIDDEN, head_dim),
+            "_in_bias": (HIDDEN,),
+            "_out": (features, HIDDEN),
+        }
+        for side in ("query", "key"):
+            for part, shape in shapes.items():
+                empty = torch.empty(heads, *shape, dtype=torch.float32)
+                self.register_parameter(side + part, nn.Parameter(empty))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        super().reset_parameters(generator)
+        starts = {"": START / math.sqrt(self.head_dim), "_in": 1 / math.sqrt(self.head_dim)}
+        starts["_out"] = 0.1 / math.sqrt(HIDDEN)
+        for side in ("query", "key"):
+            for part, size in starts.items():
+                weight = getattr(self, side + part)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * size)
+            getattr(self, f"{side}_bias").zero_()
+            getattr(self, f"{side}_in_bias").zero_()
+
+    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+        return self._log_features(x, "query")
+
+    def log_key(self, x: Tensor, scaling: float) -> Tensor:
+        log_features = self._log_features(x, "key")
+        return log_features + self.log_scale.to(log_features.dtype).unsqueeze(-1)
+
+    def _log_features(self, x: Tensor, side: str) -> Tensor:
+        batch, heads, length, _ = x.shape
+        z = self.standardised(accumulable(x), side)
+        weight, bias, inner, inner_bias, outer = (
+            getattr(self, side + part).to(z.dtype) for part in ("", "_bias", "_in", "_in_bias", "_out")
+        )
+        hidden = F.silu(z @ inner.mT + inner_bias.unsqueeze(-2))
+        log_features = z @ weight.mT + hidden @ outer.mT + bias.unsqueeze(-2)
+        return log_features.view(batch, heads, length, -1)

@@ -1,0 +1,51 @@
+"""How a hybrid layer spends its bytes: exact tokens (sinks and a window), and features for the far past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FEATURE_BYTES = 4
+"""Per number of the feature state, which accumulates over the whole past and stays in float32 whatever the model's
+dtype."""
+
+TOKEN_SHARE = 0.73
+"""Of the bytes, what goes to exact tokens. On SmolLM2 shares from .65 to .85 are within 5 % of one another in
+attention KL, for tokens in bfloat16 as in float32 (``docs/quality.md``)."""
+
+SINKS = 2
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """Bytes of state per KV head.
+
+    Attributes:
+        feature: of one feature, a mean value and a log-mass of double size.
+        token: of one token of the window or the sinks, a key and a value in the model's dtype.
+    """
+
+    feature: int
+    token: int
+
+    @classmethod
+    def of(cls, head_dim: int, value_dim: int, itemsize: int) -> HeadCost:
+        """``itemsize``: bytes of a number in the model's dtype."""
+        return cls(FEATURE_BYTES * (value_dim + 2), itemsize * (head_dim + value_dim))
+
+    def total(self, features: int, window: int, sinks: int) -> int:
+        """Bytes of a head with these."""
+        return features * self.feature + (window + sinks) * self.token
+
+
+def split(bytes_per_head: int, cost: HeadCost, share: float = TOKEN_SHARE) -> tuple[int, int, int]:
+    """(features, window, sinks) of at most ``bytes_per_head``, about ``share`` of it in exact tokens.
+
+    There is at least one feature, even if it alone costs more. Rounding leaves less than one feature's bytes unspent,
+    and goes to the window as far as whole tokens fit.
+    """
+    features = max(1, round(bytes_per_head * (1 - share) / cost.feature))
+    while features > 1 and features * cost.feature > bytes_per_head:
+        features -= 1
+    tokens = max(0, (bytes_per_head - features * cost.feature) // cost.token)
+    sinks = min(SINKS, tokens // 4)
+    return features, tokens - sinks, sinks

@@ -1,0 +1,92 @@
+"""Students whose weights were trained, and the weights of the teacher they came from.
+
+A student is its own teacher as long as only feature maps are trained. Once other weights move, the original ones stay
+beside them, as buffers that no checkpoint holds: ``dofla.softmax(student)`` computes with them, so every comparison is
+still with the teacher, and ``dofla.restore(student)`` puts them back bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_ORIGINAL = "_dofla_original_"
+_LORA = "_dofla_lora"
+
+
+def is_trained(model: PreTrainedModel) -> bool:
+    """Whether weights other than those of feature maps were trained, and the original ones are kept."""
+    return hasattr(model, _LORA)
+
+
+def lora_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The low-rank factors by which the weights differ from the original ones; empty if weights differ freely."""
+    return getattr(model, _LORA, {})
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """All parameters but those of feature maps, by name; shared ones once."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".dofla." not in name}
+
+
+def keep_original(model: PreTrainedModel, names: Iterable[str], lora: Mapping[str, Tensor] | None = None) -> None:
+    """Keep the values that some weights have now, as those of the teacher.
+
+    Args:
+        model: a linearised model none of whose weights were trained yet.
+        names: of parameters; one that several modules share has its original in all of them.
+        lora: factors that are about to be merged into them, by name; None if they are to be trained freely.
+    """
+    copies = {id(parameter): parameter.detach().clone() for parameter in map(model.get_parameter, names)}
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in copies:
+                module.register_buffer(_ORIGINAL + key, copies[id(parameter)], persistent=False)
+    setattr(model, _LORA, dict(lora or {}))
+
+
+@contextmanager
+def original_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the model computes with the original weights. No effect if none were trained."""
+    lora = model.__dict__.pop(_LORA, None)  # so that a block within this one changes nothing
+    if lora is None:
+        yield
+        return
+    ours = [(module, key, module._parameters[key]) for module, key in _places(model)]
+    for module, key, _ in ours:
+        module._parameters[key] = nn.Parameter(module._buffers[_ORIGINAL + key], requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, key, parameter in ours:
+            module._parameters[key] = parameter
+        setattr(model, _LORA, lora)
+
+
+@torch.no_grad()
+def put_back(model: PreTrainedModel) -> None:
+    """Give the weights their original values again and forget that they ever had others."""
+    for module, key in _places(model):
+        module._parameters[key].copy_(module._buffers[_ORIGINAL + key])
+        delattr(module, _ORIGINAL + key)
+    model.__dict__.pop(_LORA, None)
+
+
+def cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Convert some weights, and their original values if those are kept, in place."""
+    wanted = {id(model.get_parameter(name)): dtype for name, dtype in dtypes.items()}
+    for module, key in _places(model):
+        module._buffers[_ORIGINAL + key] = module._buffers[_ORIGINAL + key].to(wanted[id(module._parameters[key])])
+    for name, dtype in dtypes.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
+
+
+def _places(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """Each module and the name of each of its parameters whose original is kept."""
+    kept = [(module, name) for module in model.modules() for name in module._buffers if name.startswith(_ORIGINAL)]
+    return [(module, name.removeprefix(_ORIGINAL)) for module, name in kept]
