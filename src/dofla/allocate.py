@@ -138,6 +138,8 @@ def allocate(
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
         if not is_whole(number) or number < 0:
             raise DoflaError(f"{what} is {number!r}: give a whole number, 0 or more")
+    if context is not None and (not is_whole(context) or context < 1):
+        raise DoflaError(f"context is {context!r}: give a whole number of tokens, 1 or more")
     names = [layer.name for layer in (*profile.layers, *profile.skipped)]
     for name in keep_softmax:
         if name not in names:

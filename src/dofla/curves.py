@@ -82,15 +82,22 @@ class Curves:
         data = read_json(Path(path), "error curves")
         try:
             layers = [
-                LayerCurve(x["name"], float(x["effect"]), [Point(**point) for point in x["points"]])
+                LayerCurve(x["name"], float(x["effect"]), [_point(**point) for point in x["points"]])
                 for x in data["layers"]
             ]
-            if not layers or not all(layer.points for layer in layers):
-                raise ValueError("a layer without points")
+            if not layers or not all(layer.points and math.isfinite(layer.effect) for layer in layers):
+                raise ValueError("a layer without points or with an endless effect")
             return cls(layers, data["model"], data["made_by"])
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no error curves ({what}): measure them again") from error
+
+
+def _point(share: float, bytes: int, error: float) -> Point:
+    """A point of a file, whose numbers can be reckoned with."""
+    if not (0 <= share <= 1 and bytes >= 1 and math.isfinite(error)):
+        raise ValueError(f"share {share}, {bytes} bytes, error {error}")
+    return Point(share, bytes, error)
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,14 @@ class StudentSpec:
     """One row of the comparison.
 
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
-    features begin: ``random``, or ``leverage`` (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so
+    features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
+    (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so
     after its layerwise training, as the recipe's section of that name says. The rest is as for
     :func:`dofla.allocate`.
     """
 
-    name: str = "Hybrid"
-    strategy: str = "hybrid"
+    name: str = "Measured"
+    strategy: str = "measured"
     feature_map: str | None = None
     over_heads: str = "max"
     per_head: bool = False
@@ -67,7 +68,7 @@ class StudentSpec:
     lam: float | None = None
     normalization: str | None = None
     loss: str | None = None
-    start: str = "random"
+    start: str = "data"
     window: int | None = None
     sinks: int | None = None
     context: int | None = None
@@ -80,7 +81,7 @@ class StudentSpec:
 class DistillSpec:
     """Options of :func:`dofla.distill`."""
 
-    loss: str = "softmax"
+    loss: str = "output"
     epochs: int = 1
     steps: int | None = None
     batch_size: int = 4

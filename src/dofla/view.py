@@ -176,9 +176,14 @@ def results_table(results: dict[str, Any]) -> Table:
     table.add_column("state", justify="right", no_wrap=True)
     several = len(results["seeds"]) > 1
     for row in results["students"]:
-        cells = [f"{row[k]['mean']:.3f}" + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+        cells = [_figure(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
         table.add_row(row["name"], *cells, size(row["state_bytes"]))
     return table
+
+
+def _figure(value: float) -> str:
+    """Three decimals; where no key beyond a window is seen, KL(teacher ‖ student) has no end."""
+    return f"{value:.3f}" if value < 1e4 else "∞"
 
 
 def loss_range(losses: Mapping[str, float]) -> str:

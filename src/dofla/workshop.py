@@ -92,18 +92,18 @@ class Workshop:
         return _seconds(self.folder / _PROFILED)
 
     def curves(self, spec: StudentSpec) -> Curves:
-        """The teacher's error curves for a student's feature map and budget, measured once."""
-        budget, feature_map = spec.budget or self.recipe.budget, spec.feature_map or "mlp"
-        path, options = self.folder / f"curves-{feature_map}-{budget}.json", vars(self.recipe.curves).copy()
+        """The teacher's error curves for a student's feature map, around the recipe's budget, measured once."""
+        feature_map, options = spec.feature_map or "mlp", vars(self.recipe.curves).copy()
+        path = self.folder / f"curves-{feature_map}.json"
         if not path.exists():
             some = self.training().take(options.pop("windows"))
             with self.view.progress(f"error curves, {feature_map}") as progress:
                 measured = measure_curves(
                     self.model,
                     some,
-                    budget,
+                    self.recipe.budget,
                     feature_map=feature_map,
-                    keep_softmax=sorted({*spec.keep_softmax, *(x.name for x in self.profile().skipped)}),
+                    keep_softmax=sorted(x.name for x in self.profile().skipped),  # other students may want the rest
                     seed=self.recipe.seeds[0],
                     progress=lambda stage, done, total: progress(done, total, stage),
                     **options,
@@ -171,8 +171,8 @@ class Workshop:
             sample_features(
                 self.model, self.training().take(self.recipe.profile.windows), lam=self.recipe.lam, seed=seed
             )
-        elif spec.start != "random":
-            raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose random or leverage")
+        elif spec.start not in ("data", "random"):
+            raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose data, random or leverage")
         if not spec.trained:
             return
         options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}
@@ -180,6 +180,7 @@ class Workshop:
             history = distill(
                 self.model,
                 self.training(),
+                from_data=spec.start == "data",
                 seed=seed,
                 folder=home / "distill",
                 progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),

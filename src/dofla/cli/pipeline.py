@@ -154,7 +154,7 @@ def distill(
     plan: Annotated[Path, typer.Option(help="Plan (JSON) from dofla allocate.")],
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, curves and the adapter; goes on if interrupted.")],
-    loss: Annotated[str, typer.Option(help="softmax, output, l2, or direct (next-token).")] = "softmax",
+    loss: Annotated[str, typer.Option(help="output, softmax, l2, or direct (next-token).")] = "output",
     windows: Windows = 1000,
     length: Length = 512,
     epochs: Annotated[int, typer.Option(help="Passes over the windows.")] = 1,
@@ -201,12 +201,14 @@ def distill(
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="YAML file.")],
+    recipe: Annotated[Path, typer.Argument(help="YAML file; or default, or paper, with --set model=...")],
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME. An interrupted run goes on.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
 ) -> None:
     """Execute a recipe from profile to evaluation, into one folder."""
-    _run(Recipe.load(recipe, change), out or Path("runs") / recipe.stem)
+    bundled = RECIPES / f"{recipe}.yaml"
+    given = bundled if bundled.exists() and not recipe.exists() else recipe
+    _run(Recipe.load(given, change), out or Path("runs") / recipe.stem)
 
 
 def demo(

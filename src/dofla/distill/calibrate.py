@@ -19,26 +19,28 @@ _ROWS = 64
 
 
 def calibrate(student: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Let the maps that want to look at data do so, in one softmax forward of ``batch``.
-
-    A map standardises its inputs by its head's queries and keys. Where a window or sinks stand beside the features,
-    their level is then set so that all far keys together weigh, in the mean over rows, what they weigh in softmax
-    attention (rows count by that weight): a start that is off by a factor spends most of its training on that factor.
-    Maps that have been calibrated or do not look at data stay as they are.
-    """
+    """Let the maps that want to look at data do so (:func:`calibrate_layer`), in one softmax forward of ``batch``."""
     layers = {n: x for n, x in linear_layers(student).items() if any(m.wants_data for m in x.maps)}
     if not layers:
         return
     generator = torch.Generator().manual_seed(0)
-
-    def look(call: AttentionCall) -> None:
-        layer = layers[call.name]
-        _standardise(call, layer)
-        if layer.window or layer.sinks:
-            _set_level(call, layer, call.random_rows(_ROWS, generator))
-
-    with recording(student, layers, look), torch.no_grad():
+    with recording(student, layers, lambda call: calibrate_layer(call, layers[call.name], generator)), torch.no_grad():
         run_body(student, batch)
+
+
+@torch.no_grad()
+def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torch.Generator) -> None:
+    """Start the maps of a layer from a call of its teacher, unless they have been, or do not look at data.
+
+    A map standardises its inputs by its head's queries and keys. Where a window or sinks stand beside the features,
+    their level is then set so that all far keys together weigh, in the mean over rows, what they weigh in softmax
+    attention (rows count by that weight): a start that is off by a factor spends most of its training on that factor.
+    """
+    if not any(feature_map.wants_data for feature_map in layer.maps):
+        return
+    _standardise(call, layer)
+    if layer.window or layer.sinks:
+        _set_level(call, layer, call.random_rows(_ROWS, generator))
 
 
 def _standardise(call: AttentionCall, layer: LinearAttention) -> None:

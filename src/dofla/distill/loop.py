@@ -48,7 +48,7 @@ def distill(
     student: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
-    loss: str = "softmax",
+    loss: str = "output",
     epochs: int = 1,
     steps: int | None = None,
     batch_size: int = 2,
@@ -57,6 +57,7 @@ def distill(
     learning_rates: Mapping[str, float] | None = None,
     schedule: str = "cosine",
     own_inputs: float = 0.0,
+    from_data: bool = True,
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 50,
@@ -85,6 +86,7 @@ def distill(
         own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
             in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
             two forwards. Not for ``direct``, which never does otherwise.
+        from_data: let maps that start from data do so.
         seed: of the order of the windows and of the rows.
         folder: where checkpoints and curves go. If a run of the same settings stopped there, it goes on, and ends with
             the same numbers as if it had not stopped.
@@ -111,7 +113,7 @@ def distill(
     steps = steps or epochs * (len(windows) // per_step)
     settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
-    settings["own_inputs"] = own_inputs
+    settings |= {"own_inputs": own_inputs, "from_data": from_data}
 
     optimizer = torch.optim.Adam(_parameter_groups(layers, learning_rates or {}))
     optimizer.zero_grad()  # of what a run that was broken off may have left
@@ -123,7 +125,7 @@ def distill(
         curve = checkpoint.resume(layers, optimizer, columns)
 
     started = time.perf_counter()
-    if not curve:
+    if from_data and not curve:
         with evaluation_mode(student):
             calibrate(student, _batches(windows, batch_size, accumulate, seed, 0)[0])
     for step in range(len(curve), steps):

@@ -58,6 +58,13 @@ def output_loss(teacher: AttentionCall, call: AttentionCall, layer: LinearAttent
 
     The values tell which errors of attention matter; alone they leave rows undetermined whose values are alike.
     """
+    return sum(output_errors(teacher, call, layer, rows))
+
+
+def output_errors(
+    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The two parts of :func:`output_loss`."""
     exact, approximate = teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
     groups = call.query.shape[1] // call.value.shape[1]
     real = call.real_rows(rows)[:, None, :, None]
@@ -66,7 +73,7 @@ def output_loss(teacher: AttentionCall, call: AttentionCall, layer: LinearAttent
     over = (0, 2, 3)
     smallest = torch.finfo(wanted.dtype).tiny
     error = (found - wanted).square().sum(over) / wanted.square().sum(over).clamp_min(smallest)
-    return error.mean() + _mean_of_rows(_kl(exact, approximate), call, rows)
+    return _mean_of_rows(_kl(exact, approximate), call, rows), error.mean()
 
 
 def log_kernel_errors(

@@ -59,9 +59,11 @@ def measure_curves(
         progress: called with (stage, done, total) after each size and each layer.
 
     Raises:
-        DoflaError: as :func:`dofla.distill`; too few windows.
+        DoflaError: as :func:`dofla.distill`; a budget below 1; too few windows.
     """
     windows = as_windows(tokens)
+    if budget < 1:
+        raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
     if len(windows) < held_out + batch_size:
         need = held_out + batch_size
         raise DoflaError(f"{len(windows)} windows are too few for error curves: give {need} or more")
@@ -75,8 +77,9 @@ def measure_curves(
         plan = even_plan(model, max(1, level * budget), share=share, feature_map=feature_map, keep_softmax=keep_softmax)
         student = linearize(model, plan, seed=seed)
         try:
-            distill(student, training, steps=steps, batch_size=batch_size, rows=rows, seed=seed)
-            errors = attention_fidelity(student, judging, batch_size=batch_size, seed=seed)
+            distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
+            with evaluation_mode(student):
+                errors = attention_fidelity(student, judging, batch_size=batch_size, seed=seed)
             if (share, level) == (TOKEN_SHARE, 1.0):
                 effects = _effects(student, judging, {n: e["kl"] for n, e in errors.items()}, progress)
         finally:

@@ -91,12 +91,16 @@ def even_plan(
         keep_softmax: layers to leave as they are.
 
     Raises:
-        DoflaError: a budget below 1.
+        DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer.
     """
     if budget < 1:
         raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
-    layers = []
-    for site in attention_sites(model).values():
+    sites, layers = attention_sites(model), []
+    for name in keep_softmax:
+        if name not in sites:
+            first = next(iter(sites))
+            raise DoflaError(f"keep_softmax names {name!r}, no attention module of this model: it has {first}, ...")
+    for site in sites.values():
         shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
         if site.name in keep_softmax:
             layers.append(LayerPlan(*shape, keep_softmax=True))

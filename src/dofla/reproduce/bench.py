@@ -105,8 +105,8 @@ class Bench:
         """A measure of the model as it came."""
         return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.workshop.model))
 
-    def evaluations(self, spec: StudentSpec) -> list[dict[str, Any]]:
-        """The figures of :func:`dofla.evaluate`, per seed."""
+    def evaluations(self, spec: StudentSpec, seeds: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """The figures of :func:`dofla.evaluate`, per seed (default: all of the study)."""
         windows, sizes = self.workshop.validation(), self.study.evaluate.sizes
         return [
             self.of_student(
@@ -115,7 +115,7 @@ class Bench:
                 "evaluation",
                 lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed),
             )
-            for seed in self.study.seeds
+            for seed in (self.study.seeds if seeds is None else seeds)
         ]
 
     def profiled(self) -> None:
