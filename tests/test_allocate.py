@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -10,9 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dofla
 from dofla import allocate
 from dofla.allocate import STRATEGIES
+from dofla.curves import Curves, LayerCurve, Point
 from dofla.errors import DoflaError
+from dofla.hybrid import HeadCost, split
+from dofla.integration.surgery import even_plan
 from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.spectrum import Spectrum
 
@@ -244,6 +249,188 @@ def test_lambda_and_normalization_reach_the_spectra():
     assert features(allocate(profile, 500, "dof", lam=1e-3)) != features(allocate(profile, 500, "dof", lam=0.1))
 
 
+# --- hybrid layers ----------------------------------------------------------------------------------------------------
+
+
+def sizes(plan):
+    return [None if x.keep_softmax else (x.features, x.window, x.sinks) for x in plan.layers]
+
+
+def head_cost(layer, itemsize):
+    return HeadCost.of(layer.head_dim, layer.value_dim, itemsize)
+
+
+def spent(profile, plan, itemsize, context=0):
+    """Bytes of state; layers that stayed softmax at the price of ``context`` tokens."""
+    total = 0
+    for layer, x in zip(profile.layers, plan.layers, strict=True):
+        cost = head_cost(layer, itemsize)
+        each = context * cost.token if x.keep_softmax else cost.total(x.features, x.window, x.sinks)
+        total += layer.kv_heads * each
+    return total
+
+
+def budget_bytes(profile, budget):
+    return allowed(profile, budget) * 4
+
+
+def curves_for(profile, budget, effects=None, itemsize=4, levels=(0.25, 1.0, 4.0)):
+    """Curves whose errors fall with the bytes, faster in some layers than in others."""
+    curves = []
+    for n, x in enumerate(profile.layers):
+        cost = head_cost(x, itemsize)
+        tried = [
+            (share, cost.total(*split(round(level * budget * cost.feature), cost, share)))
+            for share in (0.5, 0.73, 0.9)
+            for level in levels
+        ]
+        points = [Point(share, size, (1 + (share - 0.73) ** 2) * size ** -(0.3 + 0.2 * n)) for share, size in tried]
+        curves.append(LayerCurve(x.name, 1.0 if effects is None else effects[n], points))
+    return Curves(curves, "teacher", {"budget": budget})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [1, 8, 64])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_hybrid_is_the_even_plan_of_a_model_of_that_dtype(tiny, dtype, budget, family):
+    model = getattr(tiny, family)().to(dtype)
+    profile = dofla.profile(model, tiny.tokens(2, 16), samples=8)
+    plan = allocate(profile, budget)
+    assert [dataclasses.asdict(x) for x in plan.layers] == [
+        dataclasses.asdict(x) for x in even_plan(model, budget).layers
+    ]
+    assert plan.made_by == {"strategy": "hybrid", "budget": budget}
+
+
+@quick
+@given(profile=profiles(), budget=st.integers(1, 200), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_hybrid_stays_within_the_budget_in_every_layer(profile, budget, dtype):
+    profile.dtype = dtype
+    itemsize = getattr(torch, dtype).itemsize
+    plan = allocate(profile, budget)
+    for x, layer in zip(plan.layers, profile.layers, strict=True):
+        cost = head_cost(layer, itemsize)
+        assert (x.features, x.window, x.sinks) == split(budget * cost.feature, cost)
+    assert spent(profile, plan, itemsize) <= budget_bytes(profile, budget)
+
+
+@quick
+@given(profile=profiles(), budget=st.integers(1, 200), window=st.integers(0, 5), sinks=st.integers(0, 3))
+def test_hybrid_with_a_window_of_ones_own_spends_the_rest_on_features(profile, budget, window, sinks):
+    tokens = sum((window + sinks) * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
+    if allowed(profile, budget) - tokens < allowed(profile, 1):
+        with pytest.raises(DoflaError, match="too small for one feature per layer"):
+            allocate(profile, budget, window=window, sinks=sinks)
+        return
+    plan = allocate(profile, budget, window=window, sinks=sinks)
+    assert {(x.window, x.sinks) for x in plan.layers} == {(window, sinks)}
+    assert {x.feature_map for x in plan.layers} == {"mlp"}
+    assert features(plan) == features(allocate(profile, budget, "fixed", window=window, sinks=sinks))
+
+
+def test_a_profile_in_bfloat16_buys_twice_the_tokens():
+    profile = known([1.0, 2.0])
+    whole, half = allocate(profile, 64), allocate(of_dtype(profile, "bfloat16"), 64)
+    tokens = [[x.window + x.sinks for x in plan.layers] for plan in (whole, half)]
+    assert tokens == [[24, 24], [48, 48]]
+    assert features(whole) == features(half)
+    # The paper's features are paid for in the same coin.
+    plans = [allocate(x, 32, "fixed", window=3, sinks=1) for x in (profile, of_dtype(profile, "bfloat16"))]
+    assert [features(plan)[0] for plan in plans] == [32 - math.ceil(512 / 66), 32 - math.ceil(256 / 66)]
+
+
+def of_dtype(profile, dtype):
+    other = known(profile.known)
+    other.dtype = dtype
+    return other
+
+
+def test_hybrid_layers_default_to_mlp_and_the_papers_to_prf():
+    profile = known([1.0, 2.0])
+    curves = curves_for(profile, 8)
+    for strategy, expected in (("hybrid", "mlp"), ("measured", "mlp"), ("fixed", "prf"), ("dof", "prf")):
+        options = {"curves": curves} if strategy == "measured" else {}
+        for name, found in ((None, expected), ("exponential", "exponential")):
+            plan = allocate(profile, 8, strategy, name, **options)
+            assert {x.feature_map for x in plan.layers} == {found}
+            assert plan.made_by["strategy"] == strategy
+
+
+# --- by error curves --------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    profile=profiles(),
+    budget=st.integers(4, 100),
+    effects=st.lists(st.floats(0.01, 100), min_size=8, max_size=8),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    context=st.sampled_from([None, 1, 30, 500]),
+)
+def test_a_measured_plan_stays_within_the_budgets_bytes(profile, budget, effects, dtype, context):
+    profile.dtype, itemsize = dtype, getattr(torch, dtype).itemsize
+    curves = curves_for(profile, budget, effects, itemsize)
+    plan = allocate(profile, budget, "measured", curves=curves, context=context)
+    assert spent(profile, plan, itemsize, context) <= budget_bytes(profile, budget)
+    assert context is not None or not any(x.keep_softmax for x in plan.layers)
+    assert all(x.keep_softmax or x.features >= 1 for x in plan.layers)
+
+
+def test_what_a_layer_does_to_the_model_decides_its_bytes():
+    profile = known([1.0, 1.0, 1.0])
+    plan = allocate(profile, 32, "measured", curves=curves_for(profile, 32, [1.0, 1.0, 1e4]))
+    tokens = [x.features + x.window for x in plan.layers]
+    assert tokens[2] > 1.5 * max(tokens[:2])
+
+
+def test_with_a_context_layers_may_stay_softmax():
+    profile = known([1.0, 1.0, 1.0])
+    curves = curves_for(profile, 32, [1e-3, 1e-3, 1e4])
+    without = allocate(profile, 32, "measured", curves=curves)
+    assert None not in sizes(without)
+    assert "context" not in without.made_by
+    # A cache of 30 tokens takes 15 KiB of the 25 KiB there are.
+    plan = allocate(profile, 32, "measured", curves=curves, context=30)
+    assert [size is None for size in sizes(plan)] == [False, False, True]
+    assert plan.made_by["context"] == 30
+    assert sizes(allocate(profile, 32, "measured", curves=curves, context=100_000)) == sizes(without)
+
+
+def test_measured_looks_at_the_layers_that_are_to_be_linear():
+    profile = known([5.0, 1.0, 3.0], skipped=[SkippedLayer("odd", 2, 16, 8, "asked for")])
+    curves = curves_for(profile, 16)
+    plan = allocate(profile, 16, "measured", curves=Curves(curves.layers[1:]), keep_softmax=["layers.0", "odd"])
+    assert [size is None for size in sizes(plan)] == [True, False, False, True]
+    every, reverse = (allocate(profile, 16, "measured", curves=x) for x in (curves, Curves(curves.layers[::-1])))
+    assert sizes(every) == sizes(reverse)
+    nothing = allocate(profile, 16, "measured", curves=curves, keep_softmax=[f"layers.{n}" for n in range(3)])
+    assert sizes(nothing) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"curves": None}, "strategy measured goes by error curves: give curves="),
+        ({"window": 4}, "strategy measured chooses window and sinks itself"),
+        ({"sinks": 0}, "strategy measured chooses window and sinks itself"),
+        ({"budget": 1}, "the smallest layers that were measured take .* measure the curves at this budget"),
+        ({"budget": 0}, "measure the curves at this budget"),
+        ({"context": 0}, "context is 0: give a whole number of tokens, 1 or more"),
+        ({"context": 2.5}, "context is 2.5"),
+        (
+            {"curves": Curves([LayerCurve("layers.0", 1.0, [Point(0.73, 1000, 0.1)])])},
+            "the error curves say nothing of layer layers.1: they are of another model; measure them",
+        ),
+    ],
+)
+def test_what_measured_cannot_do_is_one_line_with_the_way_out(options, message):
+    profile = known([1.0, 2.0])
+    options = {"budget": 64, "curves": curves_for(profile, 64)} | options
+    with pytest.raises(DoflaError, match=message) as error:
+        allocate(profile, options.pop("budget"), "measured", **options)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -251,7 +438,7 @@ def test_lambda_and_normalization_reach_the_spectra():
         ({"lam": -1.0}, "lambda is -1.0"),
         ({"lam": math.nan}, "lambda is nan"),
         ({"lam": math.inf}, "lambda is inf"),
-        ({"strategy": "best"}, "unknown strategy 'best': choose one of dof, dof_clip, fixed"),
+        ({"strategy": "best"}, "unknown strategy 'best': choose one of dof, dof_clip, fixed, hybrid, measured"),
         ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
         ({"over_heads": "median"}, "unknown over_heads 'median': choose max, mean, or a quantile"),
         ({"normalization": "unit"}, "unknown normalization 'unit': choose one of trace, top, mean, none"),

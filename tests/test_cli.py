@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dofla.cli import main
+from dofla.curves import Curves
+from dofla.plan import Plan
 
 WORDS = [f"w{n}" for n in range(60)]
 
@@ -94,6 +96,48 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     assert call("generate", student, "--prompt", "w4 w5 w6 w7 w1 w2 w3", "--new-tokens", 5) == 0
     assert capsys.readouterr().out == first
     assert call("generate", student, *options, "--prompt-state", home / "none.safetensors") == 2
+
+
+def test_curves_are_measured_and_spent(home, capsys, tmp_path):
+    profile, out, plan = profiled(home, "profile"), tmp_path / "curves.json", tmp_path / "plan.json"
+    sizes = ["--length", 32, "--windows", 8, "--steps", 2, "--budget", 16]
+    assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", out) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for word in ("attention KL by bytes", "effect", "model.layers.1.self_attn", "written to"):
+        assert word in shown
+    made_by = json.loads(out.read_text())["made_by"]
+    assert made_by | {"budget": 16, "steps": 2, "batch_size": 2, "feature_map": "mlp", "seed": 0} == made_by
+    assert len(Curves.load(out).layers) == 2
+
+    measured = ["--strategy", "measured", "--curves", out, "--budget", 16]
+    assert call("allocate", profile, *measured, "--out", plan) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    made = Plan.load(plan)
+    assert made.made_by["strategy"] == "measured"
+    assert {x.feature_map for x in made.layers} == {"mlp"}
+    assert 0 < made.state_bytes() <= sum(16 * x.kv_heads * (x.value_dim + 2) * 4 for x in made.layers)
+    assert call("allocate", profile, *measured, "--context", 1, "--out", tmp_path / "softmax.json") == 0
+    assert all(x.keep_softmax for x in Plan.load(tmp_path / "softmax.json").layers)
+    capsys.readouterr()
+
+    damaged, whole = tmp_path / "damaged.json", out.read_text()
+    nothing = '{"layers": [], "model": "", "made_by": {}}'
+    for text in (whole[:300], "[]", nothing, whole.replace("0.73", '"x"')):
+        damaged.write_text(text)
+        options = ["--strategy", "measured", "--curves", damaged, "--out", tmp_path / "new.json"]
+        assert call("allocate", profile, *options) == 2
+        error = capsys.readouterr().err
+        assert len(error.strip().splitlines()) == 1
+        assert str(damaged) in error
+        assert not (tmp_path / "new.json").exists()
+    for options, words in (
+        (["--window", 2], "chooses window and sinks itself"),
+        (["--context", 0], "context is 0"),
+        (["--budget", 1], "measure the curves at this budget"),
+    ):
+        assert call("allocate", profile, *measured, *options, "--out", tmp_path / "new.json") == 2
+        assert words in capsys.readouterr().err
 
 
 def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
@@ -196,6 +240,24 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["allocate", "PROFILE", "--feature-map", "magic", "--out", "NEW"], ["magic", "prf"]),
         (["allocate", "PROFILE", "--budget", 0, "--out", "NEW"], ["budget 0", "too small"]),
         (["allocate", "missing", "--out", "NEW"], ["missing"]),
+        (["allocate", "PROFILE", "--strategy", "measured", "--out", "NEW"], ["measured", "error curves"]),
+        (
+            ["allocate", "PROFILE", "--strategy", "measured", "--curves", "missing.json"],
+            ["missing.json", "error curves"],
+        ),
+        (["allocate", "PROFILE", "--feature-map", "none", "--window", 0, "--out", "NEW"], ["none", "window or sinks"]),
+        (["curves", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--windows", 5, "--out", "NEW"],
+            ["5 windows", "6 or more"],
+        ),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--budget", 0, "--out", "NEW"],
+            ["budget 0", "too small"],
+        ),
+        (["curves", "MODEL", "--data", "TEXT", "--length", 32, "--keep-softmax", "odd", "--out", "NEW"], ["'odd'"]),
+        (["curves", "MODEL", "--data", "TEXT", "--feature-map", "magic", "--length", 32, "--out", "NEW"], ["magic"]),
+        (["curves", "MODEL", "--data", "TEXT", "--out", "TEXT"], ["exists already"]),
         (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
         (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
         (["evaluate", "MODEL", "--data", "TEXT"], ["plain model"]),

@@ -84,10 +84,33 @@ def test_curves_are_read_as_they_were_written(tmp_path):
     assert Curves.load(tmp_path / "curves.json") == curves
 
 
-@pytest.mark.parametrize("damage", [{"layers": []}, {"layers": [{"name": "a"}]}, {"layers": 3}])
+def layers(**changes):
+    """Layers of a file, with a point that is off."""
+    return {"layers": [{"name": "a", "effect": 1.0, "points": [{"share": 0.7, "bytes": 9, "error": 0.1} | changes]}]}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"layers": []},
+        {"layers": [{"name": "a"}]},
+        {"layers": 3},
+        {"layers": [{"name": "a", "effect": 1.0, "points": []}]},
+        {"layers": [{"name": "a", "effect": "much", "points": layers()["layers"][0]["points"]}]},
+        {"layers": [{"name": "a", "effect": float("inf"), "points": layers()["layers"][0]["points"]}]},
+        layers(bytes=0),
+        layers(bytes="9"),
+        layers(share=1.5),
+        layers(error=float("nan")),
+        layers(error=None),
+        layers(color="red"),
+    ],
+)
 def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "curves.json"
     Curves([curve("a")], "teacher").save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | layers()))
+    assert len(Curves.load(path).layers) == 1
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
     with pytest.raises(DoflaError, match=r"curves\.json holds no error curves .*measure them again"):
         Curves.load(path)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.distill import LOSSES
-from dofla.distill.losses import attention_kl, l2_loss, softmax_loss
+from dofla.distill.losses import attention_kl, l2_loss, output_loss, softmax_loss
 from dofla.integration.recorder import AttentionCall
 from dofla.layer import LinearAttention
 
@@ -148,6 +148,68 @@ def test_the_l2_loss_is_the_log_of_the_relative_squared_error_of_the_kernel(
     assert l2_loss(call, call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
 
 
+def visible(call, b, i):
+    """The keys of the pairs of :func:`pairs_by_loops`."""
+    length = call.query.shape[-2]
+    return [j for j in range(length) if (call.weight is None or call.weight[b, j]) and (j <= i or not call.causal)]
+
+
+def of_both(teacher, call, layer, rows):
+    """The teacher's scores at its own call, and the student's at its own."""
+    exact, approximate = (pairs_by_loops(x, layer, rows) for x in (teacher, call))
+    return {at: [(p[0], q[1]) for p, q in zip(exact[at], approximate[at], strict=True)] for at in exact}
+
+
+@quick
+@given(**options)
+def test_the_output_loss_is_the_relative_squared_error_of_each_heads_output_and_the_divergence(
+    seed, features, length, window, sinks, causal, padding
+):
+    layer = make_layer(features, seed, window=window, sinks=sinks)
+    weight = padding_weight(padding, seed, 2, length)
+    teacher, call = (make_call(n, len(features), length, causal=causal, weight=weight) for n in (seed + 1, seed))
+    for rows in (all_rows(call), torch.arange(length)[seed % min(2, length) :: 2]):
+        heads = call.query.shape[1]
+        error, square, divergences = [0.0] * heads, [0.0] * heads, []
+        for (b, h, i), scores in of_both(teacher, call, layer, rows).items():
+            outputs = []
+            for side, values in ((0, teacher.value), (1, call.value)):
+                shares = [math.exp(pair[side]) for pair in scores]
+                terms = [share * values[b, h // SHARE, j] for share, j in zip(shares, visible(call, b, i), strict=True)]
+                outputs.append(torch.stack(terms).sum(0) / sum(shares))
+            error[h] += (outputs[1] - outputs[0]).square().sum().item()
+            square[h] += outputs[0].square().sum().item()
+            divergences.append(kl_by_loops(scores))
+        if not divergences:  # all of these rows are padding
+            assert output_loss(teacher, call, layer, rows).item() == 0
+            continue
+        # The divergence is divided by the real rows that a draw of as many is expected to hold, counted in float32.
+        real = 2 * length if weight is None else weight.sum().item()
+        expected = sum(e / s for e, s in zip(error, square, strict=True)) / heads
+        expected += sum(divergences) / (real * heads * len(rows) / length)
+        assert output_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-7, abs=1e-12)
+
+
+@quick
+@given(**options)
+def test_a_student_on_its_own_inputs_is_compared_with_the_teacher_on_the_teachers(
+    seed, features, length, window, sinks, causal, padding
+):
+    layer = make_layer(features, seed, window=window, sinks=sinks)
+    weight = padding_weight(padding, seed, 2, length)
+    teacher, call = (make_call(n, len(features), length, causal=causal, weight=weight) for n in (seed + 1, seed))
+    rows, heads = all_rows(call), call.query.shape[1]
+    error, square, divergences = [0.0] * heads, [0.0] * heads, []
+    for (_, h, _), scores in of_both(teacher, call, layer, rows).items():
+        error[h] += sum((math.exp(exact) - math.exp(approximate)) ** 2 for exact, approximate in scores)
+        square[h] += sum(math.exp(exact) ** 2 for exact, _ in scores)
+        divergences.append(kl_by_loops(scores))
+    expected = sum(divergences) / len(divergences)
+    assert softmax_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    expected = sum(math.log(e / s) for e, s in zip(error, square, strict=True)) / heads
+    assert l2_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
+
+
 @pytest.mark.parametrize("padding", ["none", "left", "right", "any"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_softmax_loss_of_a_draw_of_rows_is_an_unbiased_estimate(padding, causal):
@@ -192,9 +254,9 @@ def test_what_padding_holds_plays_no_part(name, padding):
     real = torch.ones(2, 8) if weight is None else weight
     mixed = [
         torch.where(real.bool()[:, None, :, None], a, 5 * b)
-        for a, b in ((call.query, other.query), (call.key, other.key))
+        for a, b in ((call.query, other.query), (call.key, other.key), (call.value, other.value))
     ]
-    changed = AttentionCall("a", *mixed, call.value, weight, SCALING, True)
+    changed = AttentionCall("a", *mixed, weight, SCALING, True)
     loss = LOSSES[name]
     torch.testing.assert_close(loss(changed, changed, layer, all_rows(call)), loss(call, call, layer, all_rows(call)))
 
