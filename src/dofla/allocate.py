@@ -109,8 +109,8 @@ def allocate(
         budget: the bytes of so many features per KV head, averaged over the layers that are linearised.
         strategy: ``hybrid``, a window, sinks and features in every layer alike; ``measured``, of each what the error
             curves say; or one of the paper's, a name in :data:`STRATEGIES`.
-        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`; default ``mlp`` for hybrid layers, ``prf`` for
-            the paper's.
+        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`; default that of the curves, ``mlp`` for hybrid
+            layers, ``prf`` for the paper's.
         curves: for ``measured``, from :func:`dofla.measure_curves`.
         context: for ``measured``: layers may stay softmax where their cache at so many tokens is worth its bytes.
         lam: tolerance λ of the degrees of freedom; only its size relative to the spectra matters.
@@ -127,13 +127,20 @@ def allocate(
 
     Raises:
         DoflaError: unknown strategy, feature map, normalisation or layer; λ ≤ 0; a budget too small for one feature
-            per layer; ``measured`` without curves, or with those of another model.
+            per layer; ``measured`` without curves, or with those of another model; curves or
+            context with another strategy.
     """
     check_lambda(lam)
     if strategy not in STRATEGIES and strategy not in HYBRID:
         raise DoflaError(f"unknown strategy {strategy!r}: choose one of {', '.join(sorted([*STRATEGIES, *HYBRID]))}")
     summary = over_heads_function(over_heads)
-    feature_map = feature_map or ("mlp" if strategy in HYBRID else "prf")
+    if strategy != "measured" and (curves is not None or context is not None):
+        what = "curves" if curves is not None else "context"
+        raise DoflaError(
+            f"{what} given with strategy {strategy}: only measured goes by them; leave them out, or take it"
+        )
+    measured_map = curves.made_by.get("feature_map") if curves is not None else None
+    feature_map = feature_map or measured_map or ("mlp" if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
         if not is_whole(number) or number < 0:

@@ -98,7 +98,7 @@ class View:
             errors = {p.bytes: f"{p.error:.3f}" for p in layer.points if p.share == TOKEN_SHARE}
             table.add_row(layer.name, *(errors.get(n, "") for n in sizes), f"{layer.effect:.3f}")
         self.console.print(table)
-        self.say("effect: nats of the model's next-token KL for each nat of the layer's")
+        self.say("effect: harm to the model's answer (KL; an encoder's relative error) per nat of the layer's")
 
     def losses(self, history: History) -> None:
         """Loss of each layer at the start and at the end (means over a tenth of the steps)."""

@@ -79,8 +79,8 @@ def distill(
         epochs: passes over the tokens, unless ``steps`` says how many optimiser steps to take.
         batch_size: windows per forward pass.
         accumulate: forward passes per optimiser step.
-        rows: query rows per window that the loss looks at, drawn anew each time: an unbiased estimate at a fraction of
-            the cost. None: all. ``direct`` sees all in any case.
+        rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
+            all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
         learning_rates: by parameter name, over the feature map's own.
         schedule: a name in :data:`SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
         own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
