@@ -64,7 +64,7 @@ def smollm2(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = tokenizer("\n".join(sentences(60)), return_tensors="pt")["input_ids"]
     windows = texts[:, : 4 * 256].view(4, 256)
-    plan = dofla.allocate(dofla.profile(model, windows, samples=256), budget=64)
+    plan = dofla.allocate(dofla.profile(model, windows, samples=256), budget=64, strategy="dof")
     dofla.linearize(model, plan)
     dofla.distill(model, windows, steps=8, batch_size=2, rows=64)
     return model, tokenizer

@@ -90,6 +90,7 @@ class DistillSpec:
     learning_rates: dict[str, float] = field(default_factory=dict)
     schedule: str = "cosine"
     own_inputs: float = 0.0
+    reach: int | None = None
     checkpoint_every: int = 50
 
 
@@ -107,6 +108,7 @@ class EndToEndSpec:
     window_dropout: float = 0.0
     precision: str | None = None
     gradient_checkpointing: bool = False
+    reach: int | None = None
     checkpoint_every: int = 25
 
 

@@ -59,7 +59,7 @@ def real_positions(call, row):
 def test_statistics_are_those_of_the_teachers_real_queries_and_keys(tiny, name, features, family, side):
     student = student_of(tiny, family, name, features, window=2)
     batch = {"input_ids": tiny.tokens(3, LENGTH)} if side is None else tiny.padded(3, LENGTH, side)
-    calibrate(student, batch)
+    calibrate(student, [batch])
     for layer_name, call in calls_of(student, batch).items():
         assert (call.weight is None) == (side is None)
         groups = call.query.shape[1] // call.key.shape[1]
@@ -85,7 +85,7 @@ def test_what_padding_holds_plays_no_part(tiny, name):
     found = []
     for given in (batch, changed):
         student = student_of(tiny, name=name, window=2, sinks=1)
-        calibrate(student, given)
+        calibrate(student, [given])
         found.append(tensors(student))
     assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
@@ -143,7 +143,7 @@ def test_far_keys_weigh_what_they_weigh_in_the_teacher(tiny, name, features, fam
     for layer in linear_layers(student).values():
         for feature_map in layer.maps:
             feature_map.shift(torch.linspace(2, -3, feature_map.heads))  # a start that is off by whole factors
-    calibrate(student, batch)
+    calibrate(student, [batch])
     for layer_name, call in calls_of(student, batch).items():
         for rows in far_masses(call, linear_layers(student)[layer_name]).values():
             weight = sum(teacher for teacher, _, _ in rows)
@@ -157,7 +157,7 @@ def test_far_keys_weigh_what_they_weigh_in_the_teacher(tiny, name, features, fam
 @both_maps
 def test_without_exact_keys_there_is_no_level_to_set(tiny, name):
     student = student_of(tiny, name=name)
-    calibrate(student, {"input_ids": tiny.tokens(2, LENGTH)})
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH)}])
     for layer in linear_layers(student).values():
         assert not any(feature_map.wants_data for feature_map in layer.maps)
         assert all((feature_map.log_scale == 0).all() for feature_map in layer.maps)
@@ -167,7 +167,7 @@ def test_without_exact_keys_there_is_no_level_to_set(tiny, name):
 @pytest.mark.parametrize("sizes", [{"window": 50}, {"sinks": 50}])
 def test_a_batch_without_far_keys_leaves_the_level_alone(tiny, name, sizes):
     student = student_of(tiny, name=name, **sizes)
-    calibrate(student, tiny.padded(3, LENGTH, "left"))
+    calibrate(student, [tiny.padded(3, LENGTH, "left")])
     for layer in linear_layers(student).values():
         assert all((feature_map.log_scale == 0).all() for feature_map in layer.maps)
 
@@ -179,7 +179,7 @@ def test_a_batch_without_far_keys_leaves_the_level_alone(tiny, name, sizes):
 def test_only_statistics_and_levels_change(tiny, name):
     student = student_of(tiny, name=name, window=2)
     base, before = base_weights(student), tensors(student)
-    calibrate(student, {"input_ids": tiny.tokens(2, LENGTH)})
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH)}])
     assert equal(base_weights(student), base)
     for key, tensor in tensors(student).items():
         changes = key.endswith(("_mean", "_std", "log_scale"))
@@ -189,10 +189,10 @@ def test_only_statistics_and_levels_change(tiny, name):
 @both_maps
 def test_maps_that_were_calibrated_stay_bit_for_bit(tiny, name):
     student = student_of(tiny, name=name, window=2, sinks=1)
-    calibrate(student, {"input_ids": tiny.tokens(2, LENGTH)})
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH)}])
     first, forwards = tensors(student), []
     student.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    calibrate(student, {"input_ids": tiny.tokens(2, LENGTH, seed=5)})
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH, seed=5)}])
     assert equal(tensors(student), first)
     assert forwards == []
 
@@ -202,7 +202,7 @@ def test_maps_that_do_not_look_at_data_stay_bit_for_bit(tiny, name):
     student = student_of(tiny, name=name, window=2)
     first, forwards = tensors(student), []
     student.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    calibrate(student, {"input_ids": tiny.tokens(2, LENGTH)})
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH)}])
     assert equal(tensors(student), first)
     assert forwards == []
 
@@ -213,7 +213,7 @@ def test_layers_of_both_kinds_are_told_apart(tiny):
     plan.layers[1].feature_map = "prf"
     student = dofla.linearize(model, plan)
     before = tensors(student)
-    calibrate(student, {"input_ids": tiny.tokens(2, LENGTH)})
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH)}])
     for key, tensor in tensors(student).items():
         if ".layers.1." in key:
             assert torch.equal(tensor, before[key])
@@ -247,7 +247,7 @@ def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
     student, other = student_of(tiny, window=2), student_of(tiny, window=2)
     distill(student, tokens, seed=3, **OPTIONS)
     order = torch.randperm(8, generator=loop._generator(3, 0))
-    calibrate(other, {"input_ids": tokens[order[:2]]})
+    calibrate(other, [{"input_ids": tokens[order[:2]]}])
     assert equal(statistics(student), statistics(other))
 
 
@@ -257,9 +257,9 @@ def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
 def test_a_resumed_run_does_not_calibrate_twice(tiny, tmp_path, monkeypatch, stop, process, checkpoint_every):
     tokens, looks = tiny.tokens(8, LENGTH), []
 
-    def look(student, batch):
-        looks.append(batch)
-        calibrate(student, batch)
+    def look(student, batches):
+        looks.append(batches)
+        calibrate(student, batches)
 
     monkeypatch.setattr(loop, "calibrate", look)
     whole = student_of(tiny, window=2, sinks=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from dofla.attention import LOG_ZERO
 from dofla.distill.losses import student_log_scores
-from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.recorder import AttentionCall, recording, run_body, together
 from dofla.integration.surgery import linear_layers
 from dofla.layer import LinearAttention
 
@@ -18,14 +18,19 @@ _ROWS = 64
 """Query rows per window from which the level is read."""
 
 
-def calibrate(student: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Let the maps that want to look at data do so (:func:`calibrate_layer`), in one softmax forward of ``batch``."""
+def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Let the maps that want to look at data do so (:func:`calibrate_layer`), in one softmax forward of each batch; all
+    of one shape."""
     layers = {n: x for n, x in linear_layers(student).items() if any(m.wants_data for m in x.maps)}
     if not layers:
         return
     generator = torch.Generator().manual_seed(0)
-    with recording(student, layers, lambda call: calibrate_layer(call, layers[call.name], generator)), torch.no_grad():
-        run_body(student, batch)
+    calls: dict[str, list[AttentionCall]] = {name: [] for name in layers}
+    with recording(student, layers, lambda call: calls[call.name].append(call)), torch.no_grad():
+        for batch in batches:
+            run_body(student, batch)
+    for name, layer in layers.items():
+        calibrate_layer(together(calls.pop(name)), layer, generator)
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
-from dofla.distill.loop import SCHEDULES, History, _batches, _check_choice, _check_numbers
+from dofla.distill.loop import SCHEDULES, History, _batches, _check_choice, _check_numbers, _check_reach
 from dofla.distill.objective import Objective, hidden_windows
+from dofla.distill.places import placed_anywhere, placed_evenly
 from dofla.distill.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError
 from dofla.extras import extra
@@ -45,6 +46,7 @@ def distill_end_to_end(
     window_dropout: float = 0.0,
     precision: str | None = None,
     gradient_checkpointing: bool = False,
+    reach: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 25,
@@ -80,6 +82,7 @@ def distill_end_to_end(
         window_dropout: probability that a step hides windows and sinks of all layers, so that the features carry all.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
+        reach: read the windows as if they began anywhere among so many positions; as for :func:`dofla.distill`.
         seed: of the order of the windows, the factors and the windows hidden. The global generator is left as it was.
         folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
             :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the
@@ -107,6 +110,8 @@ def distill_end_to_end(
     if not 0 <= window_dropout < 1:
         raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
     rates = _rates(weights, learning_rates or {})
+    if reach is not None:
+        _check_reach(student, windows, reach)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
     if student.can_generate() and windows.length < 2:
@@ -126,7 +131,7 @@ def distill_end_to_end(
         raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
     settings = numbers | {"weights": weights, "learning_rates": rates, "schedule": schedule, "seed": seed}
     settings |= {"window_dropout": window_dropout, "precision": precision, "processes": processes}
-    settings |= {"gradient_checkpointing": gradient_checkpointing}
+    settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
 
     student.to(accelerator.device)
     curve: list[list[float]] = []
@@ -138,7 +143,8 @@ def distill_end_to_end(
     ):
         torch.manual_seed(seed)
         with trainable(student, weights, lora_rank) as part:
-            calibrate(student, _batches(windows, batch_size, 1, seed, 0)[0])
+            first = _batches(windows, batch_size, 1, seed, 0)[0]
+            calibrate(student, [first] if reach is None else placed_evenly(first, reach))
             learner = _Learner(student, part, accelerator, rates, precision)
             settings["loss"] = learner.loss.name
             checkpoint, parts = None, layers | part.weights
@@ -150,6 +156,8 @@ def distill_end_to_end(
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
                 batches = _batches(windows, batch_size, accumulate * processes, seed, step)
+                if reach is not None:
+                    batches = [placed_anywhere(batch, reach, torch.default_generator) for batch in batches]
                 with hidden_windows(student) if hide else nullcontext():
                     value = learner.gradients(batches, batches[place::processes])
                 if not math.isfinite(value):

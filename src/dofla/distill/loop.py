@@ -19,6 +19,7 @@ from dofla.distill.checkpoint import Checkpoint
 from dofla.distill.direct import DIRECT, next_token_gradients
 from dofla.distill.layerwise import layerwise_gradients
 from dofla.distill.losses import LOSSES
+from dofla.distill.places import check_reach, placed_anywhere, placed_evenly
 from dofla.errors import DoflaError
 from dofla.feature_maps import FeatureMap
 from dofla.integration.sites import evaluation_mode
@@ -58,6 +59,7 @@ def distill(
     schedule: str = "cosine",
     own_inputs: float = 0.0,
     from_data: bool = True,
+    reach: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 50,
@@ -87,6 +89,9 @@ def distill(
             in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
             two forwards. Not for ``direct``, which never does otherwise.
         from_data: let maps that start from data do so.
+        reach: read the windows as if they began anywhere among so many positions (of models with rotary ones, where the
+            teacher does not notice). Features see positions through the queries and keys, and a student whose training
+            showed it the first L alone is lost beyond them; one trained with a reach loses a little within L.
         seed: of the order of the windows and of the rows.
         folder: where checkpoints and curves go. If a run of the same settings stopped there, it goes on, and ends with
             the same numbers as if it had not stopped.
@@ -107,13 +112,15 @@ def distill(
     _check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
+    if reach is not None:
+        _check_reach(student, windows, reach)
     per_step = batch_size * accumulate
     if len(windows) < per_step:
         raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
     steps = steps or epochs * (len(windows) // per_step)
     settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
-    settings |= {"own_inputs": own_inputs, "from_data": from_data}
+    settings |= {"own_inputs": own_inputs, "from_data": from_data, "reach": reach}
 
     optimizer = torch.optim.Adam(_parameter_groups(layers, learning_rates or {}))
     optimizer.zero_grad()  # of what a run that was broken off may have left
@@ -126,10 +133,14 @@ def distill(
 
     started = time.perf_counter()
     if from_data and not curve:
+        first = _batches(windows, batch_size, accumulate, seed, 0)[0]
         with evaluation_mode(student):
-            calibrate(student, _batches(windows, batch_size, accumulate, seed, 0)[0])
+            calibrate(student, [first] if reach is None else placed_evenly(first, reach))
     for step in range(len(curve), steps):
         batches = _batches(windows, batch_size, accumulate, seed, step)
+        if reach is not None:
+            places = _generator(seed, step)
+            batches = [placed_anywhere(batch, reach, places) for batch in batches]
         with evaluation_mode(student):
             if loss == DIRECT:
                 losses = next_token_gradients(student, batches)
@@ -196,6 +207,12 @@ def _check_numbers(**numbers: int) -> None:
     for name, value in numbers.items():
         if value < 1:
             raise DoflaError(f"{name} is {value}: give 1 or more")
+
+
+def _check_reach(student: PreTrainedModel, windows: TokenWindows | Images, reach: int) -> None:
+    if not isinstance(windows, TokenWindows):
+        raise DoflaError(f"reach is {reach}: images have no positions to move; leave it out")
+    check_reach(student, reach, windows.length)
 
 
 def _check_choice(what: str, value: str, known: Iterable[str]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,18 @@ class AttentionCall:
         hidden = (columns > rows[:, None]) if self.causal else torch.zeros(len(rows), length, dtype=bool, device=device)
         hidden = hidden[None, None]
         return hidden if self.weight is None else hidden | ~self.weight.bool()[:, None, None, :]
+
+
+def together(calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Calls of one module on batches of one length, as one call."""
+    query, key, value = (torch.cat([getattr(call, what) for call in calls]) for what in ("query", "key", "value"))
+    weights = [call.weight for call in calls]
+    if any(weight is not None for weight in weights):
+        ones = torch.ones(1, key.shape[-2], dtype=torch.bool, device=key.device)
+        weights = [ones.expand(len(c.key), -1) if w is None else w.bool() for c, w in zip(calls, weights, strict=True)]
+    return replace(
+        calls[0], query=query, key=key, value=value, weight=None if weights[0] is None else torch.cat(weights)
+    )
 
 
 @contextmanager
