@@ -217,7 +217,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo"),
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
 ) -> None:
-    """Run the whole pipeline on the bundled teacher: a few minutes on two CPU cores."""
+    """Run the whole pipeline on the bundled teacher: some minutes on a CPU."""
     _run(Recipe.load(RECIPES / "demo.yaml", change), out)
 
 
