@@ -32,7 +32,7 @@ from dofla.run import run
 
 WINDOWS, LENGTH = 8, 16
 OPTIONS = {"steps": 4, "batch_size": 2, "accumulate": 2}
-RATES = {"lora": None, "maps": None, "all": {"weights": 1e-3}}
+RATES = {"lora": {"weights": 1e-3}, "maps": None, "all": {"weights": 1e-3}}
 every_choice = pytest.mark.parametrize("weights", ["lora", "maps", "all"])
 
 
@@ -414,7 +414,7 @@ def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypa
     monkeypatch.setattr("dofla.workshop.windows_of", lambda *_, **__: tokens)
     students = [{"name": "Whole", "strategy": "fixed", "end_to_end": True}, {"name": "Plain", "strategy": "fixed"}]
     data = {"model": "tiny", "budget": 8, "students": students, "distill": {"steps": 3}}
-    data["end_to_end"] = {"steps": 20, "batch_size": WINDOWS}
+    data["end_to_end"] = {"steps": 20, "batch_size": WINDOWS, "learning_rates": {"weights": 1e-3}}
     recipe = Recipe.from_dict(data)
     results = run(recipe, tmp_path / "run")
     whole, plain = (row["runs"][0] for row in results["students"])

@@ -27,7 +27,7 @@ from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_of
 
 PRECISIONS = (None, "bf16")
-_RATES = {"lora": {"maps": 2e-3, "weights": 1e-3}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
+_RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
 _LONGEST_GRADIENT = 1.0
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
@@ -77,7 +77,7 @@ def distill_end_to_end(
         weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
             layer; ``maps``, nothing; ``all`` weights.
         lora_rank: of the factors.
-        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-3 for ``lora``, 2e-5 for ``all``).
+        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``).
         schedule: a name in :data:`dofla.distill.SCHEDULES`.
         window_dropout: probability that a step hides windows and sinks of all layers, so that the features carry all.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
