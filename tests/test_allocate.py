@@ -456,3 +456,9 @@ def test_a_bad_option_is_one_line_with_the_way_out(options, message):
     with pytest.raises(DoflaError, match=message) as error:
         allocate(known([1.0, 2.0]), **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "measured"])
+def test_hybrid_layers_have_one_size_for_all_heads(strategy):
+    with pytest.raises(DoflaError, match=f"per_head given with strategy {strategy}"):
+        allocate(known([[1.0, 2.0]]), 16, strategy, per_head=True)

@@ -139,6 +139,8 @@ def allocate(
         raise DoflaError(
             f"{what} given with strategy {strategy}: only measured goes by them; leave them out, or take it"
         )
+    if per_head and strategy in HYBRID:
+        raise DoflaError(f"per_head given with strategy {strategy}: hybrid layers have one size for all; leave it out")
     measured_map = curves.made_by.get("feature_map") if curves is not None else None
     feature_map = feature_map or measured_map or ("mlp" if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
