@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import dofla
 from dofla.distill import distill, loop
 from dofla.distill.calibrate import calibrate
+from dofla.distill.steps import generator_of
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.surgery import linear_layers
 
@@ -246,7 +247,7 @@ def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
     tokens = tiny.tokens(8, LENGTH)
     student, other = student_of(tiny, window=2), student_of(tiny, window=2)
     distill(student, tokens, seed=3, **OPTIONS)
-    order = torch.randperm(8, generator=loop._generator(3, 0))
+    order = torch.randperm(8, generator=generator_of(3, 0))
     calibrate(other, [{"input_ids": tokens[order[:2]]}])
     assert equal(statistics(student), statistics(other))
 

@@ -26,11 +26,17 @@ def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]])
         return
     generator = torch.Generator().manual_seed(0)
     calls: dict[str, list[AttentionCall]] = {name: [] for name in layers}
-    with recording(student, layers, lambda call: calls[call.name].append(call)), torch.no_grad():
+
+    def look(call: AttentionCall) -> None:
+        seen = calls[call.name]
+        seen.append(call)
+        if len(seen) == len(batches):
+            calibrate_layer(together(seen), layers[call.name], generator)
+            seen.clear()  # one batch, the usual case, is never held for more than a layer
+
+    with recording(student, layers, look), torch.no_grad():
         for batch in batches:
             run_body(student, batch)
-    for name, layer in layers.items():
-        calibrate_layer(together(calls.pop(name)), layer, generator)
 
 
 @torch.no_grad()
@@ -49,8 +55,7 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
 
 
 def _standardise(call: AttentionCall, layer: LinearAttention) -> None:
-    real = torch.ones(call.key.shape[0], call.key.shape[2], dtype=torch.bool, device=call.key.device)
-    real = real if call.weight is None else call.weight.bool()
+    real = call.real_rows(torch.arange(call.key.shape[-2], device=call.key.device))
     for feature_map, (query, key, _) in zip(layer.maps, layer.split(call.query, call.key, call.key), strict=True):
         groups = query.shape[1] // key.shape[1]
         queries = query.transpose(1, 2)[real].unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)

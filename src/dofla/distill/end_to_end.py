@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
-from dofla.distill.loop import SCHEDULES, History, _batches, _check_choice, _check_numbers, _check_reach
+from dofla.distill.loop import SCHEDULES, History
 from dofla.distill.objective import Objective, hidden_windows
-from dofla.distill.places import placed_anywhere, placed_evenly
+from dofla.distill.places import check_reach, placed_anywhere, placed_evenly
+from dofla.distill.steps import batches_of_step, check_choice, check_enough, check_numbers
 from dofla.distill.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError
 from dofla.extras import extra
@@ -101,17 +102,16 @@ def distill_end_to_end(
     layers = linear_layers(student)
     refuse_trained(student)
     windows = as_windows(tokens)
-    _check_choice("weights", weights, WEIGHTS)
-    _check_choice("schedule", schedule, SCHEDULES)
+    check_choice("weights", weights, WEIGHTS)
+    check_choice("schedule", schedule, SCHEDULES)
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
-    _check_numbers(**numbers, checkpoint_every=checkpoint_every)
+    check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:
         raise DoflaError(f"unknown precision {precision!r}: choose bf16, or None")
     if not 0 <= window_dropout < 1:
         raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
     rates = _rates(weights, learning_rates or {})
-    if reach is not None:
-        _check_reach(student, windows, reach)
+    check_reach(student, windows, reach)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
     if student.can_generate() and windows.length < 2:
@@ -126,9 +126,7 @@ def distill_end_to_end(
             "and exchanged whole: launch data-parallel processes (benchmarks/data_parallel.yaml)"
         )
     processes, place = accelerator.num_processes, accelerator.process_index
-    per_step = batch_size * accumulate * processes
-    if len(windows) < per_step:
-        raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
+    check_enough(windows, batch_size * accumulate * processes)
     settings = numbers | {"weights": weights, "learning_rates": rates, "schedule": schedule, "seed": seed}
     settings |= {"window_dropout": window_dropout, "precision": precision, "processes": processes}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
@@ -143,8 +141,6 @@ def distill_end_to_end(
     ):
         torch.manual_seed(seed)
         with trainable(student, weights, lora_rank) as part:
-            first = _batches(windows, batch_size, 1, seed, 0)[0]
-            calibrate(student, [first] if reach is None else placed_evenly(first, reach))
             learner = _Learner(student, part, accelerator, rates, precision)
             settings["loss"] = learner.loss.name
             checkpoint, parts = None, layers | part.weights
@@ -152,12 +148,13 @@ def distill_end_to_end(
                 checkpoint = Checkpoint(folder, settings, plan_of(student), windows)
                 curve = checkpoint.resume(parts, learner.optimizer, [learner.loss.name])
             started = time.perf_counter()
+            if not curve:
+                calibrate(student, placed_evenly(batches_of_step(windows, batch_size, 1, seed, 0)[0], reach))
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
-                batches = _batches(windows, batch_size, accumulate * processes, seed, step)
-                if reach is not None:
-                    batches = [placed_anywhere(batch, reach, torch.default_generator) for batch in batches]
+                batches = batches_of_step(windows, batch_size, accumulate * processes, seed, step)
+                batches = [placed_anywhere(batch, reach, torch.default_generator) for batch in batches]
                 with hidden_windows(student) if hide else nullcontext():
                     value = learner.gradients(batches, batches[place::processes])
                 if not math.isfinite(value):

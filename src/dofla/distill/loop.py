@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from dofla.distill.direct import DIRECT, next_token_gradients
 from dofla.distill.layerwise import layerwise_gradients
 from dofla.distill.losses import LOSSES
 from dofla.distill.places import check_reach, placed_anywhere, placed_evenly
+from dofla.distill.steps import batches_of_step, check_choice, check_enough, check_numbers, generator_of
 from dofla.errors import DoflaError
 from dofla.feature_maps import FeatureMap
 from dofla.integration.sites import evaluation_mode
@@ -105,18 +106,16 @@ def distill(
             a run of other settings.
     """
     layers = linear_layers(student)
-    _check_choice("loss", loss, [*LOSSES, DIRECT])
-    _check_choice("schedule", schedule, SCHEDULES)
+    check_choice("loss", loss, [*LOSSES, DIRECT])
+    check_choice("schedule", schedule, SCHEDULES)
     windows = as_windows(tokens)
-    _check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
-    _check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
+    check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
+    check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
-    if reach is not None:
-        _check_reach(student, windows, reach)
+    check_reach(student, windows, reach)
     per_step = batch_size * accumulate
-    if len(windows) < per_step:
-        raise DoflaError(f"{len(windows)} windows are too few for one step of {per_step}: give more text or less batch")
+    check_enough(windows, per_step)
     steps = steps or epochs * (len(windows) // per_step)
     settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
@@ -133,20 +132,18 @@ def distill(
 
     started = time.perf_counter()
     if from_data and not curve:
-        first = _batches(windows, batch_size, accumulate, seed, 0)[0]
+        first = batches_of_step(windows, batch_size, accumulate, seed, 0)[0]
         with evaluation_mode(student):
-            calibrate(student, [first] if reach is None else placed_evenly(first, reach))
+            calibrate(student, placed_evenly(first, reach))
     for step in range(len(curve), steps):
-        batches = _batches(windows, batch_size, accumulate, seed, step)
-        if reach is not None:
-            places = _generator(seed, step)
-            batches = [placed_anywhere(batch, reach, places) for batch in batches]
+        batches, places = batches_of_step(windows, batch_size, accumulate, seed, step), generator_of(seed, step)
+        batches = [placed_anywhere(batch, reach, places) for batch in batches]
         with evaluation_mode(student):
             if loss == DIRECT:
                 losses = next_token_gradients(student, batches)
             else:
                 options = {"rows": rows, "own_inputs": step >= steps * (1 - own_inputs)}
-                generator = partial(_generator, seed, step)
+                generator = partial(generator_of, seed, step)
                 losses = layerwise_gradients(student, batches, loss=loss, generator=generator, **options)
         for name, value in losses.items():
             if not math.isfinite(value):
@@ -186,35 +183,3 @@ def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> flo
     if rate is None or not 0 < rate < math.inf:
         raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
     return rate
-
-
-def _batches(
-    windows: TokenWindows | Images, batch_size: int, accumulate: int, seed: int, step: int
-) -> list[dict[str, Tensor]]:
-    """The batches of one step: a function of seed and step alone, so a resumed run sees the same ones."""
-    per_step = batch_size * accumulate
-    steps_per_epoch = len(windows) // per_step
-    epoch, place = divmod(step, steps_per_epoch)
-    order = torch.randperm(len(windows), generator=_generator(seed, epoch))
-    return [windows.batch(chosen) for chosen in order[place * per_step : (place + 1) * per_step].split(batch_size)]
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + number)
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise DoflaError(f"{name} is {value}: give 1 or more")
-
-
-def _check_reach(student: PreTrainedModel, windows: TokenWindows | Images, reach: int) -> None:
-    if not isinstance(windows, TokenWindows):
-        raise DoflaError(f"reach is {reach}: images have no positions to move; leave it out")
-    check_reach(student, reach, windows.length)
-
-
-def _check_choice(what: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(sorted(known))}")

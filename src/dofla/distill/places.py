@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
 
 
-def check_reach(model: PreTrainedModel, reach: int, length: int) -> None:
-    """DoflaError unless windows of ``length`` tokens can be read anywhere among ``reach`` positions of the model."""
-    if reach < length:
-        raise DoflaError(f"reach is {reach}, less than the windows' {length} tokens: give more, or leave it out")
+def check_reach(model: PreTrainedModel, windows: TokenWindows | Images, reach: int | None) -> None:
+    """DoflaError unless the windows can be read anywhere among ``reach`` positions of the model. None is always
+    possible: windows stay where they are, here and below."""
+    if reach is None:
+        return
+    if not isinstance(windows, TokenWindows):
+        raise DoflaError(f"reach is {reach}: images have no positions to move; leave it out")
+    if reach < windows.length:
+        raise DoflaError(
+            f"reach is {reach}, less than the windows' {windows.length} tokens: give more, or leave it out"
+        )
     most = getattr(model.config.get_text_config(), "max_position_embeddings", reach)
     if reach > most:
         raise DoflaError(f"reach is {reach}: the model has {most} positions")
@@ -30,13 +38,17 @@ def placed(batch: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
     return {**batch, "position_ids": positions.expand(len(ids), -1)}
 
 
-def placed_anywhere(batch: Mapping[str, Tensor], reach: int, generator: torch.Generator) -> dict[str, Tensor]:
+def placed_anywhere(batch: dict[str, Tensor], reach: int | None, generator: torch.Generator) -> dict[str, Tensor]:
     """The batch at a position drawn from those that leave room for it among ``reach``."""
+    if reach is None:
+        return batch
     room = reach - batch["input_ids"].shape[1]
     return placed(batch, int(torch.randint(room + 1, (), generator=generator)))
 
 
-def placed_evenly(batch: Mapping[str, Tensor], reach: int, times: int = 4) -> list[dict[str, Tensor]]:
+def placed_evenly(batch: dict[str, Tensor], reach: int | None, times: int = 4) -> list[dict[str, Tensor]]:
     """The batch at the first, the last, and positions between them."""
+    if reach is None:
+        return [batch]
     room = reach - batch["input_ids"].shape[1]
     return [placed(batch, room * n // (times - 1)) for n in range(times)]
