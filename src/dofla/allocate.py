@@ -17,7 +17,7 @@ import torch
 from dofla.curves import Curves, Shape, choose
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
-from dofla.hybrid import HeadCost, split
+from dofla.hybrid import FEATURE_MAP, HeadCost, even_size
 from dofla.plan import LayerPlan, Plan, is_whole
 from dofla.profile import LayerProfile, Profile
 from dofla.spectrum import DEFAULT_LAMBDA, check_lambda
@@ -142,7 +142,7 @@ def allocate(
     if per_head and strategy in HYBRID:
         raise DoflaError(f"per_head given with strategy {strategy}: hybrid layers have one size for all; leave it out")
     measured_map = curves.made_by.get("feature_map") if curves is not None else None
-    feature_map = feature_map or measured_map or ("mlp" if strategy in HYBRID else "prf")
+    feature_map = feature_map or measured_map or (FEATURE_MAP if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
         if not is_whole(number) or number < 0:
@@ -160,7 +160,7 @@ def allocate(
     if strategy == "measured":
         sizes = _measured(chosen, budget, itemsize, curves, context, window, sinks)
     elif strategy == "hybrid" and window is None and sinks is None:
-        sizes = {x.name: _even(x, budget, itemsize) for x in chosen}
+        sizes = {x.name: even_size(budget, HeadCost.of(x.head_dim, x.value_dim, itemsize)) for x in chosen}
     else:
         exact = (window or 0, sinks or 0)
         counts = _counts(chosen, rows, STRATEGIES.get(strategy, fixed), summary, per_head, budget, *exact, itemsize)
@@ -182,13 +182,6 @@ def allocate(
 
 Size = tuple[int | list[int], int, int]
 """(features, window, sinks) of a layer."""
-
-
-def _even(layer: LayerProfile, budget: int, itemsize: int) -> Size:
-    cost = HeadCost.of(layer.head_dim, layer.value_dim, itemsize)
-    if budget < 1:
-        raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
-    return split(budget * cost.feature, cost)
 
 
 def _measured(

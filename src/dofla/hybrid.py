@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dofla.errors import DoflaError
+
 FEATURE_BYTES = 4
 """Per number of the feature state, which accumulates over the whole past and stays in float32 whatever the model's
 dtype."""
@@ -13,6 +15,9 @@ TOKEN_SHARE = 0.73
 attention KL, for tokens in bfloat16 as in float32 (``docs/quality.md``)."""
 
 SINKS = 2
+
+FEATURE_MAP = "mlp"
+"""Of hybrid layers, if none is named."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +54,10 @@ def split(bytes_per_head: int, cost: HeadCost, share: float = TOKEN_SHARE) -> tu
     tokens = max(0, (bytes_per_head - features * cost.feature) // cost.token)
     sinks = min(SINKS, tokens // 4)
     return features, tokens - sinks, sinks
+
+
+def even_size(budget: float, cost: HeadCost, share: float = TOKEN_SHARE) -> tuple[int, int, int]:
+    """:func:`split` of the bytes of ``budget`` features per KV head; DoflaError if that is less than one."""
+    if budget < 1:
+        raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
+    return split(round(budget * cost.feature), cost, share)

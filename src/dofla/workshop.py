@@ -23,6 +23,7 @@ from dofla.data import TokenWindows
 from dofla.distill import distill, distill_end_to_end, measure_curves
 from dofla.errors import DoflaError
 from dofla.files import new_folder, read_json, replacing, write_json
+from dofla.hybrid import FEATURE_MAP
 from dofla.integration.checkpoint import apply_adapter, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
@@ -93,7 +94,7 @@ class Workshop:
 
     def curves(self, spec: StudentSpec) -> Curves:
         """The teacher's error curves for a student's feature map, around the recipe's budget, measured once."""
-        feature_map, options = spec.feature_map or "mlp", vars(self.recipe.curves).copy()
+        feature_map, options = spec.feature_map or FEATURE_MAP, vars(self.recipe.curves).copy()
         path = self.folder / f"curves-{feature_map}.json"
         if not path.exists():
             some = self.training().take(options.pop("windows"))

@@ -13,10 +13,11 @@ from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.loop import distill
 from dofla.errors import DoflaError
 from dofla.evaluate.fidelity import attention_fidelity
-from dofla.hybrid import TOKEN_SHARE, HeadCost
+from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE
 from dofla.integration.recorder import run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import answering, describe, even_plan, linear_layers, linearize, restore, softmax
+from dofla.plan import Plan
 
 LEVELS = (0.3, 0.6, 1.0, 1.8, 3.2)
 """Sizes that are tried, in budgets."""
@@ -30,7 +31,7 @@ def measure_curves(
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     budget: int = 64,
     *,
-    feature_map: str = "mlp",
+    feature_map: str = FEATURE_MAP,
     keep_softmax: Sequence[str] = (),
     steps: int = 25,
     batch_size: int = 2,
@@ -85,9 +86,7 @@ def measure_curves(
         finally:
             restore(model)
         for name, found in errors.items():
-            layer = plan[name]
-            cost = HeadCost.of(layer.head_dim, layer.value_dim, model.dtype.itemsize)
-            spent = cost.total(layer.features, layer.window, layer.sinks)
+            spent = Plan([plan[name]]).state_bytes(model.dtype) // plan[name].kv_heads
             points.setdefault(name, []).append(Point(share, spent, found["kl"]))
         if progress:
             progress("sizes", done, len(grid))

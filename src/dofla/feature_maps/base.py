@@ -37,6 +37,13 @@ class FeatureMap(nn.Module, ABC):
         super().__init__()
         self.heads, self.head_dim, self.features = heads, head_dim, features
 
+    def add_sides(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Parameters of queries and of keys: ``query`` and ``key`` with each suffix of ``shapes``, [heads, *shape]."""
+        for side in ("query", "key"):
+            for suffix, shape in shapes.items():
+                empty = torch.empty(self.heads, *shape, dtype=torch.float32)
+                self.register_parameter(side + suffix, nn.Parameter(empty))
+
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw parameters and buffers anew, from ``generator`` (a CPU generator) where there is chance in it."""

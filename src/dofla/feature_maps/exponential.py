@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dofla.attention import Affine
 from dofla.feature_maps.base import AffineFeatureMap
@@ -32,9 +32,7 @@ class Exponential(StandardisedMap, AffineFeatureMap):
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__(heads, head_dim, features)
-        for side in ("query", "key"):
-            self.register_parameter(side, nn.Parameter(torch.empty(heads, features, head_dim, dtype=torch.float32)))
-            self.register_parameter(f"{side}_bias", nn.Parameter(torch.empty(heads, features, dtype=torch.float32)))
+        self.add_sides({"": (features, head_dim), "_bias": (features,)})
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

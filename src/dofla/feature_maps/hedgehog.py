@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dofla.feature_maps.base import FeatureMap
 from dofla.feature_maps.projections import identity_first, projected
@@ -27,9 +27,7 @@ class Hedgehog(FeatureMap):
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__(heads, head_dim, features)
-        shape = heads, (features + 1) // 2, head_dim
-        self.query = nn.Parameter(torch.empty(shape, dtype=torch.float32))
-        self.key = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.add_sides({"": ((features + 1) // 2, head_dim)})
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

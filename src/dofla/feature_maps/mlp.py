@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dofla.attention import accumulable
 from dofla.feature_maps.exponential import START
@@ -37,17 +37,8 @@ class MLP(StandardisedMap):
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__(heads, head_dim, features)
-        shapes = {
-            "": (features, head_dim),
-            "_bias": (features,),
-            "_in": (HIDDEN, head_dim),
-            "_in_bias": (HIDDEN,),
-            "_out": (features, HIDDEN),
-        }
-        for side in ("query", "key"):
-            for part, shape in shapes.items():
-                empty = torch.empty(heads, *shape, dtype=torch.float32)
-                self.register_parameter(side + part, nn.Parameter(empty))
+        affine = {"": (features, head_dim), "_bias": (features,)}
+        self.add_sides(affine | {"_in": (HIDDEN, head_dim), "_in_bias": (HIDDEN,), "_out": (features, HIDDEN)})
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

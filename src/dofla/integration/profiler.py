@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows, batches
 from dofla.errors import DoflaError
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import AttentionSite, attention_sites, evaluation_mode
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, evaluation_mode
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.spectrum import NORMALIZATIONS, gram_spectrum
@@ -195,10 +195,7 @@ def profile(
 def _choose(
     sites: dict[str, AttentionSite], keep_softmax: Sequence[str]
 ) -> tuple[dict[str, AttentionSite], list[SkippedLayer]]:
-    for name in keep_softmax:
-        if name not in sites:
-            first = next(iter(sites))
-            raise DoflaError(f"keep_softmax names {name!r}, no attention module of this model: it has {first}, ...")
+    check_kept(sites, keep_softmax)
     chosen, skipped = {}, []
     for name, site in sites.items():
         if name in keep_softmax or site.linear_time:

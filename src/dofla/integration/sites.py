@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,14 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def check_kept(sites: Mapping[str, AttentionSite], keep_softmax: Iterable[str]) -> None:
+    """DoflaError if a layer to be kept softmax is none of the model's."""
+    for name in keep_softmax:
+        if name not in sites:
+            first = next(iter(sites))
+            raise DoflaError(f"keep_softmax names {name!r}, no attention module of this model: it has {first}, ...")
 
 
 @contextmanager

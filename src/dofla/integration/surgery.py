@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.hybrid import TOKEN_SHARE, HeadCost, split
+from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, even_size
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
-from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites
+from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept
 from dofla.integration.trained import original_weights, put_back
 from dofla.layer import LinearAttention
 from dofla.plan import LayerPlan, Plan
@@ -78,7 +78,7 @@ def even_plan(
     budget: float = 64,
     *,
     share: float = TOKEN_SHARE,
-    feature_map: str = "mlp",
+    feature_map: str = FEATURE_MAP,
     keep_softmax: Collection[str] = (),
 ) -> Plan:
     """Hybrid layers, the same everywhere, for which no profile is needed.
@@ -93,20 +93,15 @@ def even_plan(
     Raises:
         DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer.
     """
-    if budget < 1:
-        raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
     sites, layers = attention_sites(model), []
-    for name in keep_softmax:
-        if name not in sites:
-            first = next(iter(sites))
-            raise DoflaError(f"keep_softmax names {name!r}, no attention module of this model: it has {first}, ...")
+    check_kept(sites, keep_softmax)
     for site in sites.values():
         shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
         if site.name in keep_softmax:
             layers.append(LayerPlan(*shape, keep_softmax=True))
         elif not site.linear_time:
             cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize)
-            layers.append(LayerPlan(*shape, *split(round(budget * cost.feature), cost, share), feature_map))
+            layers.append(LayerPlan(*shape, *even_size(budget, cost, share), feature_map))
     made_by = {"strategy": "hybrid", "budget": budget, "share": share}
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
 
