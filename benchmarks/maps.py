@@ -14,7 +14,6 @@ import sys
 sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
 
 import json
-import math
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Annotated
 import torch
 import typer
 
+from dofla.distill import SCHEDULES
 from dofla.distill.calibrate import calibrate_layer
 from dofla.distill.losses import LOSSES, output_errors
 from dofla.feature_maps import FEATURE_MAPS
@@ -125,7 +125,7 @@ def _train(
     optimizer = torch.optim.Adam(groups, betas=layer.maps[0].betas)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = group["start"] * (1 + math.cos(math.pi * step / steps)) / 2
+            group["lr"] = group["start"] * SCHEDULES["cosine"](step / steps)
         call = training[int(torch.randint(len(training), (), generator=generator))]
         optimizer.zero_grad()
         LOSSES["softmax"](call, call, layer, call.random_rows(rows, generator)).backward()

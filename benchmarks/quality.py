@@ -13,7 +13,6 @@ import sys
 
 HERE = sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
 
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from dofla.files import replacing, write_json
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
 from dofla.recipe import DataSpec, StudentSpec, apply_change, read_yaml
-from dofla.reproduce.bench import Bench
+from dofla.reproduce.bench import Bench, layer_mean, recalled
 from dofla.reproduce.study import Study
 from dofla.reproduce.table import Cell, Figure, Table
 from dofla.teacher import windows_of
@@ -179,16 +178,12 @@ def _embeddings(bench: Bench, specs: list[StudentSpec]) -> Table:
 
 
 def _mean_of_layers(runs: list[dict[str, Any]], key: str) -> Cell:
-    values = [statistics.fmean(layer[key] for layer in run["layers"].values()) for run in runs]
+    values = [layer_mean(run, key) for run in runs]
     return "∞" if max(values) > 1e3 else Figure.of(values)
 
 
 def _recall(records: list[dict[str, Any]], who: str) -> list[Cell]:
-    def mean(record: dict[str, Any], key: str) -> float:
-        asked = record["recall"]["records"]
-        return sum(x[who][key] * x["n"] for x in asked) / sum(x["n"] for x in asked)
-
-    return [Figure.of([mean(record, key) for record in records], 2) for key in ("accuracy", "greedy")]
+    return [Figure.of([recalled(record, who, key) for record in records], 2) for key in ("accuracy", "greedy")]
 
 
 def _kib(size: int) -> str:

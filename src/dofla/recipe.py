@@ -54,9 +54,8 @@ class StudentSpec:
 
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
     features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
-    (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so
-    after its layerwise training, as the recipe's section of that name says. The rest is as for
-    :func:`dofla.allocate`.
+    (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so after its layerwise training, as the recipe's
+    section of that name says. The rest is as for :func:`dofla.allocate`.
     """
 
     name: str = "Measured"

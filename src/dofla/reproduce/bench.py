@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -122,6 +123,18 @@ class Bench:
         """See that there is a profile, and count its seconds."""
         self.workshop.profile()
         self.spent["profile"] = self.workshop.profile_seconds()
+
+
+def layer_mean(run: dict[str, Any], key: str) -> float:
+    """A figure of an evaluation's layers, mean over them."""
+    return statistics.fmean(layer[key] for layer in run["layers"].values())
+
+
+def recalled(record: dict[str, Any], who: str, key: str) -> float:
+    """Share of the facts that a probe asked for which ``who`` (teacher or student) recalled; ``key`` is accuracy
+    (chosen) or greedy (written)."""
+    asked = record["recall"]["records"]
+    return sum(x[who][key] * x["n"] for x in asked) / sum(x["n"] for x in asked)
 
 
 def per_seed(runs: Sequence[dict[str, Any]], *keys: str, digits: int = 3, spread: bool = True) -> Figure:

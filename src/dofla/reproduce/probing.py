@@ -12,7 +12,7 @@ from dofla.errors import DoflaError
 from dofla.evaluate.probe import PROBES, probe
 from dofla.evaluate.recall import RecallText, WordPairs
 from dofla.recipe import StudentSpec
-from dofla.reproduce.bench import Bench
+from dofla.reproduce.bench import Bench, recalled
 from dofla.reproduce.methods import baselines, other_maps, trained
 from dofla.reproduce.table import Cell, Figure, Table
 
@@ -100,9 +100,4 @@ def _texts(records: list[dict[str, Any]], who: str) -> list[Cell]:
 def _recall(records: list[dict[str, Any]], who: str) -> list[Cell]:
     if any("recall" not in record for record in records):
         return [None, None]
-
-    def mean(record: dict[str, Any], key: str) -> float:
-        asked = record["recall"]["records"]
-        return sum(x[who][key] * x["n"] for x in asked) / sum(x["n"] for x in asked)
-
-    return [Figure.of([mean(record, key) for record in records], 2) for key in ("accuracy", "greedy")]
+    return [Figure.of([recalled(record, who, key) for record in records], 2) for key in ("accuracy", "greedy")]

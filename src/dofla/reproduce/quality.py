@@ -9,7 +9,7 @@ from typing import Any
 from dofla.error_curve import rank_correlation
 from dofla.recipe import StudentSpec
 from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench, per_seed
+from dofla.reproduce.bench import Bench, layer_mean, per_seed
 from dofla.reproduce.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
 from dofla.reproduce.table import Figure, Table
 
@@ -77,7 +77,9 @@ def kernel_error(bench: Bench) -> Table:
     rows: list[list] = [
         [layer, *(per_seed(several, "layers", layer, "kernel_error") for several in runs.values())] for layer in layers
     ]
-    rows.append(["mean", *(Figure.of([_mean(run, "kernel_error") for run in several]) for several in runs.values())])
+    rows.append(
+        ["mean", *(Figure.of([layer_mean(run, "kernel_error") for run in several]) for several in runs.values())]
+    )
     correlations = _correlations(bench)
     return Table(
         "11",
@@ -102,7 +104,7 @@ def _correlations(bench: Bench) -> dict[str, Any]:
     section, key = bench.quality
     quality = [statistics.fmean(run[section][key] for run in runs) for runs in several]
     values = {
-        name: rank_correlation([statistics.fmean(_mean(run, name) for run in runs) for runs in several], quality)
+        name: rank_correlation([statistics.fmean(layer_mean(run, name) for run in runs) for runs in several], quality)
         for name in ("kernel_error", "kl", "output_error")
     }
     said = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
@@ -132,12 +134,8 @@ def heads(bench: Bench) -> Table:
     )
 
 
-def _mean(run: dict[str, Any], key: str) -> float:
-    return statistics.fmean(layer[key] for layer in run["layers"].values())
-
-
 def _attention_kl(runs: Sequence[dict[str, Any]]) -> Figure:
-    return Figure.of([_mean(run, "kl") for run in runs])
+    return Figure.of([layer_mean(run, "kl") for run in runs])
 
 
 def _state(runs: Sequence[dict[str, Any]]) -> str:
