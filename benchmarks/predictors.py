@@ -14,7 +14,6 @@ import sys
 sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
 
 import json
-import statistics
 from pathlib import Path
 from typing import Annotated
 
@@ -54,43 +53,49 @@ def main(
     teacher, tokenizer = load_teacher(model, dtype)
     text = windows_of(DataSpec(source, length, windows), teacher, tokenizer, seed=0)
     profile = dofla.profile(teacher, text, samples=min(512, length), batch_size=1)
-    dof = {layer.name: max(row) for layer, row in zip(profile.layers, profile.dof(), strict=True)}
-    found = {"degrees of freedom of the kernel": dof}
+    names = [layer.name for layer in profile.layers]
+    found = {"degrees of freedom of the kernel": dict(zip(names, map(torch.tensor, profile.dof()), strict=True))}
     found["entropy of attention"] = {
-        layer.name: statistics.fmean(head.entropy for head in layer.statistics) for layer in profile.layers
+        layer.name: torch.tensor([head.entropy for head in layer.statistics]) for layer in profile.layers
     }
-    whole, rest, mass = (dict.fromkeys(dof, 0.0) for _ in range(3))
+    whole, rest, mass = (dict.fromkeys(names, 0.0) for _ in range(3))
     exact = LinearAttention("none", [1], 1, window, sinks)
 
     def look(call: AttentionCall) -> None:
         attention = call.log_weights().exp()
         rows = torch.arange(call.query.shape[-2])
-        near = exact.seen_exactly(rows, len(rows), weight=call.weight, causal=call.causal)
+        near = exact.seen_exactly(rows, len(rows), share=1, weight=call.weight, causal=call.causal)
         far = attention.masked_fill(near, 0)
-        whole[call.name] += degrees_of_freedom(attention, DEFAULT_LAMBDA).mean().item() / windows
-        rest[call.name] += degrees_of_freedom(far, DEFAULT_LAMBDA).mean().item() / windows
-        mass[call.name] += far.sum(-1).mean().item() / windows
 
-    with evaluation_mode(teacher), recording(teacher, dof, look), torch.inference_mode():
+        def of_kv_heads(values: torch.Tensor) -> torch.Tensor:
+            return values.mean(0).unflatten(0, (call.key.shape[1], -1)).mean(1) / windows
+
+        whole[call.name] += of_kv_heads(degrees_of_freedom(attention, DEFAULT_LAMBDA))
+        rest[call.name] += of_kv_heads(degrees_of_freedom(far, DEFAULT_LAMBDA))
+        mass[call.name] += of_kv_heads(far.sum(-1).mean(-1))
+
+    with evaluation_mode(teacher), recording(teacher, names, look), torch.inference_mode():
         for n in range(windows):
             run_body(teacher, text.batch([n]))
     found["degrees of freedom of attention"] = whole
     found[f"the same, without {window} last and {sinks} first tokens"] = rest
     found[f"mass beyond {window} last and {sinks} first tokens"] = mass
-    found["both multiplied"] = {name: rest[name] * mass[name] for name in dof}
+    found["both multiplied"] = {name: rest[name] * mass[name] for name in names}
 
     size = sorted({p.bytes for p in curves.layers[0].points if p.share == TOKEN_SHARE})[2]
-    error = {layer.name: layer.error(TOKEN_SHARE, size) for layer in curves.layers}
-    harm = {layer.name: layer.effect * error[layer.name] for layer in curves.layers}
+    error = {
+        x.name: torch.tensor([x.error(n, TOKEN_SHARE, size) for n in range(len(x.effects))]) for x in curves.layers
+    }
+    harm = {layer.name: torch.tensor(layer.effects) * error[layer.name] for layer in curves.layers}
     found["attention KL after a short fit"] = error
-    names = [layer.name for layer in curves.layers]
     print(f"{'known beforehand':52s} {'attention KL':>13s} {'harm':>7s}")
     record = {}
     for title, values in found.items():
-        pair = [rank_correlation([values[n] for n in names], [other[n] for n in names]) for other in (error, harm)]
+        of_heads, *others = (torch.cat([x[name] for name in names]).tolist() for x in (values, error, harm))
+        pair = [rank_correlation(of_heads, other) for other in others]
         record[title] = {"attention_kl": pair[0], "harm": pair[1]}
         print(f"{title:52s} {pair[0]:13.2f} {pair[1]:7.2f}")
-    print("rank correlations over layers; harm: KL of the model's answer when that layer alone is linear")
+    print("rank correlations over all KV heads; harm: KL of the model's answer when that head alone is linear")
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

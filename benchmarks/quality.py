@@ -147,7 +147,7 @@ def _windows(bench: Bench, name: str) -> TokenWindows:
 @contextmanager
 def hidden_features(student: PreTrainedModel) -> Iterator[None]:
     """Within the block the layers see their windows and sinks alone."""
-    layers = [layer for layer in linear_layers(student).values() if layer.window or layer.sinks]
+    layers = [layer for layer in linear_layers(student).values() if layer.is_hybrid]
     kept, nothing = [layer.maps for layer in layers], feature_map_class("none")
     for layer in layers:
         layer.maps = nn.ModuleList(nothing(m.heads, m.head_dim, m.features) for m in layer.maps)

@@ -34,14 +34,16 @@ def test_without_window_and_sinks_state_bytes_are_the_bytes_of_the_cache(tiny, k
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("token_dtype", ["int8", "model"])
 @pytest.mark.parametrize("features", [6, [6, 3]])
-@pytest.mark.parametrize(("window", "sinks"), [(5, 0), (0, 2), (5, 2)])
-def test_with_window_or_sinks_the_cache_also_holds_one_weight_per_token_and_group(tiny, dtype, features, window, sinks):
+@pytest.mark.parametrize(("window", "sinks"), [(5, 0), (0, 2), (5, 2), ([5, 1], 2), ([5, 1], [2, 0]), ([0, 3], [0, 1])])
+def test_with_window_or_sinks_the_cache_also_holds_one_weight_per_token_and_group(
+    tiny, dtype, token_dtype, features, window, sinks
+):
     model = tiny.llama().to(dtype)
-    plan = tiny.plan(model, features=features, window=window, sinks=sinks)
+    plan = tiny.plan(model, features=features, window=window, sinks=sinks, token_dtype=token_dtype)
     dofla.linearize(model, plan)
-    groups = len({features} if isinstance(features, int) else set(features))
-    weights = len(plan.layers) * groups * (window + sinks) * FLOAT
+    weights = sum(w + s for layer in plan.layers for _, w, s in set(layer.sizes)) * FLOAT
     assert cache_bytes(generated_cache(model, tiny.tokens(1, 4), 6)) == plan.state_bytes(dtype) + weights
 
 
@@ -60,21 +62,23 @@ def test_layers_kept_softmax_cost_what_their_cache_costs(tiny):
     cache = generated_cache(model, tiny.tokens(1, 7), 5)
     length = cache.layers[1].get_seq_length()
     assert cache_bytes(cache) == plan.state_bytes() + plan.kept_softmax_bytes(length)
-    assert plan.state_bytes() == plan.layers[0].feature_numbers * FLOAT
+    assert plan.state_bytes() == plan.layers[0].state_bytes(FLOAT)
 
 
-def test_softmax_bytes_are_the_bytes_of_the_teachers_cache(tiny):
+@pytest.mark.parametrize("token_dtype", ["int8", "model"])
+def test_softmax_bytes_are_the_bytes_of_the_teachers_cache(tiny, token_dtype):
     model = tiny.llama()
-    plan = tiny.plan(model)
+    plan = tiny.plan(model, token_dtype=token_dtype)
     cache = generated_cache(model, tiny.tokens(1, 7), 5)
     assert cache_bytes(cache) == plan.softmax_bytes(cache.get_seq_length())
 
 
-def test_numbers_of_a_layer_by_hand():
+def test_bytes_of_a_layer_by_hand():
     layer = LayerPlan("a", kv_heads=2, head_dim=6, value_dim=4, features=[3, 5], window=7, sinks=2)
     assert layer.features_per_head == [3, 5]
-    assert layer.feature_numbers == 3 * 6 + 5 * 6
-    assert layer.token_numbers == 9 * 2 * (6 + 4)
+    assert layer.sizes == [(3, 7, 2), (5, 7, 2)]
+    assert layer.state_bytes(4) == 8 * 6 * 4 + 18 * 10 * 4
+    assert LayerPlan("b", 2, 6, 4, features=3, window=7, keep_softmax=True).state_bytes(4) == 0
     plan = Plan([layer, LayerPlan("b", 2, 6, 4, keep_softmax=True)])
     assert plan.state_bytes() == (48 + 180) * 4
     assert plan.state_bytes(torch.bfloat16) == 48 * 4 + 180 * 2
@@ -82,18 +86,34 @@ def test_numbers_of_a_layer_by_hand():
     assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
 
 
+def test_bytes_of_a_layer_whose_heads_differ_and_keep_eight_bits_by_hand():
+    layer = LayerPlan("a", 2, head_dim=6, value_dim=4, features=3, window=[7, 1], sinks=[0, 2], token_dtype="int8")
+    assert layer.sizes == [(3, 7, 0), (3, 1, 2)]
+    # Of a token, a byte a number and one for each power of two, whatever the model's dtype.
+    assert layer.state_bytes(4) == layer.state_bytes(2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
+    plan = Plan([layer, LayerPlan("b", 2, 6, 4, token_dtype="int8", keep_softmax=True)])
+    assert plan.state_bytes() == plan.state_bytes(torch.bfloat16) == layer.state_bytes(4)
+    assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
+    assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
+
+
 @st.composite
 def layer_plans(draw):
     kv_heads = draw(st.integers(1, 4))
-    count = st.integers(1, 300)
+
+    def count(least, most):
+        one = st.integers(least, most)
+        return draw(one | st.lists(one, min_size=kv_heads, max_size=kv_heads))
+
     return LayerPlan(
         name=draw(st.text(min_size=1, max_size=8)),
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 128)),
         value_dim=draw(st.integers(1, 128)),
-        features=draw(st.one_of(count, st.lists(count, min_size=kv_heads, max_size=kv_heads))),
-        window=draw(st.integers(0, 64)),
-        sinks=draw(st.integers(0, 8)),
+        features=count(1, 300),
+        window=count(0, 64),
+        sinks=count(0, 8),
+        token_dtype=draw(st.sampled_from(["int8", "model"])),
         keep_softmax=draw(st.booleans()),
     )
 
@@ -116,22 +136,36 @@ def test_a_plan_round_trips_through_a_file_or_its_folder(tmp_path):
     assert Plan.load(str(tmp_path)) == plan
 
 
+def test_a_plan_that_says_nothing_of_how_tokens_are_kept_keeps_them_in_the_models_dtype():
+    data = Plan([LayerPlan("a", 2, 8, 8, 4, window=3, token_dtype="int8")]).to_dict()
+    del data["layers"]["a"]["token_dtype"]
+    assert Plan.from_dict(data)["a"].token_dtype == "model"
+
+
+def test_the_map_none_needs_something_for_every_head_to_see():
+    plan = LayerPlan("a", 2, 8, 8, 1, window=[3, 0], sinks=[0, 1], feature_map="none")
+    assert plan.sizes == [(1, 3, 0), (1, 0, 1)]
+    with pytest.raises(DoflaError, match="feature_map none sees nothing without a window or sinks"):
+        LayerPlan("a", 2, 8, 8, 1, window=[3, 0], feature_map="none")
+
+
 def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
     model = tiny.llama()
     path = tmp_path / "plan.json"
     tiny.plan(model).save(path)
     data = json.loads(path.read_text())
     first, second = data["layers"].values()
-    first |= {"features": [3, 9], "window": 4}
+    first |= {"features": [3, 9], "window": 4, "sinks": [2, 0], "token_dtype": "int8"}
     second["keep_softmax"] = True
-    del second["features"], data["made_by"], data["model"]
+    del second["features"], second["token_dtype"], data["made_by"], data["model"]
     path.write_text(json.dumps(data))
 
     plan = Plan.load(path)
     dofla.linearize(model, plan)
     first, second = (layer.self_attn for layer in model.model.layers)
     assert first.dofla.features == [3, 9]
-    assert first.dofla.window == 4
+    assert first.dofla.exact_tokens == [(4, 2), (4, 0)]
+    assert first.dofla.keeps_eight_bits
     assert not hasattr(second, "dofla")
     assert plan["model.layers.1.self_attn"].keep_softmax
     with pytest.raises(KeyError):
@@ -147,10 +181,20 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
         ({"features": "8"}, "features is '8'"),
         ({"features": None}, "features is None"),
         ({"features": True}, "features is True"),
-        ({"features": [4]}, "1 feature numbers for 2 KV heads"),
+        ({"features": [4]}, "features has 1 numbers for 2 KV heads: give one each, or an int"),
         ({"features": [4, 0]}, r"features is \[4, 0\]"),
-        ({"features": []}, "0 feature numbers for 2 KV heads"),
-        ({"window": -1}, "window is -1"),
+        ({"features": []}, "features has 0 numbers for 2 KV heads"),
+        ({"window": -1}, "window is -1: every KV head needs a whole number, 0 or more"),
+        ({"window": [3, 3, 3]}, "window has 3 numbers for 2 KV heads"),
+        ({"window": [3, -1]}, r"window is \[3, -1\]"),
+        ({"window": [3, 1.5]}, r"window is \[3, 1.5\]"),
+        ({"window": {"first": 3}}, "window is {'first': 3}"),
+        ({"sinks": [2]}, "sinks has 1 numbers for 2 KV heads"),
+        ({"sinks": [2, None]}, r"sinks is \[2, None\]"),
+        ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
+        ({"token_dtype": None}, "token_dtype is None"),
+        ({"token_dtype": ["int8", "model"]}, r"token_dtype is \['int8', 'model'\]"),
+        ({"feature_map": "none", "window": [3, 0]}, "feature_map none sees nothing without a window or sinks"),
         ({"window": 2.5}, "window is 2.5"),
         ({"sinks": "many"}, "sinks is 'many'"),
         ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),

@@ -14,10 +14,10 @@ from fractions import Fraction
 
 import torch
 
-from dofla.curves import Curves, Shape, choose
+from dofla.curves import Curves, Shape, Size, choose
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
-from dofla.hybrid import FEATURE_MAP, HeadCost, even_size
+from dofla.hybrid import FEATURE_MAP, TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
 from dofla.plan import LayerPlan, Plan, is_whole
 from dofla.profile import LayerProfile, Profile
 from dofla.spectrum import DEFAULT_LAMBDA, check_lambda
@@ -96,10 +96,11 @@ def allocate(
     context: int | None = None,
     lam: float = DEFAULT_LAMBDA,
     over_heads: str = "max",
-    per_head: bool = False,
+    per_head: bool | None = None,
     normalization: str | None = None,
     window: int | None = None,
     sinks: int | None = None,
+    token_dtype: str | None = None,
     keep_softmax: Sequence[str] = (),
 ) -> Plan:
     """Give each layer its state.
@@ -116,18 +117,21 @@ def allocate(
         lam: tolerance λ of the degrees of freedom; only its size relative to the spectra matters.
         over_heads: how a layer's number comes from its heads': ``max`` (paper), ``mean``, or a quantile in percent,
             such as ``q75``.
-        per_head: give each KV head a number of its own instead, by its own degrees of freedom.
+        per_head: give each KV head a size of its own, by its own degrees of freedom or error curve; default: with
+            ``measured`` yes, with the paper's strategies no. Not for ``hybrid``.
         normalization: of the Gram matrices; default the profile's.
         window, sinks: exact tokens per layer, paid for out of the budget; default: none with the paper's strategies,
             what :func:`dofla.hybrid.split` finds for ``hybrid``. Not for ``measured``.
+        token_dtype: how exact tokens are kept, a name in :data:`dofla.hybrid.TOKEN_DTYPES`; default that of the
+            curves, ``int8`` for hybrid layers (an encoder's: ``model``), ``model`` for the paper's.
         keep_softmax: names of layers to leave as they are.
 
     Returns:
         A plan whose state is never larger than the budget's, and in which every KV head has at least one feature.
 
     Raises:
-        DoflaError: unknown strategy, feature map, normalisation or layer; λ ≤ 0; a budget too small for one feature
-            per layer; ``measured`` without curves, or with those of another model; curves or
+        DoflaError: unknown strategy, feature map, normalisation, token_dtype or layer; λ ≤ 0; a budget too small for
+            one feature per layer; ``measured`` without curves, or with those of another model or token_dtype; curves or
             context with another strategy.
     """
     check_lambda(lam)
@@ -139,11 +143,16 @@ def allocate(
         raise DoflaError(
             f"{what} given with strategy {strategy}: only measured goes by them; leave them out, or take it"
         )
-    if per_head and strategy in HYBRID:
-        raise DoflaError(f"per_head given with strategy {strategy}: hybrid layers have one size for all; leave it out")
-    measured_map = curves.made_by.get("feature_map") if curves is not None else None
-    feature_map = feature_map or measured_map or (FEATURE_MAP if strategy in HYBRID else "prf")
+    if per_head and strategy == "hybrid":
+        raise DoflaError("per_head given with strategy hybrid, which has one size for all: leave it out, or measure")
+    per_head = strategy == "measured" if per_head is None else per_head
+    measured = curves.made_by if curves is not None else {}
+    feature_map = feature_map or measured.get("feature_map") or (FEATURE_MAP if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
+    if token_dtype is not None and token_dtype not in TOKEN_DTYPES:
+        raise DoflaError(f"unknown token_dtype {token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}")
+    if curves is not None and token_dtype not in (None, kept := measured.get("token_dtype", "model")):
+        raise DoflaError(f"token_dtype is {token_dtype!r}, the error curves were measured with {kept!r}: measure them")
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
         if not is_whole(number) or number < 0:
             raise DoflaError(f"{what} is {number!r}: give a whole number, 0 or more")
@@ -156,17 +165,19 @@ def allocate(
     dof = profile.dof(lam, normalization)
     rows = {x.name: row for x, row in zip(profile.layers, dof, strict=True) if x.name not in keep_softmax}
     chosen = [layer for layer in profile.layers if layer.name in rows]
-    itemsize = profile.itemsize
+    kept_as = {x.name: token_dtype or _token_dtype(x, strategy, curves) for x in chosen}
+    costs = {x.name: HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, kept_as[x.name]) for x in chosen}
+    shapes = {x.name: Shape(x.kv_heads, costs[x.name]) for x in chosen}
     if strategy == "measured":
-        sizes = _measured(chosen, budget, itemsize, curves, context, window, sinks)
+        sizes = _measured(shapes, budget, curves, per_head, context, window, sinks)
     elif strategy == "hybrid" and window is None and sinks is None:
-        sizes = {x.name: even_size(budget, HeadCost.of(x.head_dim, x.value_dim, itemsize)) for x in chosen}
+        sizes = {x.name: [even_size(budget, costs[x.name])] * x.kv_heads for x in chosen}
     else:
         exact = (window or 0, sinks or 0)
-        counts = _counts(chosen, rows, STRATEGIES.get(strategy, fixed), summary, per_head, budget, *exact, itemsize)
-        sizes = {name: (count, *exact) for name, count in counts.items()}
+        counts = _counts(chosen, shapes, rows, STRATEGIES.get(strategy, fixed), summary, per_head, budget, *exact)
+        sizes = {name: [(count, *exact) for count in own] for name, own in counts.items()}
     plans = [
-        LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, *sizes[x.name], feature_map)
+        LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, *_fields(sizes[x.name]), feature_map, kept_as[x.name])
         if sizes.get(x.name) is not None
         else LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, keep_softmax=True)
         for x in (*profile.layers, *profile.skipped)
@@ -175,40 +186,54 @@ def allocate(
     if strategy in STRATEGIES:
         made_by |= {"lambda": lam, "over_heads": over_heads, "per_head": per_head}
         made_by |= {"normalization": normalization or profile.normalization}
-    if context is not None:
-        made_by["context"] = context
+    if strategy == "measured":
+        made_by |= {"per_head": per_head, "context": context}
     return Plan(plans, profile.model, made_by)
 
 
-Size = tuple[int | list[int], int, int]
-"""(features, window, sinks) of a layer."""
+def _fields(sizes: Sequence[Size]) -> list[int | list[int]]:
+    """Features, window and sinks of a layer: one number where its KV heads agree."""
+    return [list(each) if len(set(each)) > 1 else each[0] for each in zip(*sizes, strict=True)]
+
+
+def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:
+    """How the layer's exact tokens are kept if nobody says."""
+    if curves is not None:
+        return curves.made_by.get("token_dtype", "model")
+    return default_token_dtype(layer.causal) if strategy in HYBRID else "model"
 
 
 def _measured(
-    layers: Sequence[LayerProfile],
+    shapes: Mapping[str, Shape],
     budget: int,
-    itemsize: int,
     curves: Curves | None,
+    per_head: bool,
     context: int | None,
     window: int | None,
     sinks: int | None,
-) -> dict[str, Size | None]:
+) -> dict[str, list[Size] | None]:
     if curves is None:
         raise DoflaError("strategy measured goes by error curves: give curves=dofla.measure_curves(model, tokens)")
     if window is not None or sinks is not None:
         raise DoflaError("strategy measured chooses window and sinks itself: leave them out, or take strategy hybrid")
     by_name = {curve.name: curve for curve in curves.layers}
-    missing = [layer.name for layer in layers if layer.name not in by_name]
+    missing = [name for name in shapes if name not in by_name]
     if missing:
         raise DoflaError(f"the error curves say nothing of layer {missing[0]}: they are of another model; measure them")
-    shapes = {x.name: Shape(x.kv_heads, HeadCost.of(x.head_dim, x.value_dim, itemsize)) for x in layers}
+    for name, shape in shapes.items():
+        if (heads := len(by_name[name].effects)) != shape.kv_heads:
+            raise DoflaError(
+                f"the error curves of layer {name} are of {heads} KV heads, not {shape.kv_heads}: "
+                "they are of another model; measure them"
+            )
     total = budget * sum(shape.kv_heads * shape.cost.feature for shape in shapes.values())
-    choices = choose([by_name[layer.name] for layer in layers], shapes, total, context)
-    return {name: choice.size for name, choice in choices.items()}
+    choices = choose([by_name[name] for name in shapes], shapes, total, context, per_head=per_head)
+    return {name: choice.sizes for name, choice in choices.items()}
 
 
 def _counts(
     layers: Sequence[LayerProfile],
+    shapes: Mapping[str, Shape],
     dof: Mapping[str, Sequence[float]],
     strategy: Strategy,
     summary: Callable[[Sequence[float]], float],
@@ -216,22 +241,17 @@ def _counts(
     budget: int,
     window: int,
     sinks: int,
-    itemsize: int,
-) -> dict[str, int | list[int]]:
-    """Features of each layer, or of each of its heads, once window and sinks are paid for."""
+) -> dict[str, list[int]]:
+    """Features of each KV head of each layer, once window and sinks are paid for."""
     if not layers:
         return {}
     numbers = {
         x.name: [_unit(x, [n]) for n in dof[x.name]] if per_head else [_unit(x, dof[x.name], summary)] for x in layers
     }
     units = list(itertools.chain(*numbers.values()))
-    average = _features_left(layers, budget, window, sinks, itemsize)
+    average = _features_left(list(shapes.values()), budget, window, sinks)
     each = iter(_round(units, strategy(units, average), average))
-    counts: dict[str, int | list[int]] = {}
-    for name, own in numbers.items():
-        given = [next(each) for _ in own]
-        counts[name] = given if len(set(given)) > 1 else given[0]
-    return counts
+    return {x.name: [next(each) for _ in x.spectra] if per_head else [next(each)] * x.kv_heads for x in layers}
 
 
 def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence[float]], float] | None = None) -> Unit:
@@ -242,11 +262,10 @@ def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence
     return Unit(summary(dof), cost * layer.kv_heads, layer.head_dim)
 
 
-def _features_left(layers: Sequence[LayerProfile], budget: int, window: int, sinks: int, itemsize: int) -> Fraction:
+def _features_left(shapes: Sequence[Shape], budget: int, window: int, sinks: int) -> Fraction:
     """Average number of features once window and sinks are paid for."""
-    costs = [(x.kv_heads, HeadCost.of(x.head_dim, x.value_dim, itemsize)) for x in layers]
-    cost = sum(heads * head.feature for heads, head in costs)
-    exact = sum((window + sinks) * heads * head.token for heads, head in costs)
+    cost = sum(x.kv_heads * x.cost.feature for x in shapes)
+    exact = sum((window + sinks) * x.kv_heads * x.cost.token for x in shapes)
     average = Fraction(budget * cost - exact, cost)
     if average < 1:
         after = f" after a window of {window} and {sinks} sinks" if window or sinks else ""

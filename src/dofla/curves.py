@@ -1,5 +1,5 @@
-"""Error curves: how much of each layer's attention is lost at which size, what that costs the model, and the best
-way to spend a number of bytes on them."""
+"""Error curves: how much of each head's attention is lost at which size, what that costs the model, and the best way
+to spend a number of bytes on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby, pairwise
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,26 @@ from dofla.errors import DoflaError
 from dofla.files import read_json, write_json
 from dofla.hybrid import HeadCost, split
 
-_LEVELS = 48
-"""Sizes between the smallest and the largest that was measured, at equal ratios, among which a layer's is chosen."""
+_LEVELS = 20
+"""Sizes between the smallest and the largest that was measured, at equal ratios, among which a head's is chosen."""
+
+Size = tuple[int, int, int]
+"""(features, window, sinks) of a KV head."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A layer of one size, briefly trained.
+    """A layer whose heads have one size, briefly trained.
 
     Attributes:
         share: of the bytes, what was meant for exact tokens; see :func:`dofla.hybrid.split`.
         bytes: of state per KV head.
-        error: mean KL(softmax ‖ student) of its rows of attention, nats.
+        errors: per KV head, mean KL(softmax ‖ student) of the rows of attention, nats.
     """
 
     share: float
     bytes: int
-    error: float
+    errors: list[float]
 
 
 @dataclass
@@ -40,24 +43,25 @@ class LayerCurve:
 
     Attributes:
         name: of the module.
-        effect: what one unit of its error does to the model, all other layers softmax: nats of KL of the next-token
-            distribution (an encoder: relative squared error of the last hidden states).
+        effects: per KV head, what one unit of its error does to the model, all other heads softmax: nats of KL of the
+            next-token distribution (an encoder: relative squared error of the last hidden states).
         points: sizes that were measured.
     """
 
     name: str
-    effect: float
+    effects: list[float]
     points: list[Point]
 
-    def error(self, share: float, size: float) -> float:
-        """At ``size`` bytes per KV head, by a power law between measured sizes; beyond them, that of the nearest."""
+    def error(self, head: int, share: float, size: float) -> float:
+        """Of a KV head at ``size`` bytes, by a power law between measured sizes; beyond them, that of the nearest."""
         points = sorted((p for p in self.points if p.share == share), key=lambda p: p.bytes)
         size = min(max(size, points[0].bytes), points[-1].bytes)
         for a, b in pairwise(points):
             if a.bytes <= size <= b.bytes and a.bytes < b.bytes:
                 part = math.log(size / a.bytes) / math.log(b.bytes / a.bytes)
-                return math.exp((1 - part) * math.log(_positive(a.error)) + part * math.log(_positive(b.error)))
-        return points[0].error
+                ends = (math.log(_positive(p.errors[head])) for p in (a, b))
+                return math.exp(sum(weight * end for weight, end in zip((1 - part, part), ends, strict=True)))
+        return points[0].errors[head]
 
 
 def _positive(error: float) -> float:
@@ -74,7 +78,7 @@ class Curves:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, replacing what was there."""
-        write_json(Path(path), {"format": 1, **asdict(self)})
+        write_json(Path(path), {"format": 2, **asdict(self)}, sealed=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Curves:
@@ -82,22 +86,30 @@ class Curves:
         data = read_json(Path(path), "error curves")
         try:
             layers = [
-                LayerCurve(x["name"], float(x["effect"]), [_point(**point) for point in x["points"]])
+                LayerCurve(x["name"], _numbers(x["effects"]), [_point(**point) for point in x["points"]])
                 for x in data["layers"]
             ]
-            if not layers or not all(layer.points and math.isfinite(layer.effect) for layer in layers):
-                raise ValueError("a layer without points or with an endless effect")
+            if not layers or not all(x.points and len({len(p.errors) for p in x.points}) == 1 for x in layers):
+                raise ValueError("a layer without points, or with points of different heads")
+            if any(len(x.effects) != len(x.points[0].errors) for x in layers):
+                raise ValueError("a layer with other heads in its effects than in its points")
             return cls(layers, data["model"], data["made_by"])
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no error curves ({what}): measure them again") from error
 
 
-def _point(share: float, bytes: int, error: float) -> Point:
+def _point(share: float, bytes: int, errors: list[float]) -> Point:
     """A point of a file, whose numbers can be reckoned with."""
-    if not (0 <= share <= 1 and bytes >= 1 and math.isfinite(error)):
-        raise ValueError(f"share {share}, {bytes} bytes, error {error}")
-    return Point(share, bytes, error)
+    if not (0 <= share <= 1 and bytes >= 1):
+        raise ValueError(f"share {share}, {bytes} bytes")
+    return Point(share, bytes, _numbers(errors))
+
+
+def _numbers(values: list[float]) -> list[float]:
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError(f"{values!r} where a number per KV head should be")
+    return [float(value) for value in values]
 
 
 @dataclass(frozen=True)
@@ -110,15 +122,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer of some size: bytes of all its heads, the loss expected of it, and ``size``, None for softmax."""
+    """A layer with heads of some sizes: bytes of all of them, the loss expected, and ``sizes`` per KV head, None for
+    softmax."""
 
     bytes: int
     loss: float
-    size: tuple[int, int, int] | None
+    sizes: list[Size] | None
 
 
 def choose(
-    curves: Sequence[LayerCurve], shapes: Mapping[str, Shape], total: int, context: int | None = None
+    curves: Sequence[LayerCurve],
+    shapes: Mapping[str, Shape],
+    total: int,
+    context: int | None = None,
+    *,
+    per_head: bool = True,
 ) -> dict[str, Choice]:
     """The sizes of least expected loss, summed over layers, that cost ``total`` bytes at most.
 
@@ -130,11 +148,13 @@ def choose(
         shapes: by layer name.
         total: bytes of state per sequence.
         context: if given, layers may stay softmax, at the price of their cache at so many tokens.
+        per_head: whether the heads of a layer may differ. They have two sizes at most, since each is a call of its own
+            when the model runs.
 
     Raises:
         DoflaError: the smallest sizes measured cost more than ``total``.
     """
-    hulls = {curve.name: _hull(_choices(curve, shapes[curve.name], context)) for curve in curves}
+    hulls = {curve.name: best_sizes(curve, shapes[curve.name], context, per_head) for curve in curves}
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = total - sum(choice.bytes for choice in chosen.values())
     if left < 0:
@@ -156,22 +176,56 @@ def choose(
     return chosen
 
 
-def _choices(curve: LayerCurve, shape: Shape, context: int | None) -> list[Choice]:
-    choices = []
-    for share, group in groupby(sorted(curve.points, key=lambda p: p.share), key=lambda p: p.share):
-        sizes = [p.bytes for p in group]
-        ratio = max(sizes) / min(sizes)
-        for n in range(_LEVELS):
-            size = split(round(min(sizes) * ratio ** (n / (_LEVELS - 1))), shape.cost, share)
-            spent = shape.cost.total(*size)
-            choices.append(Choice(spent * shape.kv_heads, curve.effect * curve.error(share, spent), size))
+def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
+    """What :func:`choose` chooses from: the sizes of a layer that are best for some price of a byte, from the cheapest
+    up."""
+    return _hull(_choices(curve, shape, context, per_head))
+
+
+def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: bool) -> list[Choice]:
+    """A layer's choices: one size for all heads; the larger of two for any number of them, those that gain most by it;
+    softmax."""
+    losses = _losses(curve, shape)
+    heads, cost = range(shape.kv_heads), shape.cost
+    choices = [Choice(cost.total(*size) * len(heads), sum(own), [size] * len(heads)) for size, own in losses.items()]
+    if per_head:
+        choices += _two_sizes(losses, shape)
     if context is not None:
-        choices.append(Choice(context * shape.cost.token * shape.kv_heads, 0.0, None))
+        choices.append(Choice(context * cost.cached * len(heads), 0.0, None))
     return choices
 
 
+def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Choice]:
+    heads, cost = range(shape.kv_heads), shape.cost
+    # Only sizes that are best for some head at some price of a byte: of all pairs there would be too many.
+    alone = ([Choice(cost.total(*size), own[head], [size]) for size, own in losses.items()] for head in heads)
+    best = {choice.sizes[0] for own in alone for choice in _hull(own)}
+    choices = []
+    for small, large in combinations(sorted(best, key=lambda size: cost.total(*size)), 2):
+        gains = [a - b for a, b in zip(losses[small], losses[large], strict=True)]
+        first = sorted(heads, key=lambda head: -gains[head])[:-1]  # all of them is a choice above
+        base, price = sum(losses[small]), cost.total(*large) - cost.total(*small)
+        for count, gain in enumerate(accumulate(gains[head] for head in first), start=1):
+            sizes = [large if head in first[:count] else small for head in heads]
+            choices.append(Choice(cost.total(*small) * len(heads) + count * price, base - gain, sizes))
+    return choices
+
+
+def _losses(curve: LayerCurve, shape: Shape) -> dict[Size, list[float]]:
+    """Of each size that a head may have, the loss expected of each KV head."""
+    losses: dict[Size, list[float]] = {}
+    for share in sorted({p.share for p in curve.points}):
+        measured = [p.bytes for p in curve.points if p.share == share]
+        ratio = max(measured) / min(measured)
+        for n in range(_LEVELS):
+            size = split(round(min(measured) * ratio ** (n / (_LEVELS - 1))), shape.cost, share)
+            spent = shape.cost.total(*size)
+            losses[size] = [effect * curve.error(head, share, spent) for head, effect in enumerate(curve.effects)]
+    return losses
+
+
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """The choices that are best for some price of a byte, from the cheapest up."""
+    """The lower convex hull of loss over bytes."""
     hull: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (c.bytes, c.loss)):
         if hull and choice.loss >= hull[-1].loss:

@@ -16,6 +16,16 @@ attention KL, for tokens in bfloat16 as in float32 (``docs/quality.md``)."""
 
 SINKS = 2
 
+TOKEN_DTYPES = ("int8", "model")
+"""How exact tokens are kept: in eight bits, one power of two per vector (:class:`dofla.attention.PackedTokens`), or in
+the model's dtype."""
+
+
+def default_token_dtype(causal: bool) -> str:
+    """Of hybrid layers, if none is named: eight bits, but for an encoder's, which keep nothing."""
+    return "int8" if causal else "model"
+
+
 FEATURE_MAP = "mlp"
 """Of hybrid layers, if none is named."""
 
@@ -26,16 +36,20 @@ class HeadCost:
 
     Attributes:
         feature: of one feature, a mean value and a log-mass of double size.
-        token: of one token of the window or the sinks, a key and a value in the model's dtype.
+        token: of one token of the window or the sinks, a key and a value.
+        cached: of one token in the cache of softmax attention, a key and a value in the model's dtype.
     """
 
     feature: int
     token: int
+    cached: int
 
     @classmethod
-    def of(cls, head_dim: int, value_dim: int, itemsize: int) -> HeadCost:
-        """``itemsize``: bytes of a number in the model's dtype."""
-        return cls(FEATURE_BYTES * (value_dim + 2), itemsize * (head_dim + value_dim))
+    def of(cls, head_dim: int, value_dim: int, itemsize: int, token_dtype: str = "model") -> HeadCost:
+        """``itemsize``: bytes of a number in the model's dtype; ``token_dtype``: one of :data:`TOKEN_DTYPES`."""
+        cached = itemsize * (head_dim + value_dim)
+        token = head_dim + value_dim + 2 if token_dtype == "int8" else cached  # two exponents
+        return cls(FEATURE_BYTES * (value_dim + 2), token, cached)
 
     def total(self, features: int, window: int, sinks: int) -> int:
         """Bytes of a head with these."""

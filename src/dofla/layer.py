@@ -8,7 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import State, attend, exact_scores, log_kernel
+from dofla.attention import State, attend, exact_scores, log_kernel, packed, rounded, unpacked
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 
@@ -28,30 +28,54 @@ def without_autocast(method: Callable) -> Callable:
 class LinearAttention(nn.Module):
     """The feature maps of one attention layer, and attention through them.
 
-    KV heads with equally many features are one group: a single feature map, a single state, one call of
-    :func:`dofla.attention.attend`. A layer with the same number everywhere has one group; ragged layers have several,
+    KV heads of equal size (features, window, sinks) are one group: a single feature map, a single state, one call of
+    :func:`dofla.attention.attend`. A layer with the same size everywhere has one group; ragged layers have several,
     and no head is padded to the size of another.
 
     Args:
         feature_map: name in :data:`dofla.feature_maps.FEATURE_MAPS`.
         features: number of features of each KV head.
         head_dim: size of queries and keys.
-        window: last tokens with exact scores.
-        sinks: first tokens with exact scores.
+        window: last tokens with exact scores, of each KV head or one number for all.
+        sinks: first tokens with exact scores, likewise.
+        token_dtype: ``int8``, window and sinks are kept in eight bits (all keys and values are rounded to it on
+            entering, so that it does not matter which of them are kept); or ``model``, as they come.
     """
 
     def __init__(
-        self, feature_map: str, features: Sequence[int], head_dim: int, window: int = 0, sinks: int = 0
+        self,
+        feature_map: str,
+        features: Sequence[int],
+        head_dim: int,
+        window: int | Sequence[int] = 0,
+        sinks: int | Sequence[int] = 0,
+        token_dtype: str = "model",
     ) -> None:
         super().__init__()
-        self.features, self.window, self.sinks = list(features), window, sinks
-        self.groups = [
-            [head for head, count in enumerate(self.features) if count == size] for size in dict.fromkeys(self.features)
-        ]
+        self.features, self.token_dtype, self.hides_tokens = list(features), token_dtype, False
+        window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
+        sizes = list(zip(features, window, sinks, strict=True))
+        self.sizes = list(dict.fromkeys(sizes))
+        self.groups = [[head for head, own in enumerate(sizes) if own == size] for size in self.sizes]
         make = feature_map_class(feature_map)
         self.maps: nn.ModuleList[FeatureMap] = nn.ModuleList(
-            make(len(group), head_dim, self.features[group[0]]) for group in self.groups
+            make(len(group), head_dim, size[0]) for group, size in zip(self.groups, self.sizes, strict=True)
         )
+
+    @property
+    def exact_tokens(self) -> list[tuple[int, int]]:
+        """Window and sinks of each group; none while :attr:`hides_tokens` is set."""
+        return [(0, 0) if self.hides_tokens else size[1:] for size in self.sizes]
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether any head sees tokens exactly."""
+        return any(window or sinks for window, sinks in self.exact_tokens)
+
+    @property
+    def keeps_eight_bits(self) -> bool:
+        """Whether there are exact tokens and they are kept in eight bits."""
+        return self.token_dtype == "int8" and self.is_hybrid
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""
@@ -87,15 +111,18 @@ class LinearAttention(nn.Module):
         if self.training and not states:
             for feature_map in self.maps:
                 feature_map.new_training_pass()
-        options = {"scaling": scaling, "weight": weight, "window": self.window, "sinks": self.sinks, "causal": causal}
-        if len(self.groups) == 1:
-            out, state = attend(query, key, value, self.maps[0], state=states[0] if states else None, **options)
-            return out, [state] if causal else []
-        out, after = value.new_empty(*query.shape[:-1], value.shape[-1]), []
-        for n, (feature_map, heads) in enumerate(zip(self.maps, self.groups, strict=True)):
-            before = states[n] if states else None
-            out, state = attend(query, key, value, feature_map, state=before, heads=heads, out=out, **options)
-            after.append(state)
+        options = {"scaling": scaling, "weight": weight, "causal": causal}
+        states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
+        if self.keeps_eight_bits:
+            key, value = rounded(key), rounded(value)
+        out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
+        for n, (window, sinks) in enumerate(self.exact_tokens):
+            before = states[n]
+            if self.keeps_eight_bits and before is not None:
+                before = unpacked(before, key.dtype)
+            options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None}
+            out, state = attend(query, key, value, self.maps[n], state=before, out=out, **options)
+            after.append(packed(state, states[n], key.shape[-2]) if causal and self.keeps_eight_bits else state)
         return out, after if causal else []
 
     @without_autocast
@@ -113,22 +140,30 @@ class LinearAttention(nn.Module):
         Returns:
             [B, H, R, L]: exact scores in the window and at sinks, the log of the approximate kernel elsewhere.
         """
+        if self.keeps_eight_bits:
+            key = rounded(key)
         scores = []
         for feature_map, (q, k, _) in zip(self.maps, self.split(query, key, key), strict=True):
             scores.append(log_kernel(feature_map.log_query(q, scaling), feature_map.log_key(k, scaling)))
-        approximate = self.join(scores, query.shape[1] // key.shape[1])
-        if not (self.window or self.sinks):
+        share = query.shape[1] // key.shape[1]
+        approximate = self.join(scores, share)
+        if not self.is_hybrid:
             return approximate
-        near = self.seen_exactly(rows, key.shape[-2], weight=weight, causal=causal)
+        near = self.seen_exactly(rows, key.shape[-2], share=share, weight=weight, causal=causal)
         return torch.where(near, exact_scores(query, key, scaling), approximate)
 
-    def seen_exactly(self, rows: Tensor, length: int, *, weight: Tensor | None, causal: bool) -> Tensor:
-        """Which of ``length`` keys the query ``rows`` [R] see in the window or as sinks: [B or 1, 1, R, length]."""
+    def seen_exactly(self, rows: Tensor, length: int, *, share: int, weight: Tensor | None, causal: bool) -> Tensor:
+        """Which of ``length`` keys the query ``rows`` [R] see in the window or as sinks, with ``share`` query heads per
+        KV head: [B or 1, H, R, length], or one head for all if they agree."""
         distance = rows[:, None] - torch.arange(length, device=rows.device)
-        near = ((distance if causal else distance.abs()) < self.window)[None]
-        real = torch.ones_like(near[:, 0], dtype=torch.bool) if weight is None else weight > 0
-        first = real & (real.cumsum(-1) <= self.sinks)
-        return (near | first.unsqueeze(1)).unsqueeze(1)
+        distance = (distance if causal else distance.abs())[None]
+        real = torch.ones_like(distance[:, 0], dtype=torch.bool) if weight is None else weight > 0
+        seen = []
+        for (window, sinks), group in zip(self.exact_tokens, self.groups, strict=True):
+            first = real & (real.cumsum(-1) <= sinks)
+            near = ((distance < window) | first.unsqueeze(1)).unsqueeze(1)
+            seen.append(near if len(self.groups) == 1 else near.expand(-1, len(group) * share, -1, -1))
+        return self.join(seen, share)
 
     def split(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries, keys and values of each group of heads."""

@@ -11,7 +11,7 @@ import torch
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
 from dofla.files import read_json, write_json
-from dofla.hybrid import FEATURE_BYTES
+from dofla.hybrid import TOKEN_DTYPES, HeadCost
 
 
 @dataclass
@@ -21,10 +21,11 @@ class LayerPlan:
     Attributes:
         name: of the module in the model.
         kv_heads, head_dim, value_dim: its shape, so that a plan made for another model is noticed.
-        features: per KV head, or one number for all.
+        features: per KV head, or one number for all; so are ``window`` and ``sinks``.
         window: last tokens kept with exact scores, the query's own included.
         sinks: first tokens kept with exact scores.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        token_dtype: how window and sinks are kept, one of :data:`dofla.hybrid.TOKEN_DTYPES`.
         keep_softmax: leave the layer as it is; the fields above it then play no part.
     """
 
@@ -33,9 +34,10 @@ class LayerPlan:
     head_dim: int
     value_dim: int
     features: int | list[int] = 0
-    window: int = 0
-    sinks: int = 0
+    window: int | list[int] = 0
+    sinks: int | list[int] = 0
     feature_map: str = "prf"
+    token_dtype: str = "model"
     keep_softmax: bool = False
 
     def __post_init__(self) -> None:
@@ -48,16 +50,13 @@ class LayerPlan:
             feature_map_class(self.feature_map)
         except DoflaError as error:
             raise DoflaError(f"layer {self.name}: {error}") from None
-        counts = self.features if isinstance(self.features, list) else [self.features]
-        if isinstance(self.features, list) and len(counts) != self.kv_heads:
+        for what, least in (("features", 1), ("window", 0), ("sinks", 0)):
+            self._check_per_head(what, least)
+        if self.token_dtype not in TOKEN_DTYPES:
             raise DoflaError(
-                f"layer {self.name}: {len(counts)} feature numbers for {self.kv_heads} KV heads: "
-                "give one each, or an int"
+                f"layer {self.name}: token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}"
             )
-        if not all(is_whole(count) and count >= 1 for count in counts):
-            raise DoflaError(f"layer {self.name}: features is {self.features!r}: every KV head needs at least 1")
-        self._check_whole("window", "sinks", least=0)
-        if self.feature_map == "none" and not (self.window or self.sinks):
+        if self.feature_map == "none" and not all(window or sinks for _, window, sinks in self.sizes):
             raise DoflaError(f"layer {self.name}: feature_map none sees nothing without a window or sinks: give one")
 
     def _check_whole(self, *fields: str, least: int) -> None:
@@ -66,20 +65,40 @@ class LayerPlan:
             if not is_whole(value) or value < least:
                 raise DoflaError(f"layer {self.name}: {what} is {value!r}: give a whole number, {least} or more")
 
+    def _check_per_head(self, what: str, least: int) -> None:
+        value = getattr(self, what)
+        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and len(value) != self.kv_heads:
+            raise DoflaError(
+                f"layer {self.name}: {what} has {len(value)} numbers for {self.kv_heads} KV heads: "
+                "give one each, or an int"
+            )
+        if not all(is_whole(number) and number >= least for number in numbers):
+            raise DoflaError(
+                f"layer {self.name}: {what} is {value!r}: every KV head needs a whole number, {least} or more"
+            )
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Features, window and sinks of each KV head."""
+        fields = (self.features, self.window, self.sinks)
+        return list(zip(*(x if isinstance(x, list) else [x] * self.kv_heads for x in fields), strict=True))
+
     @property
     def features_per_head(self) -> list[int]:
         """The number of features of each KV head."""
-        return list(self.features) if isinstance(self.features, list) else [self.features] * self.kv_heads
+        return [features for features, _, _ in self.sizes]
 
-    @property
-    def feature_numbers(self) -> int:
-        """Numbers of feature state per sequence: a mean value and a log-mass, of double size, per feature."""
-        return 0 if self.keep_softmax else sum(self.features_per_head) * (self.value_dim + 2)
+    def cost(self, itemsize: int) -> HeadCost:
+        """What its features and tokens cost in a model whose numbers have ``itemsize`` bytes."""
+        return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
 
-    @property
-    def token_numbers(self) -> int:
-        """Numbers of window and sinks per sequence: a key and a value per token and KV head."""
-        return 0 if self.keep_softmax else (self.window + self.sinks) * self.kv_heads * (self.head_dim + self.value_dim)
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of state per sequence; 0 if it is kept softmax."""
+        if self.keep_softmax:
+            return 0
+        cost = self.cost(itemsize)
+        return sum(cost.total(*size) for size in self.sizes)
 
 
 @dataclass
@@ -100,17 +119,16 @@ class Plan:
         """Bytes of state per sequence, whatever its length, of the linear layers.
 
         M features take M·(dv+2) numbers per KV head, always in float32; a window or sink token takes d + dv numbers
-        per KV head in the model's ``dtype``.
+        per KV head in the model's ``dtype``, or d + dv + 2 bytes in eight bits.
         """
-        features = sum(layer.feature_numbers for layer in self.layers)
-        return features * FEATURE_BYTES + sum(layer.token_numbers for layer in self.layers) * dtype.itemsize
+        return sum(layer.state_bytes(dtype.itemsize) for layer in self.layers)
 
     def softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the key-value cache that softmax attention would keep for ``length`` tokens in these layers.
 
         Layers kept softmax are counted here and not in :meth:`state_bytes`.
         """
-        return sum(length * x.kv_heads * (x.head_dim + x.value_dim) * dtype.itemsize for x in self.layers)
+        return sum(length * x.kv_heads * x.cost(dtype.itemsize).cached for x in self.layers)
 
     def kept_softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the key-value cache of the layers kept softmax, for ``length`` tokens."""

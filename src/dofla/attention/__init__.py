@@ -11,6 +11,7 @@ and attention is the average of the values under those weights, normalised over 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
+from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
 from dofla.attention.recurrent import recurrent
@@ -20,6 +21,7 @@ __all__ = [
     "LOG_ZERO",
     "Affine",
     "FeatureState",
+    "PackedTokens",
     "State",
     "TokenBuffer",
     "accumulable",
@@ -28,5 +30,8 @@ __all__ = [
     "exact_scores",
     "log_kernel",
     "naive_attention",
+    "packed",
     "recurrent",
+    "rounded",
+    "unpacked",
 ]

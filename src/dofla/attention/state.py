@@ -136,7 +136,8 @@ class State(_Tensors):
     """Everything a layer's heads carry: the feature state, the last ``window`` tokens and the first ``sinks`` ones.
 
     The window is a delay line in front of the feature state: a key enters ``features`` when it leaves ``window``,
-    unless it is one of the first real keys, which go to ``sinks`` instead.
+    unless it is one of the first real keys, which go to ``sinks`` instead. Both are kept as
+    :class:`dofla.attention.PackedTokens` from one call to the next where the layer says so.
     """
 
     features: FeatureState

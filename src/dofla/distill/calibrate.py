@@ -50,7 +50,7 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
     if not any(feature_map.wants_data for feature_map in layer.maps):
         return
     _standardise(call, layer)
-    if layer.window or layer.sinks:
+    if layer.is_hybrid:
         _set_level(call, layer, call.random_rows(_ROWS, generator))
 
 
@@ -63,7 +63,8 @@ def _standardise(call: AttentionCall, layer: LinearAttention) -> None:
 
 
 def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> None:
-    options = {"weight": call.weight, "causal": call.causal}
+    kv_heads = call.key.shape[1]
+    options = {"share": call.query.shape[1] // kv_heads, "weight": call.weight, "causal": call.causal}
     near = layer.seen_exactly(rows, call.key.shape[-2], **options)
     exact = call.log_weights(rows)
     approximate = student_log_scores(call, layer, rows)
@@ -75,7 +76,6 @@ def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Non
     # Rows that see no far key, or nothing near, say nothing of the level.
     weight = wanted.exp() * ((wanted > LOG_ZERO / 2) & (near_mass > LOG_ZERO / 2)) * call.real_rows(rows)[:, None]
     difference = torch.where(weight > 0, wanted - found, 0)
-    kv_heads = call.key.shape[1]
     total = weight.unflatten(1, (kv_heads, -1)).sum((0, 2, 3))
     level = (weight * difference).unflatten(1, (kv_heads, -1)).sum((0, 2, 3)) / total.clamp_min(1e-12)
     for feature_map, heads in zip(layer.maps, layer.groups, strict=True):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -21,8 +21,8 @@ POSITIONS_AT_A_TIME = 128
 NEXT_TOKEN, EMBEDDING = "kl", "embedding"
 
 
-class Objective(nn.Module):
-    """The loss as a module, so that accelerate can prepare it.
+class Objective:
+    """The loss of a whole student.
 
     ``kl`` (models that generate) is KL(teacher ‖ student) of the next-token distributions in nats, mean over the real
     tokens predicted. ``embedding`` (all others) is the squared error of the last hidden states over their teacher's
@@ -34,7 +34,6 @@ class Objective(nn.Module):
     """
 
     def __init__(self, student: PreTrainedModel, teacher: Callable[[], AbstractContextManager]) -> None:
-        super().__init__()
         self.student, self.teacher = student, teacher
         self.name = NEXT_TOKEN if student.can_generate() else EMBEDDING
         self.head_apart = self.name == NEXT_TOKEN and _head_stands_apart(student)
@@ -45,7 +44,7 @@ class Objective(nn.Module):
             return int(predicted(batch).sum())
         return int(batch["attention_mask"].sum()) if "attention_mask" in batch else len(next(iter(batch.values())))
 
-    def forward(self, batch: dict[str, Tensor], tokens: int, windows: int) -> Tensor:
+    def __call__(self, batch: dict[str, Tensor], tokens: int, windows: int) -> Tensor:
         """The batch's part of the loss of a step that has ``tokens`` real ones (:meth:`count`) in ``windows``."""
         with torch.no_grad(), self.teacher():
             theirs = self._read(batch)
@@ -107,11 +106,10 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
 def hidden_windows(student: PreTrainedModel) -> Iterator[None]:
     """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all."""
     layers = list(linear_layers(student).values())
-    sizes = [(layer.window, layer.sinks) for layer in layers]
     try:
         for layer in layers:
-            layer.window, layer.sinks = 0, 0
+            layer.hides_tokens = True
         yield
     finally:
-        for layer, (window, sinks) in zip(layers, sizes, strict=True):
-            layer.window, layer.sinks = window, sinks
+        for layer in layers:
+            layer.hides_tokens = False

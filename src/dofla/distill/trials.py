@@ -1,4 +1,4 @@
-"""Measuring error curves: short fits of a few sizes, and what each layer's error does to the model."""
+"""Measuring error curves: short fits of a few sizes, and what each head's error does to the model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from dofla.evaluate.fidelity import attention_fidelity
 from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE
 from dofla.integration.recorder import run_body
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import answering, describe, even_plan, linear_layers, linearize, restore, softmax
-from dofla.plan import Plan
+from dofla.integration.surgery import answering, describe, even_plan, linearize, restore, softmax
 
-LEVELS = (0.3, 0.6, 1.0, 1.8, 3.2)
+LEVELS = (0.15, 0.4, 1.0, 2.5, 6.0)
 """Sizes that are tried, in budgets."""
 OTHER_SHARES = (0.5, 0.9)
 """Shares of exact tokens that are tried beside :data:`dofla.hybrid.TOKEN_SHARE`, at the smallest, middle and largest
@@ -32,6 +31,7 @@ def measure_curves(
     budget: int = 64,
     *,
     feature_map: str = FEATURE_MAP,
+    token_dtype: str | None = None,
     keep_softmax: Sequence[str] = (),
     steps: int = 25,
     batch_size: int = 2,
@@ -40,24 +40,25 @@ def measure_curves(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Curves:
-    """What each layer loses at several sizes, and what that does to the model; :func:`dofla.allocate` with strategy
+    """What each KV head loses at several sizes, and what that does to the model; :func:`dofla.allocate` with strategy
     ``measured`` spends the budget by it.
 
     For each size all layers are trained together for a few steps (:func:`dofla.distill`), layer by layer as ever, and
-    compared with softmax attention on windows held out. Then, at the middle size, each layer alone is linear and all
+    compared with softmax attention on windows held out. Then, at the middle size, each KV head alone is linear and all
     others softmax: the divergence of the model's next tokens (of an encoder, the relative squared error of its last
-    hidden states) by the layer's own error is its ``effect``.
+    hidden states) by the head's own error is its ``effect``. That takes a forward pass per head and held-out window.
 
     Args:
         model: the teacher; it is linearised in between, and restored.
         tokens: windows; the last ``held_out`` judge, the others train.
         budget: the middle of the sizes, in features per KV head.
         feature_map: of the students.
+        token_dtype: how they keep exact tokens; default eight bits, but for an encoder.
         keep_softmax: layers to leave out.
         steps, batch_size, rows: of each short training.
         held_out: windows.
         seed: of the features and the training.
-        progress: called with (stage, done, total) after each size and each layer.
+        progress: called with (stage, done, total) after each size and each head.
 
     Raises:
         DoflaError: as :func:`dofla.distill`; a budget below 1; too few windows.
@@ -73,24 +74,29 @@ def measure_curves(
     grid = [(TOKEN_SHARE, level) for level in LEVELS]
     grid += [(share, level) for share in OTHER_SHARES for level in (LEVELS[0], 1.0, LEVELS[-1])]
     points: dict[str, list[Point]] = {}
-    effects: dict[str, float] = {}
+    effects: dict[str, list[float]] = {}
     for done, (share, level) in enumerate(grid, start=1):
-        plan = even_plan(model, max(1, level * budget), share=share, feature_map=feature_map, keep_softmax=keep_softmax)
+        size = max(1, level * budget)
+        plan = even_plan(
+            model, size, share=share, feature_map=feature_map, token_dtype=token_dtype, keep_softmax=keep_softmax
+        )
         student = linearize(model, plan, seed=seed)
         try:
             distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
             with evaluation_mode(student):
                 errors = attention_fidelity(student, judging, batch_size=batch_size, seed=seed)
             if (share, level) == (TOKEN_SHARE, 1.0):
-                effects = _effects(student, judging, {n: e["kl"] for n, e in errors.items()}, progress)
+                effects = _effects(student, judging, {n: e["head_kl"] for n, e in errors.items()}, progress)
         finally:
             restore(model)
         for name, found in errors.items():
-            spent = Plan([plan[name]]).state_bytes(model.dtype) // plan[name].kv_heads
-            points.setdefault(name, []).append(Point(share, spent, found["kl"]))
+            spent = plan[name].state_bytes(model.dtype.itemsize) // plan[name].kv_heads
+            points.setdefault(name, []).append(Point(share, spent, found["head_kl"]))
         if progress:
             progress("sizes", done, len(grid))
-    made_by = {"budget": budget, "feature_map": feature_map, "steps": steps, "batch_size": batch_size, "rows": rows}
+    token_dtype = next(x.token_dtype for x in plan.layers if not x.keep_softmax)
+    made_by = {"budget": budget, "feature_map": feature_map, "token_dtype": token_dtype}
+    made_by |= {"steps": steps, "batch_size": batch_size, "rows": rows}
     made_by |= {"held_out": held_out, "seed": seed, "tokens": windows.tokens, "source": windows.source}
     layers = [LayerCurve(name, effects[name], found) for name, found in points.items()]
     return Curves(layers, describe(model)["name"], made_by)
@@ -100,22 +106,22 @@ def measure_curves(
 def _effects(
     student: PreTrainedModel,
     windows: TokenWindows | Images,
-    errors: Mapping[str, float],
+    errors: Mapping[str, Sequence[float]],
     progress: Callable[[str, int, int], None] | None,
-) -> dict[str, float]:
-    """By layer: harm to the model when that layer alone is linear, by its error."""
-    harm = dict.fromkeys(linear_layers(student), 0.0)
+) -> dict[str, list[float]]:
+    """By layer and KV head: harm to the model when that head alone is linear, by its error."""
+    harm = {(name, head): 0.0 for name, own in errors.items() for head in range(len(own))}
     with evaluation_mode(student):
         for n in range(len(windows)):
             batch = windows.batch(torch.tensor([n]))
             with softmax(student):
                 wanted = _answer(student, batch)
-            for done, name in enumerate(harm, start=1):
-                with answering(student, [name]):
-                    harm[name] += _harm(student, wanted, _answer(student, batch), batch) / len(windows)
+            for done, (name, head) in enumerate(harm, start=1):
+                with answering(student, {name: [head]}):
+                    harm[name, head] += _harm(student, wanted, _answer(student, batch), batch) / len(windows)
                 if progress:
                     progress("effects", n * len(harm) + done, len(windows) * len(harm))
-    return {name: value / max(errors[name], 1e-9) for name, value in harm.items()}
+    return {n: [harm[n, head] / max(error, 1e-9) for head, error in enumerate(own)] for n, own in errors.items()}
 
 
 def _answer(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:

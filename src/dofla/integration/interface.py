@@ -26,7 +26,7 @@ LINEAR = "dofla"
 RECORDING = "dofla_recording"
 
 Visitor = Callable[..., None]
-_visitor: ContextVar[tuple[Visitor, Callable] | None] = ContextVar("dofla_visitor", default=None)
+_visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
 cache_entry: ContextVar[Any] = ContextVar("dofla_cache_entry", default=None)
 """The entry of the cache that the linear layer being called reads and writes, or None. A variable of the thread, so
@@ -88,10 +88,10 @@ def recording_attention(
 
 
 @contextmanager
-def visiting(visitor: Visitor, *, linear: bool = False) -> Iterator[None]:
-    """Within the block, ``visitor`` sees every call of :func:`recording_attention`, which goes on with softmax
-    attention, or with :func:`linear_attention`."""
-    token = _visitor.set((visitor, linear_attention if linear else softmax_attention))
+def visiting(visitor: Visitor | None, run: Callable | None = None) -> Iterator[None]:
+    """Within the block, ``visitor`` sees every call of :func:`recording_attention`, which goes on with ``run``; default
+    softmax attention."""
+    token = _visitor.set((visitor, run or softmax_attention))
     try:
         yield
     finally:

@@ -7,18 +7,17 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dofla.attention import FeatureState, State, TokenBuffer
+from dofla.attention import FeatureState, PackedTokens, State, TokenBuffer
 from dofla.errors import DoflaError
-from dofla.files import replacing
 from dofla.integration.cache import LinearCacheLayer, linear_entry
 from dofla.integration.surgery import linear_layers, plan_of
+from dofla.layer import LinearAttention
+from dofla.tensors import read_tensors, write_tensors
 
-_PARTS = {"features": FeatureState, "window": TokenBuffer, "sinks": TokenBuffer}
+_PARTS = ("features", "window", "sinks")
 
 
 def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096) -> DynamicCache:
@@ -37,7 +36,7 @@ def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: 
     Raises:
         DoflaError: if a layer of the cache holds keys and values (a layer kept softmax), or the cache is empty.
     """
-    tensors: dict[str, Tensor] = {"input_ids": input_ids.cpu().contiguous()}
+    tensors: dict[str, Tensor] = {"input_ids": input_ids}
     for index, entry in enumerate(cache.layers):
         if not isinstance(entry, LinearCacheLayer) or entry.states is None:
             raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
@@ -45,10 +44,9 @@ def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: 
             for part in _PARTS:
                 bundle = getattr(state, part)
                 for field in fields(bundle) if bundle is not None else ():
-                    tensors[f"{index}.{group}.{part}.{field.name}"] = getattr(bundle, field.name).cpu().contiguous()
-    metadata = {"format": "1", "plan": json.dumps(plan_of(model).to_dict()["layers"])}
-    with replacing(path) as partial:
-        save_file(tensors, partial, metadata=metadata)
+                    tensors[f"{index}.{group}.{part}.{field.name}"] = getattr(bundle, field.name)
+    metadata = {"format": "2", "plan": json.dumps(plan_of(model).to_dict()["layers"])}
+    write_tensors(path, tensors, metadata)
 
 
 def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
@@ -61,33 +59,30 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     Raises:
         DoflaError: naming the file, if it is missing, damaged, or was written by a student of another plan.
     """
-    path = Path(path)
+    # No other numbers would be noticed, so the file must be as it was written.
+    tensors, metadata = read_tensors(path, "read the prompt again", finite=False, sealed=True)
     try:
-        with safe_open(path, "pt", device=str(model.device)) as file:
-            plan = json.loads((file.metadata() or {})["plan"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        if plan != json.loads(json.dumps(plan_of(model).to_dict()["layers"])):
-            raise DoflaError(f"{path} was written by a student of another plan: read the prompt again with this one")
-        input_ids = tensors.pop("input_ids")
-        cache = DynamicCache(config=model.config)
-        for layer in linear_layers(model).values():
-            index = model.get_submodule(layer.name).layer_idx
-            entry = linear_entry(cache, index, beside_softmax=False)
-            entry.states = [_state(tensors, f"{index}.{group}", layer) for group in range(len(layer.groups))]
-            entry.tokens, entry.is_initialized, entry.handed_over = input_ids.shape[1], True, False
-    except FileNotFoundError:
-        raise DoflaError(f"{path} does not exist: it should hold the state of a prompt") from None
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        if isinstance(error, DoflaError):
-            raise
-        raise DoflaError(f"{path} is no readable prompt state ({error}): read the prompt again") from error
+        plan = json.loads(metadata["plan"])
+    except (KeyError, ValueError) as error:
+        raise DoflaError(f"{path} is no state of a prompt: read the prompt again") from error
+    if plan != json.loads(json.dumps(plan_of(model).to_dict()["layers"])):
+        raise DoflaError(f"{path} was written by a student of another plan: read the prompt again with this one")
+    tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    input_ids = tensors.pop("input_ids")
+    cache = DynamicCache(config=model.config)
+    for layer in linear_layers(model).values():
+        index = model.get_submodule(layer.name).layer_idx
+        entry = linear_entry(cache, index, beside_softmax=False)
+        entry.states = [_state(tensors, f"{index}.{n}", layer, *own) for n, own in enumerate(layer.exact_tokens)]
+        entry.tokens, entry.is_initialized, entry.handed_over = input_ids.shape[1], True, False
     return input_ids, cache
 
 
-def _state(tensors: dict[str, Tensor], where: str, layer: torch.nn.Module) -> State:
-    wanted = {"features": True, "window": layer.window > 0, "sinks": layer.sinks > 0}
+def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, window: int, sinks: int) -> State:
+    tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
+    bundles = {"features": FeatureState, "window": window and tokens, "sinks": sinks and tokens}
     parts = {}
-    for part, bundle in _PARTS.items():
-        if wanted[part]:
+    for part, bundle in bundles.items():
+        if bundle:
             parts[part] = bundle(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(bundle)))
     return State(**parts)

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.errors import DoflaError
-from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
+from dofla.integration.interface import RECORDING, is_causal, linear_attention, standard_scaling, visiting
 from dofla.integration.sites import attention_implementation
 
 
@@ -97,7 +97,8 @@ def recording(
             weight = None if mask is None else mask[:, -key.shape[-2] :]
             visit(AttentionCall(by_module[module], query, key, value, weight, scaling, is_causal(module, kwargs)))
 
-    with attention_implementation(model, RECORDING), visiting(forward_call, linear=linear):
+    run = linear_attention if linear else None
+    with attention_implementation(model, RECORDING), visiting(forward_call, run):
         yield
 
 

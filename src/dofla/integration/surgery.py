@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dofla.attention import State
 from dofla.errors import DoflaError
-from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, even_size
+from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
 from dofla.integration.cache import hand_over_cache
-from dofla.integration.interface import LINEAR
+from dofla.integration.hub import hub_name
+from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept
+from dofla.integration.streaming.layers import in_memory
 from dofla.integration.trained import original_weights, put_back
 from dofla.layer import LinearAttention
 from dofla.plan import LayerPlan, Plan
+from dofla.record import Record
 
 
 class AttachedLinearAttention(LinearAttention):
@@ -30,7 +34,8 @@ class AttachedLinearAttention(LinearAttention):
     """
 
     def __init__(self, layer: LayerPlan, beside_softmax: bool) -> None:
-        super().__init__(layer.feature_map, layer.features_per_head, layer.head_dim, layer.window, layer.sinks)
+        features, window, sinks = zip(*layer.sizes, strict=True)
+        super().__init__(layer.feature_map, features, layer.head_dim, window, sinks, layer.token_dtype)
         self.name = layer.name
         self.beside_softmax = beside_softmax
 
@@ -40,6 +45,16 @@ class AttachedLinearAttention(LinearAttention):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         return super()._apply(move_only, recurse)
+
+    # accelerate brings offloaded weights back when their module is called, and maps never are.
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
+        with in_memory(self):
+            return super().forward(*args, **kwargs)
+
+    def log_scores(self, *args: Any, **kwargs: Any) -> Tensor:
+        with in_memory(self):
+            return super().log_scores(*args, **kwargs)
 
 
 def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int = 64, seed: int = 0) -> PreTrainedModel:
@@ -69,6 +84,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
     model._dofla_softmax_implementation = before
     model.set_attn_implementation(LINEAR)
     model.config.quantization_config = DoflaConfig.from_plan(plan)
+    model.config.quantization_config.record.base_model = hub_name(model.config._name_or_path)
     model.hf_quantizer = DoflaQuantizer(model.config.quantization_config)
     return model
 
@@ -79,15 +95,17 @@ def even_plan(
     *,
     share: float = TOKEN_SHARE,
     feature_map: str = FEATURE_MAP,
+    token_dtype: str | None = None,
     keep_softmax: Collection[str] = (),
 ) -> Plan:
     """Hybrid layers, the same everywhere, for which no profile is needed.
 
     Args:
-        model: its shapes, and its dtype, which is that of the window's tokens.
+        model: its shapes, and its dtype.
         budget: in features per KV head, whose bytes are spent as :func:`dofla.hybrid.split` says.
         share: of the bytes, what goes to exact tokens.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        token_dtype: how exact tokens are kept; default eight bits, but for an encoder.
         keep_softmax: layers to leave as they are.
 
     Raises:
@@ -100,8 +118,9 @@ def even_plan(
         if site.name in keep_softmax:
             layers.append(LayerPlan(*shape, keep_softmax=True))
         elif not site.linear_time:
-            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize)
-            layers.append(LayerPlan(*shape, *even_size(budget, cost, share), feature_map))
+            kept_as = token_dtype or default_token_dtype(site.causal)
+            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
+            layers.append(LayerPlan(*shape, *even_size(budget, cost, share), feature_map, kept_as))
     made_by = {"strategy": "hybrid", "budget": budget, "share": share}
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
 
@@ -123,7 +142,8 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
         module.dofla = AttachedLinearAttention(layer, beside_softmax=len(linear) < len(plan.layers))
-        module.dofla.to(next(module.parameters()).device)
+        device = next(module.parameters()).device
+        module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
         module.dofla.train(module.training)
         module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
         attached.append(module.dofla)
@@ -173,6 +193,12 @@ def plan_of(model: PreTrainedModel) -> Plan:
     return model.config.quantization_config.plan
 
 
+def record_of(model: PreTrainedModel) -> Record:
+    """What is known of a linearised model beside its plan."""
+    linear_layers(model)
+    return model.config.quantization_config.record
+
+
 @contextmanager
 def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the linearised model is its own teacher: softmax attention, and the weights it had before
@@ -183,17 +209,23 @@ def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def answering(model: PreTrainedModel, names: Collection[str]) -> Iterator[PreTrainedModel]:
-    """Within the block only the layers ``names`` of the student are linear; the others compute softmax attention, and
-    no cache may be in use."""
-    others = {name: layer for name, layer in linear_layers(model).items() if name not in names}
-    for name in others:
-        del model.get_submodule(name).dofla
-    try:
+def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> Iterator[PreTrainedModel]:
+    """Within the block only these KV heads of the student's layers are linear, and the queries that look there; all
+    others compute softmax attention, and no cache may be in use."""
+    linear_layers(model)
+    chosen = {model.get_submodule(name): list(own) for name, own in heads.items()}
+
+    def mixed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        out, _ = softmax_attention(module, query, key, *args, **kwargs)
+        if own := chosen.get(module):
+            linear, _ = linear_attention(module, query, key, *args, **kwargs)
+            of_head = torch.arange(query.shape[1], device=out.device).view(key.shape[1], -1)
+            queries = of_head[own].flatten()
+            out = out.index_copy(2, queries, linear[:, :, queries].to(out.dtype))
+        return out, None
+
+    with attention_implementation(model, RECORDING), visiting(None, mixed):
         yield model
-    finally:
-        for name, layer in others.items():
-            model.get_submodule(name).dofla = layer
 
 
 def as_teacher(model: PreTrainedModel) -> AbstractContextManager:

@@ -9,12 +9,13 @@ import os
 import platform
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
 from dofla.attention.compiled import SWITCH
+from dofla.errors import DoflaError
+from dofla.files import new_folder
 
 _HERE = Path(__file__).parent
 _SOURCES = ("attention.cpp",)
@@ -74,30 +75,29 @@ def _ninja_folder() -> str | None:
 
 
 def _compile_and_load(folder: Path) -> None:
-    """Built under a name of its own and then renamed, so that an interrupted build leaves nothing that looks done."""
+    """Built under another name first, so that an interrupted build leaves nothing that looks done."""
     from torch.utils.cpp_extension import load
 
     logger.warning("compiling the CPU kernels into %s, once (about 10 seconds)", folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
-    path = os.environ.get("PATH", "")
+    path, library, loaded = os.environ.get("PATH", ""), folder / f"{_LIBRARY}.so", False
     os.environ["PATH"] = os.pathsep.join((path, _ninja_folder() or ""))
     try:
-        load(
-            _LIBRARY,
-            [str(_HERE / name) for name in _SOURCES],
-            extra_cflags=list(_FLAGS),
-            build_directory=str(building),
-            is_python_module=False,
-        )
-        try:
-            building.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process was first, and its library is the same
-                raise
+        with new_folder(folder) as building:
+            load(
+                _LIBRARY,
+                [str(_HERE / name) for name in _SOURCES],
+                extra_cflags=list(_FLAGS),
+                build_directory=str(building),
+                is_python_module=False,
+            )
+            loaded = True
+    except DoflaError:
+        if not library.exists():  # otherwise another process was first, and its library is the same
+            raise
+        if not loaded:
+            torch.ops.load_library(library)
     finally:
         os.environ["PATH"] = path
-        shutil.rmtree(building, ignore_errors=True)
 
 
 def _processor() -> str:

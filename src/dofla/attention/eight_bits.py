@@ -1,0 +1,92 @@
+"""Exact tokens in eight bits: a window and sinks of twice as many tokens as in bfloat16, four times as in float32.
+
+A vector becomes integers from -127 to 127 and one power of two, the integer format of the Open Compute Project's
+Microscaling specification with the whole vector as its block. An integer of seven bits times a power of two is exact
+in every floating-point type, so packing what was unpacked gives the same bytes, and it does not matter how often or
+where a token is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dofla.attention.state import LOG_ZERO, State, TokenBuffer, _Tensors
+
+_LARGEST = 127
+_EXPONENTS = (-120, 120)
+"""Powers of two whose reciprocals float32 has too."""
+
+
+def pack(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [..., d] as integers [..., d] and exponents [...], both int8: ``x ≈ integers · 2 ** exponents``."""
+    x = x if x.dtype == torch.float64 else x.float()
+    exponents = (torch.frexp(x.abs().amax(-1)).exponent - 7).clamp(*_EXPONENTS)
+    integers = torch.ldexp(x, -exponents.unsqueeze(-1)).round().clamp(-_LARGEST, _LARGEST)
+    return integers.to(torch.int8), exponents.to(torch.int8)
+
+
+def unpack(integers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reverse of :func:`pack`, exactly."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.ldexp(integers.to(wide), exponents.unsqueeze(-1)).to(dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """``x`` as it comes back from eight bits; gradients pass as if it had not been there."""
+    result = unpack(*pack(x.detach()), x.dtype)
+    return result + (x - x.detach()) if x.requires_grad else result
+
+
+@dataclass(frozen=True)
+class PackedTokens(_Tensors):
+    """A :class:`TokenBuffer` in eight bits: ``key`` [B, Hkv, n, d], ``value`` [B, Hkv, n, dv] and their exponents
+    [B, Hkv, n], all int8; ``log_weight`` [B, n]."""
+
+    key: Tensor
+    key_exponent: Tensor
+    value: Tensor
+    value_exponent: Tensor
+    log_weight: Tensor
+
+    @classmethod
+    def of(cls, tokens: TokenBuffer) -> PackedTokens:
+        return cls(*pack(tokens.key), *pack(tokens.value), tokens.log_weight)
+
+    def unpacked(self, dtype: torch.dtype) -> TokenBuffer:
+        key, value = unpack(self.key, self.key_exponent, dtype), unpack(self.value, self.value_exponent, dtype)
+        return TokenBuffer(key, value, self.log_weight)
+
+    def shifted(self, later: PackedTokens) -> PackedTokens:
+        """As many tokens, ``later`` at the end and the first ones gone."""
+        new = later.log_weight.shape[-1]
+
+        def joined(name: str, dim: int) -> Tensor:
+            old = getattr(self, name)
+            return torch.cat([old.narrow(dim, new, old.shape[dim] - new), getattr(later, name)], dim)
+
+        vectors, numbers = ("key", "value"), ("key_exponent", "value_exponent")
+        return PackedTokens(**{n: joined(n, 2) for n in (*vectors, *numbers)}, log_weight=joined("log_weight", 1))
+
+
+def unpacked(state: State, dtype: torch.dtype) -> State:
+    """The state for arithmetic in ``dtype``."""
+    parts = {name: getattr(state, name) for name in ("window", "sinks")}
+    return replace(state, **{name: t.unpacked(dtype) for name, t in parts.items() if t is not None})
+
+
+def packed(after: State, before: State | None, new: int) -> State:
+    """The state ``after`` ``new`` tokens for keeping: what ``before`` held in eight bits is not packed again."""
+    window, sinks = after.window, after.sinks
+    if window is not None:
+        if before is None or new >= len(window):
+            window = PackedTokens.of(window)
+        else:
+            window = before.window.shifted(PackedTokens.of(window[-new:]))
+    if sinks is not None:
+        on_cpu = sinks.key.device.type == "cpu"  # on a GPU, asking costs more than what it may save
+        full = before is not None and on_cpu and bool((before.sinks.log_weight > LOG_ZERO).all())
+        sinks = before.sinks if full else PackedTokens.of(sinks)
+    return replace(after, window=window, sinks=sinks)
