@@ -141,7 +141,8 @@ def choose(
     """The sizes of least expected loss, summed over layers, that cost ``total`` bytes at most.
 
     A knapsack, solved as a linear relaxation would: from the smallest sizes up, always the step that gains most per
-    byte, along the lower convex hull of each layer's choices, passing by the steps that no longer fit.
+    byte, along the lower convex hull of each layer's choices, passing by the steps that no longer fit. A step to softmax
+    may be so large that it never fits and hides smaller ones: so it is done without as well, and the better is kept.
 
     Args:
         curves: of the layers.
@@ -154,7 +155,14 @@ def choose(
     Raises:
         DoflaError: the smallest sizes measured cost more than ``total``.
     """
-    hulls = {curve.name: best_sizes(curve, shapes[curve.name], context, per_head) for curve in curves}
+    ways = []
+    for at in dict.fromkeys((None, context)):
+        hulls = {curve.name: best_sizes(curve, shapes[curve.name], at, per_head) for curve in curves}
+        ways.append(_along(hulls, total))
+    return min(ways, key=lambda chosen: sum(choice.loss for choice in chosen.values()))
+
+
+def _along(hulls: Mapping[str, Sequence[Choice]], total: int) -> dict[str, Choice]:
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = total - sum(choice.bytes for choice in chosen.values())
     if left < 0:

@@ -25,9 +25,9 @@ def seen(monkeypatch):
     """(teacher's call, student's call) of each loss that is computed with the loss ``spy``."""
     pairs = []
 
-    def spy(teacher, call, layer, rows):
+    def spy(teacher, call, layer, rows, gather):
         pairs.append((teacher, call))
-        return softmax_loss(teacher, call, layer, rows)
+        return softmax_loss(teacher, call, layer, rows, gather)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
     return pairs
@@ -56,7 +56,7 @@ def projections(student, tokens):
 def test_losses_see_the_students_own_calls_and_the_teachers(tiny, seen, plan, padded):
     student = student_of(tiny, **plan)
     tokens = tiny.padded(WINDOWS, LENGTH) if padded else {"input_ids": tiny.tokens(WINDOWS, LENGTH)}
-    options = {"steps": 1, "batch_size": WINDOWS, "from_data": False}
+    options = {"steps": 1, "batch_size": WINDOWS, "from_data": False, "reach": LENGTH}
     own = projections(student, tokens)
     with dofla.softmax(student):
         theirs = projections(student, tokens)

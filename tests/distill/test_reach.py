@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 import dofla
-from dofla.data import Images
+from dofla.data import Images, TokenWindows
 from dofla.distill import LOSSES, distill, distill_end_to_end
-from dofla.distill.places import placed, placed_anywhere, placed_evenly
+from dofla.distill.places import placed, placed_anywhere, placed_evenly, reach_of
 from dofla.errors import DoflaError
 from dofla.integration.surgery import linear_layers
 
@@ -40,27 +40,49 @@ def test_windows_are_placed_from_the_first_position_to_the_last_that_leaves_room
 def test_the_layers_are_trained_on_the_keys_of_those_positions(tiny, monkeypatch):
     seen = []
 
-    def spy(teacher, call, layer, rows):
+    def spy(teacher, call, layer, rows, gather):
         if call.name.endswith("layers.0.self_attn"):
             seen.append(call.key.clone())
-        return LOSSES["softmax"](teacher, call, layer, rows)
+        return LOSSES["softmax"](teacher, call, layer, rows, gather)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
     same = tiny.tokens(1, LENGTH).repeat(2, 1)  # every window is the same text
     distill(student_of(tiny.llama()), same, loss="spy", steps=6, batch_size=1, reach=REACH)
     assert len({tuple(key.flatten().tolist()) for key in seen}) > 2
     seen.clear()
-    distill(student_of(tiny.llama()), same, loss="spy", steps=6, batch_size=1)
+    distill(student_of(tiny.llama()), same, loss="spy", steps=6, batch_size=1, reach=LENGTH)
     assert all(torch.equal(key, seen[0]) for key in seen)
 
 
 def test_statistics_are_taken_over_the_whole_reach(tiny):
     stds = []
-    for options in ({}, {"reach": REACH}):
+    for options in ({"reach": LENGTH}, {"reach": REACH}):
         student = student_of(tiny.llama())
         distill(student, tiny.tokens(2, LENGTH), steps=1, learning_rates={}, **options)
         stds.append(next(iter(linear_layers(student).values())).maps[0].key_std.clone())
     assert not torch.allclose(*stds)
+
+
+def test_hybrid_students_with_rotary_positions_reach_four_lengths_unless_told_otherwise(tiny):
+    windows = TokenWindows.of(tiny.tokens(2, LENGTH))
+    student = student_of(tiny.llama())
+    assert reach_of(student, windows, None) == 4 * LENGTH
+    assert reach_of(student, windows, LENGTH) is None
+    assert reach_of(student, windows, REACH) == REACH
+    few = student_of(tiny.llama(max_position_embeddings=LENGTH + 5))
+    assert reach_of(few, windows, None) == LENGTH + 5
+    assert reach_of(student_of(tiny.llama(max_position_embeddings=LENGTH)), windows, None) is None
+    assert reach_of(student_of(tiny.gpt2()), windows, None) is None
+    assert reach_of(student_of(tiny.gpt2()), windows, LENGTH) is None
+    model = tiny.llama()
+    assert reach_of(dofla.linearize(model, tiny.plan(model)), windows, None) is None  # features alone
+
+
+def test_the_record_of_a_training_says_how_far_it_reached(tiny):
+    windows = tiny.tokens(4, LENGTH)
+    assert distill(student_of(tiny.llama()), windows, steps=1).settings["reach"] == 4 * LENGTH
+    assert distill_end_to_end(student_of(tiny.llama()), windows, steps=1, batch_size=2).settings["reach"] == 4 * LENGTH
+    assert distill(student_of(tiny.llama()), windows, steps=1, reach=LENGTH).settings["reach"] is None
 
 
 @pytest.mark.parametrize("train", [distill, distill_end_to_end])

@@ -4,11 +4,10 @@ import json
 
 import datasets
 import pytest
-import typer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from dofla.cli.finetune import finetune
+from dofla.cli import app
 from dofla.errors import DoflaError
 from dofla.finetune.data import split, train_and_test
 from dofla.integration.checkpoint import save_adapter
@@ -39,9 +38,7 @@ def tasks(toy, write, tmp_path):
 
 
 def call(*arguments):
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(finetune)
-    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "80"})
+    return CliRunner().invoke(app, ["finetune", *map(str, arguments)], env={"COLUMNS": "80"})
 
 
 FAST = ["--learning-rate", "0.01", "--batch-size", "4"]
