@@ -51,7 +51,7 @@ def test_an_existing_folder_is_refused_and_kept(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DoflaError, match="cannot write to"), new_folder(tmp_path / "file" / "out"):
+    with pytest.raises(DoflaError, match=r"cannot write .*out: Not a directory"), new_folder(tmp_path / "file" / "out"):
         pass
 
 
@@ -134,3 +134,55 @@ def test_reading_a_folder_or_below_a_file_is_one_line(tmp_path):
         read_json(tmp_path, "a plan")
     with pytest.raises(DoflaError, match="cannot read"):
         read_json(tmp_path / "file" / "plan.json", "a plan")
+
+
+def test_sealed_json_is_read_as_it_was_and_every_change_is_noticed(tmp_path):
+    path, data = tmp_path / "a.json", {"a": [0.1, 1e-9, None], "b": {"c": "ä", "3": 4}}
+    write_json(path, data, sealed=True)
+    assert read_json(path, "numbers") == data
+    text = path.read_text()
+    for old, new in (("0.1", "0.2"), ('"c"', '"d"'), ("ä", "ö"), ("null", "true"), ("1e-09", "1e-08")):
+        path.write_text(text.replace(old, new))
+        with pytest.raises(
+            DoflaError, match=r"a\.json is damaged, or was edited .*: make it again, or remove its sha256"
+        ):
+            read_json(path, "numbers")
+    path.write_text(json.dumps({"a": 1}))
+    assert read_json(path, "numbers") == {"a": 1}
+
+
+def test_keys_and_numbers_that_json_writes_otherwise_are_no_damage(tmp_path):
+    write_json(tmp_path / "a.json", {1: (1, 2), "x": float("inf")}, sealed=True)
+    assert read_json(tmp_path / "a.json", "numbers") == {"1": [1, 2], "x": float("inf")}
+
+
+def test_a_folder_is_written_under_its_own_name(tmp_path):
+    with new_folder(tmp_path / "out") as out, replacing(tmp_path / "file.txt") as file:
+        assert (out.name, file.name) == ("out", "file.txt")
+        file.write_text(out.name)
+
+
+def test_a_folder_that_another_process_makes_meanwhile_is_kept(tmp_path):
+    def make():
+        with new_folder(tmp_path / "out") as out:
+            (out / "a.txt").write_text("mine")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "a.txt").write_text("theirs")
+
+    with pytest.raises(DoflaError, match=r"cannot write .*out: Directory not empty: another process"):
+        make()
+    assert (tmp_path / "out" / "a.txt").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_libraries_leave_beside_a_file_goes_with_it(tmp_path):
+    with replacing(tmp_path / "a.txt") as partial:
+        (partial.parent / ".tmp123").write_text("half")
+        partial.write_text("a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_path_without_a_name_is_one_line(path):
+    with pytest.raises(DoflaError, match="give a name"), replacing(path):
+        pass

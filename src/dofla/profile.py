@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dofla.errors import DoflaError
+from dofla.fields import build
 from dofla.files import new_folder, read_json, write_json
-from dofla.spectrum import DEFAULT_LAMBDA, Spectrum, degrees_of_freedom
+from dofla.spectrum import DEFAULT_LAMBDA, NORMALIZATIONS, Spectrum, degrees_of_freedom
+from dofla.tensors import read_tensors, write_tensors
 
 
 @dataclass
@@ -91,24 +91,19 @@ class Profile:
     def write(self, folder: Path) -> None:
         """Write the two files into an existing folder."""
         tensors = {layer.name: torch.stack([s.eigenvalues for s in layer.spectra]) for layer in self.layers}
-        save_file(tensors, folder / "spectra.safetensors")
-        write_json(folder / "profile.json", self._to_json())
+        write_tensors(folder / "spectra.safetensors", tensors)
+        write_json(folder / "profile.json", self._to_json(), sealed=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
         """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
         folder = Path(folder)
-        data, path = read_json(folder / "profile.json", "a profile"), folder / "spectra.safetensors"
-        try:
-            tensors = load_file(path)
-        except FileNotFoundError:
-            raise DoflaError(f"{path} is missing: run dofla profile again") from None
-        except (SafetensorError, OSError) as error:
-            raise DoflaError(f"{path} is damaged ({error}): run dofla profile again") from error
+        data = read_json(folder / "profile.json", "a profile")
+        tensors, _ = read_tensors(folder / "spectra.safetensors", "run dofla profile again")
         try:
             return cls._from_json(data, tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, DoflaError) else f"{type(error).__name__}: {error}"
             raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
 
     def _to_json(self) -> dict:
@@ -129,26 +124,37 @@ class Profile:
 
     @classmethod
     def _from_json(cls, data: dict, tensors: dict[str, Tensor]) -> Profile:
-        layers = []
-        for entry in data["layers"]:
-            eigenvalues = tensors[entry["name"]]
-            if len(eigenvalues) != len(entry["per_head"]):
-                raise ValueError(f"{entry['name']}: {len(eigenvalues)} spectra for {len(entry['per_head'])} heads")
-            if not torch.isfinite(eigenvalues).all():
-                raise ValueError(f"{entry['name']}: its eigenvalues are not finite")
-            spectra, statistics = [], []
-            for values, head in zip(eigenvalues, entry["per_head"], strict=True):
-                spectra.append(Spectrum(values, head.pop("log_scale"), head.pop("retry")))
-                head.pop("dof")
-                for key in ("mass_first", "mass_last"):
-                    head[key] = {int(n): share for n, share in head[key].items()}
-                statistics.append(HeadStatistics(**head))
-            layers.append(LayerProfile(**{k: entry[k] for k in _LAYER_FIELDS}, spectra=spectra, statistics=statistics))
+        layers = [_layer(entry, tensors, f"layer {entry['name']}") for entry in data["layers"]]
+        skipped = [build(SkippedLayer, entry, f"skipped[{n}]") for n, entry in enumerate(data["skipped"])]
         kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
         kept["dtype"] = data.get("dtype", "float32")  # profiles of version 0.1 do not say
+        if kept["normalization"] not in NORMALIZATIONS:
+            raise ValueError(f"normalization is {kept['normalization']!r}")
         if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
             raise ValueError(f"dtype is {kept['dtype']!r}")
-        return cls(layers=layers, **kept, skipped=[SkippedLayer(**x) for x in data["skipped"]])
+        return build(cls, kept | {"layers": layers, "skipped": skipped}, "it")
+
+
+def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
+    known = {k: entry[k] for k in _LAYER_FIELDS}
+    eigenvalues, heads = tensors[known["name"]], entry["per_head"]
+    if eigenvalues.ndim != 2 or not eigenvalues.is_floating_point() or not len(eigenvalues[0]):
+        raise ValueError(f"{where}: its eigenvalues are {eigenvalues.dtype} {list(eigenvalues.shape)}")
+    if not len(eigenvalues) == len(heads) == known["kv_heads"]:
+        raise ValueError(f"{where}: {len(eigenvalues)} spectra, {len(heads)} of {known['kv_heads']} KV heads")
+    spectra, statistics = [], []
+    for n, (values, head) in enumerate(zip(eigenvalues, heads, strict=True)):
+        own = {k: v for k, v in head.items() if k not in ("dof", "log_scale", "retry")}
+        for key in ("mass_first", "mass_last"):
+            own[key] = {int(count): share for count, share in own[key].items()}
+        found = {"eigenvalues": values, "log_scale": head["log_scale"], "retry": head["retry"]}
+        spectra.append(build(Spectrum, found, f"{where}: per_head[{n}]"))
+        statistics.append(build(HeadStatistics, own, f"{where}: per_head[{n}]"))
+    layer = build(LayerProfile, known | {"spectra": spectra, "statistics": statistics}, where)
+    for key in ("heads", "kv_heads", "head_dim", "value_dim", "scaling"):
+        if getattr(layer, key) <= 0:
+            raise ValueError(f"{where}: {key} is {getattr(layer, key)}")
+    return layer
 
 
 _LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from dofla.errors import DoflaError
+from dofla.fields import build
 from dofla.spectrum import DEFAULT_LAMBDA
 
 
@@ -62,7 +63,7 @@ class StudentSpec:
     strategy: str = "measured"
     feature_map: str | None = None
     over_heads: str = "max"
-    per_head: bool = False
+    per_head: bool | None = None
     budget: int | None = None
     lam: float | None = None
     normalization: str | None = None
@@ -70,6 +71,7 @@ class StudentSpec:
     start: str = "data"
     window: int | None = None
     sinks: int | None = None
+    token_dtype: str | None = None
     context: int | None = None
     keep_softmax: list[str] = field(default_factory=list)
     trained: bool = True
@@ -133,6 +135,7 @@ class Recipe:
 
     model: str = ""
     dtype: str | None = None
+    stream: bool = False  # leave the model's layers on disk, for models larger than memory
     budget: int = 64
     lam: float = DEFAULT_LAMBDA  # written `lambda` in YAML
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -144,6 +147,7 @@ class Recipe:
     distill: DistillSpec = field(default_factory=DistillSpec)
     end_to_end: EndToEndSpec = field(default_factory=EndToEndSpec)
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
+    track: list[str] = field(default_factory=list)  # where losses go as well: tensorboard, wandb, ...
 
     sections: ClassVar[dict[str, type]] = {
         "data": DataSpec,
@@ -179,10 +183,10 @@ class Recipe:
         if students is not None:
             if not isinstance(students, list) or not students:
                 raise DoflaError(f"{where}: 'students' must be a list of at least one student")
-            data["students"] = [_build(StudentSpec, x, f"{where}: students[{n}]") for n, x in enumerate(students)]
+            data["students"] = [build(StudentSpec, x, f"{where}: students[{n}]") for n, x in enumerate(students)]
         if "validation" not in data and isinstance(data.get("data"), dict):
             data["validation"] = data["data"] | {"split": "validation"}
-        recipe = _build(cls, data, where)
+        recipe = build(cls, data, where)
         names = [student.name for student in recipe.students]
         if len(set(names)) < len(names):
             raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
@@ -204,52 +208,17 @@ class Recipe:
         return data
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The fields of a recipe's file; DoflaError naming the file if it is missing, no YAML, or something else."""
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DoflaError(f"recipe {path} does not exist") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except Exception as error:  # the parser lets errors of all kinds through
         raise DoflaError(f"recipe {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise DoflaError(f"recipe {path}: expected fields like 'model: ...', got {type(data).__name__}")
     return data
-
-
-def _build(cls: type, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise DoflaError(f"{where}: expected fields, got {data!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values = {}
-    for key, value in data.items():
-        if key not in fields:
-            known = ", ".join("lambda" if name == "lam" else name for name in fields)
-            raise DoflaError(f"{where}: unknown field {key!r}: choose from {known}")
-        if key in getattr(cls, "sections", {}):
-            value = _build(cls.sections[key], value, f"{where}: {key}")
-        elif not _fits(value, str(fields[key].type)):
-            raise DoflaError(f"{where}: {key} is {value!r}: expected {fields[key].type}")
-        values[key] = value
-    return cls(**values)
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    for option in annotation.split(" | "):
-        if option == "None" and value is None:
-            return True
-        if option.startswith("list[") and isinstance(value, list):
-            inner = option[5:-1]
-            if inner not in _KINDS or all(_fits(item, inner) for item in value):
-                return True
-        if option.startswith("dict[") and isinstance(value, dict):
-            return all(_fits(item, "float") for item in value.values())
-        if option in _KINDS and isinstance(value, _KINDS[option]) and (option == "bool" or not isinstance(value, bool)):
-            return True
-    return False
 
 
 def apply_change(data: dict[str, Any], change: str) -> None:
@@ -262,4 +231,7 @@ def apply_change(data: dict[str, Any], change: str) -> None:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise DoflaError(f"--set {change!r}: {section} has no fields")
-    data[name] = yaml.safe_load(text)
+    try:
+        data[name] = yaml.safe_load(text)
+    except Exception as error:  # the parser lets errors of all kinds through
+        raise DoflaError(f"--set {change!r}: {' '.join(str(error).split())}") from error

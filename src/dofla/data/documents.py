@@ -56,6 +56,14 @@ def describe(source: Source) -> str:
     return ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
+def dataset_name(description: str) -> str | None:
+    """``owner/name`` of a data set of the hub, from what :func:`describe` says of it, perhaps with a split behind;
+    None for any other source."""
+    name = re.split("[:@ ]", description, maxsplit=1)[0]
+    is_file = Path(name).suffix.lower() in _FILE_SUFFIXES or os.path.exists(name)
+    return name if "/" in name and _HUB_NAME.fullmatch(name) and not is_file else None
+
+
 def files_of(source: Source) -> list[Path] | None:
     """The files that a source names; None for texts in memory and for what the `datasets` library loads."""
     if isinstance(source, (str, os.PathLike)):

@@ -14,7 +14,8 @@ from dofla.finetune.data import train_and_test
 from dofla.finetune.loop import FineTuneResult, finetune
 from dofla.finetune.settings import settings_for
 from dofla.integration.checkpoint import ADAPTER, load
-from dofla.integration.surgery import describe, is_linearized
+from dofla.integration.surgery import describe, is_linearized, record_of
+from dofla.record import Training, command_line
 from dofla.teacher import dtype_of, load_teacher, load_tokenizer, resolve_model
 from dofla.view import View
 from dofla.workshop import machine
@@ -75,6 +76,10 @@ def run_finetune(
             "machine": machine() | {name: _version(name) for name in ("accelerate", "peft")},
         }
         record["model"] |= describe(network)
+        if is_linearized(network):
+            how, text = f"fine-tuned on {learnt.name}", f"{len(learnt.items)} items"
+            command = command_line() or f"dofla.finetune.run_finetune({model!r}, {task!r}, ...)"
+            record_of(network).training.append(Training(how, text, result.steps, command, weights=True))
         network.save_pretrained(folder / MODEL)
         tokenizer.save_pretrained(folder / MODEL)
         write_json(folder / RESULT, record)

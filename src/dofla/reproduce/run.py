@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dofla.errors import DoflaError
 from dofla.files import replacing, write_json
+from dofla.lock import locked
 from dofla.reproduce.accuracy import dof_against_fixed, task_accuracy
 from dofla.reproduce.bench import Bench
 from dofla.reproduce.cost import generation_time, sample_time, training_time
@@ -52,12 +53,17 @@ def reproduce(
         view: where progress and tables go; silent by default.
 
     Raises:
-        DoflaError: an unknown table, one that asks for next tokens of an encoder, or bad input of any kind.
+        DoflaError: an unknown table, one that asks for next tokens of an encoder, bad input of any kind, or a folder
+            that another process works in.
     """
     unknown = [name for name in tables if name not in (*TABLES, "all")]
     if unknown:
         raise DoflaError(f"unknown table {unknown[0]!r}: choose from {', '.join(TABLES)}, or all")
-    folder, view = Path(folder), view or View(quiet=True)
+    with locked(folder):
+        return _make(study, tables, Path(folder), command, view or View(quiet=True))
+
+
+def _make(study: Study, tables: Sequence[str], folder: Path, command: str, view: View) -> list[Table]:
     bench = Bench(study, folder, view)
     chosen = [name for name in TABLES if name in tables or "all" in tables]
     if not bench.is_language_model:

@@ -1,0 +1,55 @@
+"""Plain data, as YAML and JSON hold it, into dataclasses. What does not fit is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from dofla.errors import DoflaError
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_MOST = 2**43
+"""Whole numbers end here, well below those that no tensor and no seed can be made of."""
+
+
+def build(cls: type, data: Any, where: str) -> Any:
+    """An instance of a dataclass, whose ``sections``, if it has that attribute, are dataclasses by field.
+
+    Raises:
+        DoflaError: naming ``where`` and the field: unknown, missing, or of the wrong kind.
+    """
+    if not isinstance(data, dict):
+        raise DoflaError(f"{where}: expected fields, got {data!r}")
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for key, value in data.items():
+        if key not in known:
+            names = ", ".join("lambda" if name == "lam" else name for name in known)
+            raise DoflaError(f"{where}: unknown field {key!r}: choose from {names}")
+        if key in getattr(cls, "sections", {}):
+            value = build(cls.sections[key], value, f"{where}: {key}")
+        elif not _fits(value, str(known[key].type)):
+            raise DoflaError(f"{where}: {key} is {value!r}: expected {known[key].type}")
+        values[key] = value
+    for name, one in known.items():
+        if name not in values and one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+            raise DoflaError(f"{where}: {name!r} is missing")
+    return cls(**values)
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    for option in annotation.split(" | "):
+        if option == "None" and value is None:
+            return True
+        if option.startswith("list[") and isinstance(value, list):
+            inner = option[5:-1]
+            if inner not in _KINDS or all(_fits(item, inner) for item in value):
+                return True
+        if option.startswith("dict[") and isinstance(value, dict):
+            return all(_fits(item, option[5:-1].rpartition(", ")[2]) for item in value.values())
+        if option in _KINDS and isinstance(value, _KINDS[option]) and (option == "bool" or not isinstance(value, bool)):
+            return isinstance(value, (str, bool)) or (math.isfinite(value) and abs(value) < _MOST)
+        if option not in (*_KINDS, "None") and "[" not in option:
+            return True  # what the caller made
+    return False

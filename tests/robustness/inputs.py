@@ -1,0 +1,185 @@
+"""One of everything that dofla reads, and how it is read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import dofla
+from dofla.cli import main
+from dofla.curves import Curves
+from dofla.distill import distill
+from dofla.integration.checkpoint import feature_map_tensors
+from dofla.integration.surgery import plan_of
+from dofla.plan import Plan
+from dofla.profile import Profile
+from dofla.recipe import Recipe
+from dofla.tasks.items import load_task
+from dofla.teacher import load_teacher, load_tokenizer
+
+WORDS = [f"w{n}" for n in range(60)]
+LENGTH = 16
+DISTILL = {"steps": 2, "batch_size": 2, "rows": 8}
+RECIPE = """
+model: {model}
+budget: 8
+seeds: [0]
+data: {{source: {text}, length: 16, windows: 8}}
+validation: {{source: {text}, length: 16, windows: 4, split: all}}
+profile: {{samples: 16, windows: 4}}
+students:
+  - {{name: Fix, strategy: fixed, trained: false}}
+  - {{name: Even, strategy: hybrid, keep_softmax: []}}
+distill: {{steps: 2, batch_size: 2, rows: 8, checkpoint_every: 1, learning_rates: {{}}}}
+evaluate: {{fidelity_windows: 2}}
+"""
+
+
+def make(folder: Path, tiny: Any) -> None:
+    """Write all of it into a folder."""
+    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
+    tiny.llama().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+    chance = random.Random(0)
+    documents = [" ".join(chance.choices(WORDS, k=20)) for _ in range(150)]
+    (folder / "text.txt").write_text("\n\n".join(documents))
+    (folder / "text.txt.gz").write_bytes(gzip.compress("\n\n".join(documents).encode()))
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), folder / "text.parquet")
+    save_file({"input_ids": tiny.tokens(8, LENGTH)}, folder / "tokens.safetensors")
+    items = [{"question": f"w{n}", "choices": ["w1", "w2"], "answer": n % 2, "context": "w3"} for n in range(8)]
+    (folder / "quiz.jsonl").write_text("\n".join(map(json.dumps, items)))
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model", text=folder / "text.txt"))
+
+    model, _ = load_teacher(str(folder / "model"))
+    windows = dofla.TokenWindows.of(tiny.tokens(8, LENGTH))
+    profile = dofla.profile(model, windows, samples=16)
+    profile.save(folder / "profile")
+    sizes = {"steps": 1, "held_out": 2, "rows": 8}
+    dofla.measure_curves(model, windows, 8, **sizes).save(folder / "curves.json")
+    plan = dofla.allocate(profile, 8, "hybrid")
+    plan.save(folder / "plan.json")
+    dofla.linearize(model, plan)
+    distill(model, windows, folder=folder / "distilled", **DISTILL)
+    dofla.save_adapter(model, folder / "adapter")
+    model.save_pretrained(folder / "standalone")
+    document = torch.arange(1, 11).unsqueeze(0)
+    dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
+
+
+def call(*words: Any) -> int:
+    """Run the command line in this process; returns its exit code."""
+    before, sys.argv = sys.argv, ["dofla", *map(str, words)]
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code or 0
+    finally:
+        sys.argv = before
+    return 0
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one kind of input is read.
+
+    Attributes:
+        read: of the folder with all inputs; returns what was found, to be compared.
+        sealed: files of which every change is noticed that changes what is found.
+        open: other files.
+    """
+
+    read: Callable[[Path], Any]
+    sealed: tuple[str, ...] = ()
+    open: tuple[str, ...] = ()
+
+
+def _numbers(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def _student(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        model = dofla.load(folder / name)
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(1, 9).unsqueeze(0)).logits
+        return plan_of(model).to_dict()["layers"], _numbers(feature_map_tensors(model)), logits.tolist()
+
+    return read
+
+
+def _profile(folder: Path) -> Any:
+    profile = Profile.load(folder / "profile")
+    for strategy in ("fixed", "dof", "hybrid"):
+        dofla.allocate(profile, 8, strategy)
+    return profile._to_json()
+
+
+def _curves(folder: Path) -> Any:
+    curves = Curves.load(folder / "curves.json")
+    with suppress(dofla.DoflaError):  # they are curves, but not for this profile
+        dofla.allocate(Profile.load(folder / "profile"), 8, "measured", curves=curves)
+    return curves
+
+
+def _prompt_state(folder: Path) -> Any:
+    ids, cache = dofla.load_state(folder / "document.safetensors", dofla.load(folder / "adapter"))
+    states = [state for entry in cache.layers for state in entry.states]
+    return ids.tolist(), repr(states)
+
+
+def _distillation(folder: Path) -> Any:
+    model, _ = load_teacher(str(folder / "model"))
+    dofla.linearize(model, Plan.load(folder / "plan.json"))
+    windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
+    history = distill(model, windows, folder=folder / "distilled", **DISTILL)
+    return history.losses.tolist(), _numbers(feature_map_tensors(model))
+
+
+def _text(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        windows = dofla.token_windows(str(folder / name), load_tokenizer(folder / "model"), length=LENGTH, split="all")
+        return windows.input_ids.tolist()
+
+    return read
+
+
+READERS: dict[str, Reader] = {
+    "recipe": Reader(lambda folder: Recipe.load(folder / "recipe.yaml").to_dict(), open=("recipe.yaml",)),
+    "plan": Reader(lambda folder: Plan.load(folder / "plan.json").to_dict(), open=("plan.json",)),
+    "profile": Reader(_profile, sealed=("profile/profile.json", "profile/spectra.safetensors")),
+    "curves": Reader(_curves, sealed=("curves.json",)),
+    "adapter": Reader(
+        _student("adapter"),
+        sealed=("adapter/feature_maps.safetensors", "adapter/plan.json"),
+        open=("adapter/dofla_adapter.json",),
+    ),
+    "standalone": Reader(_student("standalone"), sealed=("standalone/model.safetensors", "standalone/config.json")),
+    "prompt state": Reader(_prompt_state, sealed=("document.safetensors",)),
+    "distillation": Reader(_distillation, sealed=("distilled/distill.safetensors",)),
+    "text": Reader(_text("text.txt"), open=("text.txt",)),
+    "gzipped text": Reader(_text("text.txt.gz"), open=("text.txt.gz",)),
+    "JSON lines": Reader(_text("text.jsonl"), open=("text.jsonl",)),
+    "Parquet": Reader(_text("text.parquet"), open=("text.parquet",)),
+    "tokens": Reader(_text("tokens.safetensors"), open=("tokens.safetensors",)),
+    "task": Reader(lambda folder: load_task(folder / "quiz.jsonl"), open=("quiz.jsonl",)),
+    "tokenizer": Reader(lambda folder: len(load_tokenizer(folder / "model")), open=("model/tokenizer.json",)),
+}

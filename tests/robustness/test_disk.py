@@ -1,0 +1,214 @@
+"""A disk that is full or not to be written to, and two processes at one folder: one line, and what was there stays."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from inputs import call
+
+from dofla import DoflaError
+from dofla.files import new_folder, read_json, replacing, write_json
+from dofla.lock import locked
+from dofla.tensors import read_tensors, write_tensors
+
+
+@contextmanager
+def largest_file(size: int):
+    """No file may become longer than this, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def mounted(folder: Path, options: str):
+    """A small file system of its own; only root can make one."""
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder on a disk of 64 KiB that has no room left but for a few entries."""
+    with mounted(tmp_path, "size=64k") as folder:
+        (folder / "old.json").write_text("{}")
+        with open(folder / "filler", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1024)):
+                    pass
+            except OSError:
+                yield folder
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder nobody can write to, not even root."""
+    with mounted(tmp_path, "size=64k") as folder:
+        (folder / "old.json").write_text("{}")
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        yield folder
+
+
+def writers(folder: Path):
+    """The ways in which files are made."""
+
+    def whole_folder():
+        with new_folder(folder / "new") as out:
+            (out / "a.txt").write_text("a" * 50_000)
+
+    def tensors_in_a_folder():
+        with new_folder(folder / "new") as out:
+            write_tensors(out / "a.safetensors", {"a": torch.zeros(20_000)})
+
+    def lines():
+        with replacing(folder / "old.json") as partial:
+            partial.write_text("a" * 50_000)
+
+    return [
+        (whole_folder, "new"),
+        (tensors_in_a_folder, "(new|a.safetensors)"),
+        (lines, "old.json"),
+        (lambda: write_json(folder / "old.json", {"a": "a" * 50_000}), "old.json"),
+        (lambda: write_tensors(folder / "old.json", {"a": torch.zeros(20_000)}), "old.json"),
+    ]
+
+
+def assert_refused(folder: Path, reason: str) -> None:
+    before = sorted(folder.iterdir())
+    for write, name in writers(folder):
+        with pytest.raises(DoflaError, match=rf"cannot write .*{name}: {reason}: ") as caught:
+            write()
+        assert "\n" not in str(caught.value)
+        assert sorted(folder.iterdir()) == before
+        assert (folder / "old.json").read_text() == "{}"
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_there(full):
+    assert_refused(full, "No space left on device")
+
+
+def test_a_folder_that_is_read_only_is_one_line(read_only):
+    assert_refused(read_only, "Read-only file system")
+
+
+def test_a_limit_on_files_is_one_line_and_keeps_what_was_there(tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    with largest_file(10_000):
+        assert_refused(tmp_path, "File too large")
+
+
+def test_a_run_that_the_disk_stops_goes_on_when_there_is_room(made, tmp_path, capsys):
+    undisturbed, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert call("run", made / "recipe.yaml", "--out", undisturbed) == 0
+    state = "students/even-seed0/distill/distill.safetensors"
+    size = (undisturbed / state).stat().st_size
+    capsys.readouterr()
+    with largest_file(size - 100):
+        assert call("run", made / "recipe.yaml", "--out", stopped, "-q") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"dofla: cannot write {stopped / state}: File too large")
+    assert len(error.splitlines()) == 1
+    assert read_json(stopped / "students/fix-seed0/evaluation.json", "an evaluation")
+    assert call("run", made / "recipe.yaml", "--out", stopped) == 0
+    weights = "students/even-seed0/adapter/feature_maps.safetensors"
+    ours, theirs = read_tensors(stopped / weights)[0], read_tensors(undisturbed / weights)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_the_work(made, read_only, capsys):
+    words = ["curves", made / "model", "--data", made / "text.txt", "--out", read_only / "curves.json"]
+    assert call(*words) == 2
+    assert "curves.json: " in capsys.readouterr().err
+    assert call("evaluate", made / "adapter", "--data", "demo", "--out", read_only / "no" / "figures.json") == 2
+    assert "make it first" in capsys.readouterr().err
+
+
+@contextmanager
+def another_process_in(folder: Path):
+    """A process that holds the folder's lock; its number."""
+    ready, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with locked(folder):
+            os.write(say, b"!")
+            signal.pause()
+    os.read(ready, 1)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(say)
+
+
+@pytest.mark.parametrize("verb", ["run", "distill", "reproduce"])
+def test_a_second_process_is_told_who_works_in_the_folder(made, tmp_path, capsys, verb):
+    folder = tmp_path / "out"
+    text = ["--data", made / "text.txt", "--length", 16, "--windows", 4]
+    words = {
+        "run": ["run", made / "recipe.yaml"],
+        "distill": ["distill", made / "model", "--plan", made / "plan.json", *text, "--steps", 1],
+        "reproduce": ["reproduce", "--model", made / "model"],
+    }[verb]
+    with another_process_in(folder) as child:
+        assert call(*words, "--out", folder, "-q") == 2
+        message = f"dofla: {folder} is in use by process {child}: wait for it, stop it, or choose another folder\n"
+        assert capsys.readouterr().err == message
+    with locked(folder):  # the one that was killed holds it no more
+        pass
+
+
+def test_what_killed_processes_left_goes(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    leftovers = [tmp_path / "a" / f".b.json.partial-{gone.pid}", tmp_path / "a" / f".c.partial-{os.getpid()}"]
+    for path in leftovers:
+        path.mkdir(parents=True)
+        (path / "half").write_text("{")
+    write_json(tmp_path / "a" / "b.json", {})
+    assert [path.exists() for path in leftovers] == [False, True]
+    with locked(tmp_path):
+        assert not any(path.exists() for path in leftovers)
+    assert read_json(tmp_path / "a" / "b.json", "an object") == {}
+
+
+def test_what_a_living_process_writes_stays(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        theirs = tmp_path / f".a.json.partial-{other.pid}"
+        theirs.mkdir()
+        write_json(tmp_path / "a.json", {})
+        assert theirs.exists()
+        other.kill()
+
+
+def test_a_file_has_the_rights_that_others_have(tmp_path):
+    write_json(tmp_path / "a.json", {})
+    write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)})
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "a.json").stat().st_mode
+
+
+def test_a_folder_that_holds_something_else_is_no_runs(made, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "letter.txt").write_text("mine")
+    assert call("run", made / "recipe.yaml", "--out", tmp_path / "out") == 2
+    assert "exists already, and is no run's" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").write_text("a file")
+    assert call("run", made / "recipe.yaml", "--out", tmp_path / "out") == 2
+    assert f"cannot write {tmp_path / 'out'}: File exists" in capsys.readouterr().err
