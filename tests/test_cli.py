@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dofla.cli import main
 from dofla.curves import Curves
-from dofla.plan import Plan
+from dofla.plan import LayerPlan, Plan
+from dofla.view import View
 
 WORDS = [f"w{n}" for n in range(60)]
 
@@ -107,7 +108,8 @@ def test_curves_are_measured_and_spent(home, capsys, tmp_path):
     for word in ("attention KL by bytes", "effect", "model.layers.1.self_attn", "written to"):
         assert word in shown
     made_by = json.loads(out.read_text())["made_by"]
-    assert made_by | {"budget": 16, "steps": 2, "batch_size": 2, "feature_map": "mlp", "seed": 0} == made_by
+    expected = {"budget": 16, "steps": 2, "batch_size": 2, "feature_map": "mlp", "token_dtype": "int8", "seed": 0}
+    assert made_by | expected == made_by
     assert len(Curves.load(out).layers) == 2
 
     measured = ["--strategy", "measured", "--curves", out, "--budget", 16]
@@ -115,7 +117,7 @@ def test_curves_are_measured_and_spent(home, capsys, tmp_path):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     made = Plan.load(plan)
     assert made.made_by["strategy"] == "measured"
-    assert {x.feature_map for x in made.layers} == {"mlp"}
+    assert {(x.feature_map, x.token_dtype) for x in made.layers} == {("mlp", "int8")}
     assert 0 < made.state_bytes() <= sum(16 * x.kv_heads * (x.value_dim + 2) * 4 for x in made.layers)
     assert call("allocate", profile, *measured, "--context", 1, "--out", tmp_path / "softmax.json") == 0
     assert all(x.keep_softmax for x in Plan.load(tmp_path / "softmax.json").layers)
@@ -135,9 +137,45 @@ def test_curves_are_measured_and_spent(home, capsys, tmp_path):
         (["--window", 2], "chooses window and sinks itself"),
         (["--context", 0], "context is 0"),
         (["--budget", 1], "measure the curves at this budget"),
+        (["--token-dtype", "model"], "token_dtype is 'model', the error curves were measured with 'int8'"),
     ):
         assert call("allocate", profile, *measured, *options, "--out", tmp_path / "new.json") == 2
         assert words in capsys.readouterr().err
+
+
+def test_how_tokens_are_kept_is_chosen_on_the_command_line(home, capsys, tmp_path):
+    profile = profiled(home, "profile")
+
+    def kept_as(*options):
+        out = tmp_path / f"plan-{len(list(tmp_path.iterdir()))}.json"
+        assert call("allocate", profile, "--budget", 8, *options, "--out", out) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+        return Plan.load(out)
+
+    eight_bits, plain = kept_as(), kept_as("--token-dtype", "model")
+    assert {x.token_dtype for x in eight_bits.layers} == {"int8"}
+    assert {x.token_dtype for x in plain.layers} == {"model"}
+    assert eight_bits.layers[0].window > 3 * plain.layers[0].window
+    exact = ["--strategy", "dof", "--window", 2]
+    assert {x.token_dtype for x in kept_as(*exact).layers} == {"model"}
+    assert {x.token_dtype for x in kept_as(*exact, "--token-dtype", "int8").layers} == {"int8"}
+
+    curves = tmp_path / "curves.json"
+    sizes = ["--length", 32, "--windows", 8, "--steps", 1, "--budget", 8, "--token-dtype", "model"]
+    assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", curves) == 0
+    assert json.loads(curves.read_text())["made_by"]["token_dtype"] == "model"
+    measured = ["--strategy", "measured", "--curves", curves]
+    assert {x.token_dtype for x in kept_as(*measured).layers} == {"model"}
+    assert all(len(set(x.sizes)) == 1 for x in kept_as(*measured, "--no-per-head").layers)
+
+
+def test_a_plan_whose_heads_differ_is_shown_with_both_ends(capsys):
+    sizes = {"features": [3, 5], "window": [20, 4], "sinks": 2, "token_dtype": "int8"}
+    View().plan(Plan([LayerPlan("layers.0.attention", 2, 8, 8, **sizes), LayerPlan("b", 2, 8, 8, keep_softmax=True)]))
+    shown = capsys.readouterr().out.splitlines()
+    (line,) = (line.split() for line in shown if "layers.0.attention" in line)
+    assert line[1:4] == ["3-5", "4-20", "2"]
+    assert any("softmax" in line for line in shown)
 
 
 def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
@@ -246,6 +284,12 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
             ["missing.json", "error curves"],
         ),
         (["allocate", "PROFILE", "--feature-map", "none", "--window", 0, "--out", "NEW"], ["none", "window or sinks"]),
+        (["allocate", "PROFILE", "--token-dtype", "int4", "--out", "NEW"], ["'int4'", "int8, model"]),
+        (["allocate", "PROFILE", "--per-head", "--out", "NEW"], ["per_head", "hybrid"]),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--token-dtype", "int4", "--out", "NEW"],
+            ["'int4'", "int8, model"],
+        ),
         (["curves", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
         (
             ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--windows", 5, "--out", "NEW"],
@@ -288,6 +332,7 @@ def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
         ("budget: 3", ["'model' is missing"]),
         ("model: x\nbudgets: 3", ["budgets", "budget"]),
         ("model: x\nbudget: lots", ["budget", "lots"]),
+        ("model: x\nstudents: [{name: A, token_dtype: 8}]", ["token_dtype", "8"]),
         ("model: x\nbudget: true", ["budget", "True"]),
         ("model: x\ndata: {wrong: 1}", ["data", "wrong"]),
         ("model: x\nseeds: [a]", ["seeds"]),

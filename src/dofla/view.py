@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,31 +23,62 @@ _HEADS_PER_TABLE = 13
 _SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
 
 
-class View:
-    """A terminal (or nothing, when quiet)."""
+class Bar:
+    """What :meth:`View.progress` yields: called with (done, total, text), or in one of the ways the library reports."""
 
-    def __init__(self, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False)
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        self._progress.update(self._task, completed=done, total=total, text=text)
+
+    def stage(self, stage: str, done: int, total: int) -> None:
+        """Of something that goes through several stages."""
+        self(done, total, stage)
+
+    def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
+        """Of a training."""
+        self(step, steps, loss_range(losses))
+
+
+class View:
+    """A terminal: tables on standard output, progress on standard error.
+
+    Args:
+        quiet: show neither.
+        results: show tables; not, where something else goes to standard output.
+    """
+
+    def __init__(self, quiet: bool = False, results: bool = True) -> None:
+        self.quiet, self._answers = quiet, results
+        self.console = Console(quiet=quiet or not results, highlight=False)
+        self._status = Console(stderr=True, highlight=False)
 
     def say(self, text: str) -> None:
         """One line."""
         self.console.print(text, markup=False)
 
+    def answer(self, text: str) -> None:
+        """A text that was asked for, which is shown even when quiet."""
+        if self._answers:
+            print(text)
+
+    def note(self, text: str) -> None:
+        """A line beside the progress."""
+        self._status.print(text, markup=False, soft_wrap=True)
+
     @contextmanager
-    def progress(self, label: str) -> Iterator[Callable[..., None]]:
-        """A bar; the block calls ``update(done, total, text)``. Without a terminal, one line at the end."""
+    def progress(self, label: str) -> Iterator[Bar]:
+        """A bar, for the time of the block. Without a terminal, one line at the end."""
         counts = TextColumn("{task.completed}/{task.total} {task.fields[text]}")
-        columns = (TextColumn(label), BarColumn(bar_width=20), counts)
-        options = {"console": self.console, "transient": True, "disable": not self.console.is_terminal}
-        with Progress(*columns, TimeRemainingColumn(), **options) as bar:
-            task = bar.add_task(label, total=None, text="")
-
-            def update(done: int, total: int, text: str = "") -> None:
-                bar.update(task, completed=done, total=total, text=text)
-
-            yield update
-            state = bar.tasks[0]
-        self.say(f"{label}: {state.fields['text'] or 'done'} ({state.finished_time or state.elapsed or 0:.0f} s)")
+        columns = (TextColumn(label), BarColumn(bar_width=20), counts, TimeRemainingColumn())
+        shown = self._status.is_terminal and not self.quiet
+        with Progress(*columns, console=self._status, transient=True, disable=not shown) as progress:
+            bar = Bar(progress, progress.add_task(label, total=None, text=""))
+            yield bar
+            state = progress.tasks[0]
+        if not self.quiet:
+            self.note(f"{label}: {state.fields['text'] or 'done'} ({state.finished_time or state.elapsed or 0:.0f} s)")
 
     def profile(self, profile: Profile, lam: float) -> None:
         """Degrees of freedom, layers down and KV heads across."""
@@ -80,10 +111,9 @@ class View:
             if layer.keep_softmax:
                 table.add_row(layer.name, "softmax", "", "", "")
                 continue
-            counts = layer.features_per_head
-            shown = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
-            bar = Text("━" * max(1, round(24 * max(counts) / most)), style="cyan")
-            table.add_row(layer.name, shown, str(layer.window), str(layer.sinks), bar)
+            shown = [str(x[0]) if len(set(x)) == 1 else f"{min(x)}-{max(x)}" for x in zip(*layer.sizes, strict=True)]
+            bar = Text("━" * max(1, round(24 * max(layer.features_per_head) / most)), style="cyan")
+            table.add_row(layer.name, *shown, bar)
         self.console.print(table)
         self.say(f"state per sequence: {size(plan.state_bytes())} in float32, whatever the context")
 
@@ -95,10 +125,10 @@ class View:
         for title in (*map(str, sizes), "effect"):
             table.add_column(title, justify="right")
         for layer in curves.layers:
-            errors = {p.bytes: f"{p.error:.3f}" for p in layer.points if p.share == TOKEN_SHARE}
-            table.add_row(layer.name, *(errors.get(n, "") for n in sizes), f"{layer.effect:.3f}")
+            errors = {p.bytes: f"{statistics.fmean(p.errors):.3f}" for p in layer.points if p.share == TOKEN_SHARE}
+            table.add_row(layer.name, *(errors.get(n, "") for n in sizes), f"{sum(layer.effects):.3f}")
         self.console.print(table)
-        self.say("effect: harm to the model's answer (KL; an encoder's relative error) per nat of the layer's")
+        self.say("effect: harm to the model's answer (KL; an encoder's relative error) per nat of its heads'")
 
     def losses(self, history: History) -> None:
         """Loss of each layer at the start and at the end (means over a tenth of the steps)."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from typing import Annotated
+import traceback
+from typing import Annotated, NoReturn
 
 import typer
-from transformers.utils import logging as transformers_logging
 
 from dofla import __version__
 from dofla.cli.finetune import finetune
 from dofla.cli.judging import evaluate, probe
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
+from dofla.cli.report import report
 from dofla.cli.reproduce import reproduce
 from dofla.cli.using import generate
+from dofla.cli.verb import MANNER, Debug, Json, Manner, Quiet, Verbose
+from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError
 
 app = typer.Typer(
@@ -22,8 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (profile, curves, allocate, distill, evaluate, probe, generate, finetune, run, reproduce, demo):
-    app.command()(verb)
+for verb in (profile, curves, allocate, distill, evaluate, probe, generate, finetune, run, report, reproduce, demo):
+    app.command()(as_verb(verb))
 
 
 def _version(wanted: bool) -> None:
@@ -34,16 +38,32 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    json: Json = False,
+    debug: Debug = False,
 ) -> None:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    ctx.obj = Manner(verbose, quiet, json, debug)
 
 
 def main() -> None:
-    """Entry point: bad input is one line on standard error and exit code 2."""
+    """Entry point. Bad input is one line on standard error and exit code 2; a fault of dofla's own one line and 1."""
+    MANNER.set(Manner())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path or a terminal need not be able to say everything
     try:
         app()
-    except DoflaError as error:
-        print(f"dofla: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (DoflaError, OSError) as error:
+        _fail(error, str(error), 2)
+    except Exception as error:
+        _fail(error, f"unexpected {type(error).__name__}: {error} (a fault of dofla's: --debug shows where)", 1)
+
+
+def _fail(error: Exception, message: str, code: int) -> NoReturn:
+    if MANNER.get().debug:
+        traceback.print_exception(error)
+    print("dofla:", " ".join(message.split("\n")), file=sys.stderr)
+    sys.exit(code)

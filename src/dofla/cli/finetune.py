@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from dofla.cli.verb import current_view
 from dofla.finetune.loop import FineTuneResult
 from dofla.finetune.run import MODEL, run_finetune
-from dofla.view import View
 
 
 def finetune(
@@ -36,10 +37,10 @@ def finetune(
     forward_batch: Annotated[int, typer.Option(help="Items per forward pass.")] = 16,
     dtype: Annotated[str | None, typer.Option(help="To load in: float32, bfloat16; default the checkpoint's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-) -> None:
+) -> dict[str, Any]:
     """Teach a model, softmax or linear, a multiple-choice task."""
     given = {"learning_rate": learning_rate, "batch_size": batch_size, "epochs": epochs, "keep": keep}
-    view = View()
+    view = current_view()
     result = run_finetune(
         model,
         task,
@@ -60,6 +61,7 @@ def finetune(
     )
     view.console.print(epochs_table(result))
     view.say(f"\nmodel of epoch {result.kept} written to {out / MODEL}")
+    return {"model": out / MODEL, "accuracy": result.accuracy, **asdict(result)}
 
 
 def epochs_table(result: FineTuneResult) -> Table:

@@ -19,6 +19,7 @@ from dofla.cli.options import (
     open_student,
     refuse_existing,
 )
+from dofla.cli.verb import current_view
 from dofla.data import TokenWindows
 from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
@@ -31,7 +32,6 @@ from dofla.integration.surgery import describe
 from dofla.recipe import DataSpec
 from dofla.tasks import evaluate_tasks
 from dofla.teacher import windows_of
-from dofla.view import View
 
 
 def evaluate(
@@ -49,13 +49,13 @@ def evaluate(
     padded: Padded = False,
     dtype: Dtype = None,
     seed: Seed = 0,
-) -> None:
+) -> dict[str, Any]:
     """Compare a student with the softmax model it was, on held-out text and on tasks."""
     refuse_existing(out)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
-    view = View()
+    view = current_view()
     model, tokenizer = open_student(student, dtype)
     figures: dict[str, Any] = {}
     if data is not None:
@@ -72,6 +72,7 @@ def evaluate(
         figures = {**(figures or {"model": describe(model)}), "tasks": found}
     if out is not None:
         write_json(out, figures)
+    return figures
 
 
 def probe(
@@ -90,10 +91,10 @@ def probe(
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
     seed: Seed = 0,
-) -> None:
+) -> dict[str, Any]:
     """See what a student still does with its context: all probes, or those named."""
     refuse_existing(out)
-    view = View()
+    view = current_view()
     model, tokenizer = open_student(student, dtype)
     tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed)
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
@@ -107,3 +108,4 @@ def probe(
         view.console.print(part)
     if out is not None:
         write_json(out, record)
+    return record

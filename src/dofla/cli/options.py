@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dofla.errors import DoflaError
+from dofla.files import cannot_write
 from dofla.integration.checkpoint import load
 from dofla.teacher import dtype_of, load_tokenizer, resolve_model
 
@@ -21,8 +24,15 @@ Windows = Annotated[int, typer.Option(help="Windows at most.")]
 BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
 Padded = Annotated[bool, typer.Option("--padded", help="One text per window, padded: for encoders.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
+Stream = Annotated[bool, typer.Option("--stream", help="Leave the layers on disk: for models larger than memory.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Lambda = Annotated[float, typer.Option("--lambda", help="Tolerance of the degrees of freedom.")]
+TokenDtype = Annotated[
+    str | None, typer.Option(help="How exact tokens are kept, int8 or model; default: int8, an encoder's model.")
+]
+Track = Annotated[
+    list[str] | None, typer.Option(help="Keep losses in tensorboard, wandb, ... as well, by accelerate; repeatable.")
+]
 KeepSoftmax = Annotated[list[str] | None, typer.Option(help="Attention module to leave as it is; repeatable.")]
 Out = Annotated[Path, typer.Option(help="New folder or file to write.")]
 
@@ -35,6 +45,12 @@ def open_student(path: Path, dtype: str | None) -> tuple[Any, Any]:
 
 
 def refuse_existing(path: Path | None) -> None:
-    """Raise DoflaError if there is something where a file is to be written."""
-    if path is not None and path.exists():
+    """Raise DoflaError if a file that is to be written after a long time exists, or cannot be made there."""
+    if path is None:
+        return
+    if path.exists():
         raise DoflaError(f"{path} exists already: choose another file or remove it")
+    if not path.parent.is_dir():
+        raise DoflaError(f"cannot write {path}: there is no folder {path.parent}: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise cannot_write(path, errno.EACCES)

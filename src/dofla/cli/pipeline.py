@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,26 +20,32 @@ from dofla.cli.options import (
     Out,
     Padded,
     Seed,
+    Stream,
+    TokenDtype,
+    Track,
     Windows,
     refuse_existing,
 )
+from dofla.cli.verb import current_view
 from dofla.curves import Curves
 from dofla.distill import distill as train
-from dofla.distill import measure_curves
+from dofla.distill import measure_curves, tracked
 from dofla.errors import DoflaError
 from dofla.files import new_folder
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.profiler import profile as make_profile
 from dofla.integration.surgery import linearize
+from dofla.lock import locked
 from dofla.plan import Plan
 from dofla.profile import Profile
 from dofla.recipe import DataSpec, Recipe
+from dofla.report import write_plan_page, write_profile_page
 from dofla.run import run as run_recipe
 from dofla.spectrum import DEFAULT_LAMBDA
 from dofla.teacher import load_teacher, windows_of
-from dofla.view import View, loss_range
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+Html = Annotated[Path | None, typer.Option(help="Page to write as well, with sliders for tolerance and budget.")]
 
 
 def profile(
@@ -54,14 +61,17 @@ def profile(
     keep_softmax: KeepSoftmax = None,
     padded: Padded = False,
     dtype: Dtype = None,
+    stream: Stream = False,
     seed: Seed = 0,
-) -> None:
+    html: Html = None,
+) -> dict[str, Any]:
     """Measure the degrees of freedom of every attention head."""
-    view = View()
+    refuse_existing(html)
+    view = current_view()
     with new_folder(out) as folder:
-        teacher, tokenizer = load_teacher(model, dtype)
+        teacher, tokenizer = load_teacher(model, dtype, stream)
         tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
-        with view.progress("profile") as progress:
+        with view.progress("profile") as bar:
             result = make_profile(
                 teacher,
                 tokens,
@@ -70,11 +80,15 @@ def profile(
                 normalization=normalization,
                 keep_softmax=keep_softmax or (),
                 seed=seed,
-                progress=lambda stage, done, total: progress(done, total, stage),
+                progress=bar.stage,
             )
         view.profile(result, lam)
         result.write(folder)
+    if html is not None:
+        write_profile_page(result, html, folder=out, lam=lam)
     view.say(f"\nwritten to {out}")
+    dof = dict(zip((layer.name for layer in result.layers), result.dof(lam), strict=True))
+    return {"profile": out, "model": result.model, "lambda": lam, "degrees_of_freedom": dof}
 
 
 def allocate(
@@ -94,22 +108,33 @@ def allocate(
     ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
     over_heads: Annotated[str, typer.Option(help="A layer's number from its heads': max, mean, q75, ...")] = "max",
-    per_head: Annotated[bool, typer.Option("--per-head", help="A number for each KV head instead.")] = False,
+    per_head: Annotated[
+        bool | None, typer.Option(help="Whether KV heads of a layer may differ; default: measured yes, others no.")
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Last tokens with exact scores; default: what the strategy finds.")
     ] = None,
     sinks: Annotated[int | None, typer.Option(help="First tokens with exact scores, likewise.")] = None,
+    token_dtype: TokenDtype = None,
     keep_softmax: KeepSoftmax = None,
-) -> None:
+    html: Html = None,
+) -> dict[str, Any]:
     """Give each layer its state: features, a window, sinks."""
     refuse_existing(out)
+    refuse_existing(html)
     options = {"lam": lam, "over_heads": over_heads, "per_head": per_head, "window": window, "sinks": sinks}
     options |= {"context": context, "curves": None if curves is None else Curves.load(curves)}
-    plan = make_plan(Profile.load(profile), budget, strategy, feature_map, keep_softmax=keep_softmax or (), **options)
-    view = View()
+    options |= {"token_dtype": token_dtype}
+    measured = Profile.load(profile)
+    plan = make_plan(measured, budget, strategy, feature_map, keep_softmax=keep_softmax or (), **options)
+    view = current_view()
     view.plan(plan)
     plan.save(out)
+    if html is not None:
+        known = {} if curves is None else {curves: options["curves"]}
+        write_plan_page(measured, plan, html, folder=profile, lam=lam, curves=known)
     view.say(f"written to {out}")
+    return {"plan": out, "state_bytes": plan.state_bytes(), **plan.to_dict()}
 
 
 def curves(
@@ -118,6 +143,7 @@ def curves(
     out: Annotated[Path, typer.Option(help="Error curves to write (JSON).")] = Path("curves.json"),
     budget: Annotated[int, typer.Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
     feature_map: Annotated[str, typer.Option(help="Feature map of the linear layers.")] = "mlp",
+    token_dtype: TokenDtype = None,
     windows: Windows = 64,
     length: Length = 512,
     steps: Annotated[int, typer.Option(help="Of each of the eleven short trainings.")] = 25,
@@ -126,27 +152,29 @@ def curves(
     padded: Padded = False,
     dtype: Dtype = None,
     seed: Seed = 0,
-) -> None:
+) -> dict[str, Any]:
     """Measure what each layer loses at several sizes, and what that does to the model."""
     refuse_existing(out)
-    view = View()
+    view = current_view()
     teacher, tokenizer = load_teacher(model, dtype)
     tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
-    with view.progress("curves") as progress:
+    with view.progress("curves") as bar:
         result = measure_curves(
             teacher,
             tokens,
             budget,
             feature_map=feature_map,
+            token_dtype=token_dtype,
             keep_softmax=keep_softmax or (),
             steps=steps,
             batch_size=batch_size,
             seed=seed,
-            progress=lambda stage, done, total: progress(done, total, stage),
+            progress=bar.stage,
         )
     view.curves(result)
     result.save(out)
     view.say(f"written to {out}")
+    return {"curves": out, **asdict(result)}
 
 
 def distill(
@@ -165,63 +193,72 @@ def distill(
     own_inputs: Annotated[float, typer.Option(help="Share of the steps on the student's own inputs.")] = 0.0,
     reach: Annotated[int | None, typer.Option(help="Read windows anywhere among so many (rotary) positions.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    track: Track = None,
     padded: Padded = False,
     dtype: Dtype = None,
+    stream: Stream = False,
     seed: Seed = 0,
-) -> None:
+) -> dict[str, Any]:
     """Train the feature maps, layer by layer, against the model's own softmax attention."""
     adapter = out / "adapter"
     if adapter.exists():
         raise DoflaError(f"{adapter} exists already: this distillation is finished; choose another folder")
-    view = View()
+    view = current_view()
     wanted = Plan.load(plan)
-    student, tokenizer = load_teacher(model, dtype)
+    student, tokenizer = load_teacher(model, dtype, stream)
     linearize(student, wanted, seed=seed)
     tokens = windows_of(DataSpec(data, length, windows, padded=padded), student, tokenizer, seed=seed)
-    with view.progress("distill") as progress:
-        history = train(
-            student,
-            tokens,
-            loss=loss,
-            epochs=epochs,
-            steps=steps,
-            batch_size=batch_size,
-            accumulate=accumulate,
-            rows=rows,
-            own_inputs=own_inputs,
-            reach=reach,
-            seed=seed,
-            folder=out,
-            checkpoint_every=checkpoint_every,
-            progress=lambda step, total, losses: progress(step, total, loss_range(losses)),
-        )
+    with locked(out):
+        with view.progress("distill") as bar, tracked(track or (), out, "track", bar.losses) as progress:
+            history = train(
+                student,
+                tokens,
+                loss=loss,
+                epochs=epochs,
+                steps=steps,
+                batch_size=batch_size,
+                accumulate=accumulate,
+                rows=rows,
+                own_inputs=own_inputs,
+                reach=reach,
+                seed=seed,
+                folder=out,
+                checkpoint_every=checkpoint_every,
+                progress=progress,
+            )
+        with new_folder(adapter) as folder:
+            write_adapter(student, folder)
+            tokenizer.save_pretrained(folder)
     view.losses(history)
-    with new_folder(adapter) as folder:
-        write_adapter(student, folder)
-        tokenizer.save_pretrained(folder)
     view.say(f"\nadapter written to {adapter}")
+    last = dict(zip(history.layers, history.losses[-1].tolist(), strict=True))
+    return {"adapter": adapter, "seconds": history.seconds, "settings": history.settings, "last_losses": last}
 
 
 def run(
     recipe: Annotated[Path, typer.Argument(help="YAML file; or default, or paper, with --set model=...")],
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME. An interrupted run goes on.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
-) -> None:
+    track: Track = None,
+) -> dict[str, Any]:
     """Execute a recipe from profile to evaluation, into one folder."""
     bundled = RECIPES / f"{recipe}.yaml"
     given = bundled if bundled.exists() and not recipe.exists() else recipe
-    _run(Recipe.load(given, change), out or Path("runs") / recipe.stem)
+    return _run(given, change, track, out or Path("runs") / recipe.stem)
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo"),
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
-) -> None:
+    track: Track = None,
+) -> dict[str, Any]:
     """Run the whole pipeline on the bundled teacher: some minutes on a CPU."""
-    _run(Recipe.load(RECIPES / "demo.yaml", change), out)
+    return _run(RECIPES / "demo.yaml", change, track, out)
 
 
-def _run(recipe: Recipe, out: Path) -> None:
-    view = View()
-    run_recipe(recipe, out, view)
+def _run(path: Path, change: list[str] | None, track: list[str] | None, out: Path) -> dict[str, Any]:
+    recipe, view = Recipe.load(path, change), current_view()
+    recipe.track += track or []
+    results = run_recipe(recipe, out, view)
     view.say(f"\neverything is in {out}")
+    return {"folder": out, **results}

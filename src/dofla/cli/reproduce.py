@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dofla.cli.verb import current_view
 from dofla.reproduce.run import TABLES
 from dofla.reproduce.run import reproduce as make_tables
 from dofla.reproduce.study import Study
-from dofla.view import View
 
 
 def reproduce(
@@ -26,16 +26,17 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="full, or small: what a laptop can do.")] = "full",
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/reproduce-MODEL-SCALE. It goes on.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value of the study; repeatable.")] = None,
-) -> None:
+) -> dict[str, Any]:
     """Make the paper's tables for a model, beside the published figures."""
     study = Study.of(model, scale, seeds, change)
     name = "-".join(re.findall("[a-z0-9]+", Path(model).name.lower()))
     folder = out or Path("runs") / f"reproduce-{name}-{scale}"
     words = ["dofla", "reproduce", "--model", model, "--table", "{table}", "--seeds", str(seeds), "--scale", scale]
     words += [word for setting in change or [] for word in ("--set", setting)]
-    view = View()
-    make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)
+    view = current_view()
+    made = make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)
     view.say(f"\nMarkdown and JSON are in {folder / 'tables'}")
+    return {"folder": folder, "tables": [one.to_dict() for one in made]}
 
 
 def _quoted(word: str) -> str:

@@ -9,10 +9,10 @@ import torch
 import typer
 
 from dofla.cli.options import Dtype, Seed, StudentArgument, open_student
+from dofla.cli.verb import current_view
 from dofla.data import read_documents
 from dofla.errors import DoflaError
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
-from dofla.view import View
 
 
 def generate(
@@ -27,7 +27,7 @@ def generate(
     document: Annotated[Path | None, typer.Option(help="Text to read into --prompt-state before the prompt.")] = None,
     dtype: Dtype = None,
     seed: Seed = 0,
-) -> None:
+) -> dict[str, Any]:
     """Continue a text with a student."""
     model, tokenizer = open_student(student, dtype)
     start = _prompt_state(model, tokenizer, prompt_state, document)
@@ -37,13 +37,18 @@ def generate(
         inputs = tokenizer.apply_chat_template(message, **options)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].shape[1]:
+        raise DoflaError(f"--prompt {prompt!r} has no tokens: give a text to continue")
     ids, options = inputs["input_ids"].to(model.device), {"max_new_tokens": new_tokens, "do_sample": sample}
     if start is not None:
         ids = torch.cat([start[0].to(model.device), ids], dim=1)
         options["past_key_values"] = start[1]
     torch.manual_seed(seed)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    View().say(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    new = out[0, ids.shape[1] :]
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    current_view().answer(text)
+    return {"prompt": prompt, "text": text, "tokens": new.tolist()}
 
 
 def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:

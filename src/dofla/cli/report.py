@@ -1,0 +1,25 @@
+"""The verb ``dofla report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dofla.cli.verb import current_view
+from dofla.report import REPORT, write_report
+from dofla.view import size
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that dofla run has written.")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; default report.html in the run's folder, or here for several runs.")
+    ] = None,
+) -> dict[str, Any]:
+    """Write a page about one or more runs, one HTML file that needs no network."""
+    view = current_view()
+    path = write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT)), view=view)
+    view.say(f"{path} ({size(path.stat().st_size)})")
+    return {"report": path, "bytes": path.stat().st_size}

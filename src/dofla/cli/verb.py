@@ -1,0 +1,119 @@
+"""What all verbs have in common: options for how much they say, and a result that a program can read."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from transformers.utils import logging as transformers_logging
+
+from dofla.processes import is_first
+from dofla.view import View
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Say everything; show where an error comes from.")]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How much is said, and to whom."""
+
+    verbose: Verbose = False
+    quiet: Quiet = False
+    json: Json = False
+    debug: Debug = False
+
+    def __or__(self, other: Manner) -> Manner:
+        return Manner(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def level(self) -> int:
+        """Of the log."""
+        if self.debug:
+            return logging.DEBUG
+        return logging.INFO if self.verbose else logging.ERROR if self.quiet else logging.WARNING
+
+
+OPTIONS = get_type_hints(Manner, include_extras=True)
+MANNER: ContextVar[Manner] = ContextVar("manner")
+"""Of the command that is being carried out."""
+_VIEW: ContextVar[View] = ContextVar("view")
+
+
+def current_view() -> View:
+    """What the command that is being carried out shows itself on."""
+    return _VIEW.get()
+
+
+def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    """A function as a verb: it gets :data:`OPTIONS`, and what it returns is what ``--json`` prints."""
+
+    @wraps(function)
+    def command(ctx: typer.Context, **given: Any) -> None:
+        manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        with _showing(manner):
+            result = function(**given)
+        if manner.json and is_first():
+            print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
+
+    hints = get_type_hints(function, include_extras=True)
+    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in OPTIONS.items()]
+    first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    own = [p.replace(kind=kind) for p in own]
+    command.__signature__ = inspect.Signature([first, *own, *common])
+    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **OPTIONS}
+    return command
+
+
+@contextmanager
+def _showing(manner: Manner) -> Iterator[None]:
+    """Within the block there is a view, and what is logged is shown on it."""
+    MANNER.set(manner)
+    _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
+    logger, handler = logging.getLogger("dofla"), _Lines()
+    handler.setLevel(manner.level)
+    logger.addHandler(handler)
+    before, _ = logger.level, logger.setLevel(manner.level)
+    transformers_logging.set_verbosity(logging.WARNING if manner.verbose or manner.debug else logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class _Lines(logging.Handler):
+    """Shows what is logged between the bars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        current_view().note(self.format(record))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: text for paths, null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
