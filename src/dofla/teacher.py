@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import load_model
 from dofla.recipe import DataSpec
 
+logger = logging.getLogger(__name__)
+
 
 def windows_of(
     spec: DataSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
@@ -23,23 +26,30 @@ def windows_of(
     if spec.source == "demo":
         return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
     options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
-    return token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+    windows = token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+    logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
+    return windows
 
 
-def load_teacher(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package)."""
+def load_teacher(
+    name: str, dtype: str | None = None, stream: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package); if
+    it is to ``stream``, its layers stay on disk."""
     path = resolve_model(name)
+    logger.info("loading %s", path)
     options = {} if dtype is None else {"dtype": dtype_of(dtype)}
-    return load_model(path, **options), load_tokenizer(path)
+    return load_model(path, stream=stream, **options), load_tokenizer(path)
 
 
 def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer from the first of the folders or hub names that has one."""
     for place in places:
         try:
-            return AutoTokenizer.from_pretrained(place)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+            # Said outright, for otherwise transformers asks on the terminal whether to run a repository's code.
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        except Exception as error:  # a damaged file fails in any way
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
     raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")
 
 

@@ -5,6 +5,17 @@ from dofla.distill.direct import DIRECT
 from dofla.distill.end_to_end import distill_end_to_end
 from dofla.distill.loop import SCHEDULES, History, distill
 from dofla.distill.losses import LOSSES
+from dofla.distill.tracking import tracked
 from dofla.distill.trials import measure_curves
 
-__all__ = ["DIRECT", "LOSSES", "SCHEDULES", "History", "calibrate", "distill", "distill_end_to_end", "measure_curves"]
+__all__ = [
+    "DIRECT",
+    "LOSSES",
+    "SCHEDULES",
+    "History",
+    "calibrate",
+    "distill",
+    "distill_end_to_end",
+    "measure_curves",
+    "tracked",
+]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
-from dofla.files import replacing, write_json
+from dofla.files import cannot_write, write_json
 from dofla.plan import Plan
+from dofla.processes import is_first
+from dofla.tensors import read_tensors, write_tensors
 
 STATE, CURVES = "distill.safetensors", "losses.json"
+logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -26,16 +29,23 @@ class Checkpoint:
     """What is trained, optimiser moments and loss curve of a run in ``folder``, with the settings they belong to.
 
     ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+    Of several processes the first writes, and all read. A run may consist of several trainings, one after the other,
+    each with a ``name`` and a state file of its own; their curves go into one file.
+
+    Attributes:
+        earlier: seconds that the trainings took in processes that were broken off.
     """
 
     def __init__(
         self, folder: str | Path, settings: dict[str, Any], plan: Plan, windows: TokenWindows | Images
     ) -> None:
         self.folder = Path(folder)
+        self.curves: dict[str, list[float]] = {}
+        self.earlier, self._seconds, self._started = 0.0, 0.0, time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DoflaError(f"cannot write to {self.folder}: {error.strerror}") from error
+            raise cannot_write(self.folder, error.errno) from error
         digest = hashlib.blake2b(digest_size=8)
         for data in windows.batch(range(len(windows))).values():
             digest.update(data.cpu().contiguous().view(torch.uint8).numpy())
@@ -43,38 +53,48 @@ class Checkpoint:
         self.settings["data"] = digest.hexdigest()
 
     def resume(
-        self, parts: Mapping[str, nn.Module | nn.Parameter], optimizer, columns: Sequence[str]
+        self, parts: Mapping[str, nn.Module | nn.Parameter], optimizer, columns: Sequence[str], name: str = ""
     ) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
 
         Raises:
             DoflaError: if the file is damaged or belongs to other settings.
         """
-        path = self.folder / STATE
+        path = self._state(name)
+        self._seconds, self._started = 0.0, time.perf_counter()
         if not path.exists():
-            self.save(parts, optimizer, [], columns)
+            self.save(parts, optimizer, [], columns, name)
             return []
+        tensors, metadata = read_tensors(path, "remove it to start over")
         try:
-            with safe_open(path, "pt") as file:
-                found = json.loads((file.metadata() or {})["settings"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            found, seconds = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise DoflaError(f"{path} is damaged ({error}): remove it to start over") from error
         for key, value in json.loads(json.dumps(self.settings)).items():
             if found.get(key) != value:
                 raise DoflaError(
                     f"{path} belongs to a run with another {key}: remove it to start over, or choose another folder"
                 )
-        try:
-            curve = tensors["curve"]
-            with torch.no_grad():
-                for name, tensor in _named_tensors(parts):
-                    tensor.copy_(tensors[name])
-                    if isinstance(tensor, nn.Parameter):
-                        moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
-                        optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
-        except KeyError as error:
-            raise DoflaError(f"{path} is damaged ({error} is missing): remove it to start over") from error
+        curve = tensors.get("curve", torch.empty(0, 0))
+        wanted = dict(_named_tensors(parts))
+        shapes = {name: tensor.shape for name, tensor in wanted.items()}
+        for name, tensor in wanted.items():
+            if isinstance(tensor, nn.Parameter):
+                shapes |= {f"{name}:{key}": tensor.shape for key in _MOMENTS}
+        shapes["curve"] = torch.Size([len(curve), len(columns)] if len(curve) else [0])
+        for name, shape in shapes.items():
+            if name not in tensors or tensors[name].shape != shape:
+                what = f"{name} is missing, or not {list(shape)}"
+                raise DoflaError(f"{path} is damaged ({what}): remove it to start over")
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(tensors[name])
+                if isinstance(tensor, nn.Parameter):
+                    moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
+                    optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
+        self._note(curve.tolist(), columns)
+        self._seconds, self.earlier = seconds, self.earlier + seconds
+        logger.info("%s: going on after %d steps", path, len(curve))
         return curve.tolist()
 
     def save(
@@ -83,18 +103,27 @@ class Checkpoint:
         optimizer,
         curve: list[list[float]],
         columns: Sequence[str],
+        name: str = "",
     ) -> None:
         """Replace the state file and the readable curves, whose ``columns`` are the layers or the one loss of all."""
+        if not is_first():
+            return
         tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
-        for name, tensor in _named_tensors(parts):
-            tensors[name] = tensor.detach().cpu().contiguous()
-            for key in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
-                moment = optimizer.state[tensor].get(key, torch.zeros_like(tensor))
-                tensors[f"{name}:{key}"] = moment.detach().cpu().contiguous()
-        with replacing(self.folder / STATE) as partial:
-            save_file(tensors, partial, metadata={"settings": json.dumps(self.settings)})
-        by_layer = {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
-        write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": by_layer})
+        for key, tensor in _named_tensors(parts):
+            tensors[key] = tensor
+            for moment in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
+                tensors[f"{key}:{moment}"] = optimizer.state[tensor].get(moment, torch.zeros_like(tensor))
+        seconds = self._seconds + time.perf_counter() - self._started
+        metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
+        write_tensors(self._state(name), tensors, metadata)
+        self._note(curve, columns)
+        write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": self.curves}, sealed=True)
+
+    def _state(self, name: str) -> Path:
+        return (self.folder / STATE).with_stem(f"distill-{name}" if name else "distill")
+
+    def _note(self, curve: list[list[float]], columns: Sequence[str]) -> None:
+        self.curves |= {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
 
 
 def _named_tensors(parts: Mapping[str, nn.Module | nn.Parameter]) -> Iterator[tuple[str, Tensor]]:

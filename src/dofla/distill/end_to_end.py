@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +17,20 @@ from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
 from dofla.distill.loop import SCHEDULES, History
 from dofla.distill.objective import Objective, hidden_windows
-from dofla.distill.places import check_reach, placed_anywhere, placed_evenly
+from dofla.distill.places import placed_anywhere, placed_evenly, reach_of
 from dofla.distill.steps import batches_of_step, check_choice, check_enough, check_numbers
 from dofla.distill.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError
-from dofla.extras import extra
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.streaming import is_streamed
+from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.processes import Processes, is_first, processes
 
 PRECISIONS = (None, "bf16")
 _RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
+_WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
 _LONGEST_GRADIENT = 1.0
-_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def distill_end_to_end(
@@ -66,15 +66,16 @@ def distill_end_to_end(
     :func:`dofla.restore` gives it back. :func:`dofla.save_adapter` saves what was learnt with the feature maps;
     ``save_pretrained`` saves the new weights alone, and a student opened from there takes *them* for its teacher's.
 
-    A run that fails leaves the student as it was. In several processes of ``accelerate launch`` each takes its share of
-    every step and all end with the same student; the first writes.
+    A run that fails leaves the student as it was. In several processes (``torchrun``, ``accelerate launch``) each takes
+    its share of the batches of every step, and all end with the student that one process makes when it accumulates as
+    many times as much. The first writes and shows progress.
 
     Args:
         student: a linearised model.
         tokens: windows to train on, N of L tokens.
         steps: of the optimiser.
         batch_size: windows per forward pass, and process.
-        accumulate: forward passes per step.
+        accumulate: forward passes per step, and process.
         weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
             layer; ``maps``, nothing; ``all`` weights.
         lora_rank: of the factors.
@@ -97,7 +98,8 @@ def distill_end_to_end(
     Raises:
         DoflaError: not linearised, or trained end to end already; a number or name out of range; nothing to train;
             fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
-            other settings; accelerate (or peft, for ``lora``) not installed, or set up to shard weights.
+            other settings; a streamed model; another process that has ended; peft (for ``lora``) or accelerate (for
+            several processes) not installed, or accelerate set up to shard weights.
     """
     layers = linear_layers(student)
     refuse_trained(student)
@@ -111,29 +113,24 @@ def distill_end_to_end(
     if not 0 <= window_dropout < 1:
         raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
     rates = _rates(weights, learning_rates or {})
-    check_reach(student, windows, reach)
+    reach = reach_of(student, windows, reach)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
     if student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
-    accelerate = extra("accelerate")
-    # Weights that the loss does not reach (an encoder's pooler) get no gradient, for which DDP would wait.
-    patience = accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = accelerate.Accelerator(kwargs_handlers=[patience])
-    if accelerator.distributed_type.value in _SHARDED:
-        raise DoflaError(
-            f"accelerate is set up for {accelerator.distributed_type.value}, which takes weights apart that are merged "
-            "and exchanged whole: launch data-parallel processes (benchmarks/data_parallel.yaml)"
-        )
-    processes, place = accelerator.num_processes, accelerator.process_index
-    check_enough(windows, batch_size * accumulate * processes)
-    settings = numbers | {"weights": weights, "learning_rates": rates, "schedule": schedule, "seed": seed}
-    settings |= {"window_dropout": window_dropout, "precision": precision, "processes": processes}
+    if is_streamed(student):
+        raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
+    together = processes()
+    accumulate *= together.count
+    check_enough(windows, batch_size * accumulate)
+    settings = numbers | {"accumulate": accumulate, "weights": weights, "learning_rates": rates, "schedule": schedule}
+    settings |= {"seed": seed, "window_dropout": window_dropout, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
 
-    student.to(accelerator.device)
+    student.to(together.home)
     curve: list[list[float]] = []
     with (
+        together.named(),
         torch.enable_grad(),
         torch.random.fork_rng(),
         evaluation_mode(student),
@@ -141,34 +138,39 @@ def distill_end_to_end(
     ):
         torch.manual_seed(seed)
         with trainable(student, weights, lora_rank) as part:
-            learner = _Learner(student, part, accelerator, rates, precision)
+            learner = _Learner(student, part, together, rates, precision)
             settings["loss"] = learner.loss.name
             checkpoint, parts = None, layers | part.weights
             if folder is not None:
                 checkpoint = Checkpoint(folder, settings, plan_of(student), windows)
                 curve = checkpoint.resume(parts, learner.optimizer, [learner.loss.name])
+            together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
             started = time.perf_counter()
             if not curve:
                 calibrate(student, placed_evenly(batches_of_step(windows, batch_size, 1, seed, 0)[0], reach))
+            together.make_alike([*learner.weights, *(x for layer in layers.values() for x in layer.buffers())])
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
-                batches = batches_of_step(windows, batch_size, accumulate * processes, seed, step)
+                batches = batches_of_step(windows, batch_size, accumulate, seed, step)
                 batches = [placed_anywhere(batch, reach, torch.default_generator) for batch in batches]
                 with hidden_windows(student) if hide else nullcontext():
-                    value = learner.gradients(batches, batches[place::processes])
+                    value = learner.gradients(batches, batches[together.place :: together.count])
                 if not math.isfinite(value):
                     raise DoflaError(f"the {learner.loss.name} loss is {value} at step {step}: lower learning_rates")
                 learner.step(SCHEDULES[schedule](step / steps))
                 curve.append([value])
-                due = len(curve) % checkpoint_every == 0 or len(curve) == steps
-                if checkpoint is not None and due and accelerator.is_main_process:
+                if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
                     checkpoint.save(parts, learner.optimizer, curve, [learner.loss.name])
-                if progress:
+                if progress and is_first():
                     progress(len(curve), steps, {learner.loss.name: value})
-            seconds = time.perf_counter() - started
-    if folder is not None and weights == "lora" and accelerator.is_main_process:
+            seconds = time.perf_counter() - started + (0.0 if checkpoint is None else checkpoint.earlier)
+    if folder is not None and weights == "lora" and is_first():
         write_lora(student, Path(folder) / "lora")
+    how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
+    options = {name: value for name, value in settings.items() if name != "loss"}
+    call = "dofla.distill_end_to_end(student, tokens"
+    record_of(student).add_distillation(how, windows, call, options, weights=weights != "maps")
     return History([settings["loss"]], torch.tensor(curve), seconds, settings)
 
 
@@ -176,9 +178,9 @@ class _Learner:
     """Adam on the feature maps and what else of a student trains.
 
     Args:
-        student: on the accelerator's device.
+        student: on the device of this process.
         part: of it that trains, beside the feature maps.
-        accelerator: of accelerate.
+        together: the processes that train it.
         rates: of ``maps`` and ``weights``.
         precision: None or ``bf16``.
     """
@@ -187,36 +189,35 @@ class _Learner:
         self,
         student: PreTrainedModel,
         part: Trainable,
-        accelerator: Any,
+        together: Processes,
         rates: Mapping[str, float],
         precision: str | None,
     ) -> None:
-        self.accelerator, self.loss = accelerator, Objective(student, part.teacher)
-        # By hand: a process can have only one mixed precision of accelerate's.
-        self.autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision == "bf16")
+        self.together, self.loss, self.device = together, Objective(student, part.teacher), student.device
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
         maps = [parameter for layer in linear_layers(student).values() for parameter in layer.parameters()]
         trained = {"maps": maps, "weights": list(part.weights.values())}
         groups = [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
         self.rates, self.weights = [group["lr"] for group in groups], [p for g in groups for p in g["params"]]
         for weight in self.weights:  # so that Adam counts the same steps for all, as a checkpoint does
             weight.grad = torch.zeros_like(weight)
-        self.module, self.optimizer = accelerator.prepare(self.loss, torch.optim.Adam(groups))
+        self.optimizer = torch.optim.Adam(groups)
 
     def gradients(self, step: Sequence[Mapping[str, Tensor]], own: Sequence[Mapping[str, Tensor]]) -> float:
-        """Add the gradients of the batches that are this process's ``own`` of a ``step``; returns the step's loss."""
+        """Make the gradients of a ``step``, of whose batches ``own`` are this process's; returns the step's loss."""
         tokens, windows = sum(map(self.loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
-        total = torch.zeros((), device=self.accelerator.device)
+        total = torch.zeros((), device=self.device)
         for batch in own:
             with self.autocast:
-                part = self.module({k: v.to(total.device) for k, v in batch.items()}, tokens, windows)
-            # The gradients of all processes are averaged, and are to be summed.
-            self.accelerator.backward(part * self.accelerator.num_processes)
+                part = self.loss({k: v.to(self.device) for k, v in batch.items()}, tokens, windows)
+            part.backward()
             total += part.detach()
-        return self.accelerator.reduce(total, "sum").item()
+        self.together.add_gradients(self.weights)
+        return self.together.total(total).item()
 
     def step(self, share: float) -> None:
         """Take the step, at this share of the learning rates."""
-        self.accelerator.clip_grad_norm_(self.weights, _LONGEST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(self.weights, _LONGEST_GRADIENT)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         self.optimizer.step()

@@ -10,32 +10,39 @@ from transformers import PreTrainedModel
 
 from dofla.distill.losses import LOSSES
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.surgery import linear_layers
+from dofla.layer import LinearAttention
+from dofla.processes import ALONE, Processes, alone
 
 
 def layerwise_gradients(
     student: PreTrainedModel,
+    layers: Mapping[str, LinearAttention],
     batches: Sequence[Mapping[str, Tensor]],
     *,
     loss: str,
     rows: int | None,
     generator: Callable[[], torch.Generator],
     own_inputs: bool = False,
+    processes: Processes = ALONE,
 ) -> dict[str, float]:
-    """Add the gradient of each layer's loss to its feature maps; returns the losses, means over ``batches``.
+    """Add the gradient of each layer's loss to its feature maps; returns the losses, means over ``batches`` in which
+    a batch counts by its windows.
 
     Args:
         student: a linearised model; it runs as its own teacher, without gradients.
+        layers: those to train, by the name of their attention module.
         batches: of one step.
         loss: a name in :data:`dofla.distill.LOSSES`.
         rows: query rows that the loss looks at; None for all.
         generator: of the rows; the same for each layer and batch.
         own_inputs: the layers answer the queries and keys of the student, behind layers that are linear already, and
             not the teacher's: a second forward per batch, and memory for the teacher's calls of all layers.
+        processes: each adds the gradient of its share of every batch; the losses are those of all.
     """
-    layers = linear_layers(student)
     losses = dict.fromkeys(layers, 0.0)
     teacher: dict[str, AttentionCall] = {}
+    sizes = [len(next(iter(batch.values()))) for batch in batches]
+    gather, parts = alone, 1.0
 
     def remember(call: AttentionCall) -> None:
         teacher[call.name] = call
@@ -43,15 +50,18 @@ def layerwise_gradients(
     def learn(call: AttentionCall) -> None:
         chosen = call.random_rows(rows or call.query.shape[-2], generator())
         with torch.enable_grad():
-            value = LOSSES[loss](teacher.pop(call.name, call), call, layers[call.name], chosen) / len(batches)
-        value.backward()
+            value = LOSSES[loss](teacher.pop(call.name, call), call, layers[call.name], chosen, gather)
+            value = value / parts
+        if value.requires_grad:  # not if the batch has no window for this process
+            value.backward()
         losses[call.name] += value.item()
 
     with torch.no_grad():
-        for batch in batches:
+        for size, batch in zip(sizes, batches, strict=True):
+            (own, gather), parts = processes.share(batch), sum(sizes) / size
             if own_inputs:
                 with recording(student, layers, remember):
-                    run_body(student, batch)
+                    run_body(student, own)
             with recording(student, layers, learn, linear=own_inputs):
-                run_body(student, batch)
+                run_body(student, own)
     return losses

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,15 @@ from dofla.distill.checkpoint import Checkpoint
 from dofla.distill.direct import DIRECT, next_token_gradients
 from dofla.distill.layerwise import layerwise_gradients
 from dofla.distill.losses import LOSSES
-from dofla.distill.places import check_reach, placed_anywhere, placed_evenly
+from dofla.distill.places import placed_anywhere, placed_evenly, reach_of
 from dofla.distill.steps import batches_of_step, check_choice, check_enough, check_numbers, generator_of
 from dofla.errors import DoflaError
 from dofla.feature_maps import FeatureMap
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.streaming import in_turn, is_streamed
+from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.layer import LinearAttention
+from dofla.processes import Processes, is_first, processes
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -75,12 +80,19 @@ def distill(
 
     Maps that start from data (:func:`dofla.distill.calibrate`) do so on the first batch.
 
+    The layers of a streamed model (``load_model(..., stream=True)``) are trained in turn, each for all steps, with the
+    same result: what a layer needs is the teacher's, so it need not wait for those before it.
+
+    In several processes (``torchrun``, ``accelerate launch``) each takes its share of every batch, and all end with the
+    student that one process makes of batches that are as many times as large. The first writes and shows progress.
+
     Args:
         student: a linearised model; it is its own teacher.
         tokens: windows to train on.
         loss: a name in :data:`dofla.distill.LOSSES`, or ``direct``.
-        epochs: passes over the tokens, unless ``steps`` says how many optimiser steps to take.
-        batch_size: windows per forward pass.
+        epochs: passes over the tokens, unless ``steps`` says how many optimiser steps to take. The last step of a pass
+            takes the windows that are left.
+        batch_size: windows per forward pass, and process.
         accumulate: forward passes per optimiser step.
         rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
             all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
@@ -88,22 +100,25 @@ def distill(
         schedule: a name in :data:`SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
         own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
             in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
-            two forwards. Not for ``direct``, which never does otherwise.
+            two forwards. Not for ``direct``, which never does otherwise. The layers of a streamed model are not trained
+            in turn then: each forward reads them all.
         from_data: let maps that start from data do so.
         reach: read the windows as if they began anywhere among so many positions (of models with rotary ones, where the
-            teacher does not notice). Features see positions through the queries and keys, and a student whose training
-            showed it the first L alone is lost beyond them; one trained with a reach loses a little within L.
+            teacher does not notice). A student that training showed the first L alone is lost beyond them; one with a
+            reach loses a little within L. Default: four times the windows' length for hybrid language models with
+            rotary positions; their length itself leaves windows where they are.
         seed: of the order of the windows and of the rows.
-        folder: where checkpoints and curves go. If a run of the same settings stopped there, it goes on, and ends with
-            the same numbers as if it had not stopped.
+        folder: where checkpoints and curves go, and for a streamed model hidden states that do not fit in memory. If
+            a run of the same settings stopped there, it goes on, and ends with the same numbers as if it had not.
         checkpoint_every: steps between checkpoints.
-        progress: called with (step, steps, loss of each layer) after each step.
+        progress: called with (step, steps, loss of each layer) after each step, of which a streamed model takes
+            ``steps`` for each of its layers.
 
     Raises:
         DoflaError: not linearised; unknown loss, schedule or parameter; ``direct`` for a model that predicts no
-            next token; a number out of range; fewer windows than one step
+            next token, or is streamed; a number out of range; fewer windows than one step
             takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
-            a run of other settings.
+            a run of other settings; another process that has ended.
     """
     layers = linear_layers(student)
     check_choice("loss", loss, [*LOSSES, DIRECT])
@@ -113,55 +128,99 @@ def distill(
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
-    check_reach(student, windows, reach)
-    per_step = batch_size * accumulate
-    check_enough(windows, per_step)
-    steps = steps or epochs * (len(windows) // per_step)
+    reach = reach_of(student, windows, reach)
+    streamed = is_streamed(student)
+    if loss == DIRECT and streamed:
+        raise DoflaError("loss 'direct' takes gradients through all layers, which stay on disk: choose another loss")
+    together = processes()
+    batch_size *= together.count
+    check_enough(windows, batch_size * accumulate)
+    steps = steps or epochs * math.ceil(len(windows) / (batch_size * accumulate))
     settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
     settings |= {"own_inputs": own_inputs, "from_data": from_data, "reach": reach}
-
-    optimizer = torch.optim.Adam(_parameter_groups(layers, learning_rates or {}))
-    optimizer.zero_grad()  # of what a run that was broken off may have left
-    rates = [group["lr"] for group in optimizer.param_groups]
-    curve: list[list[float]] = []
-    columns = [DIRECT] if loss == DIRECT else list(layers)
+    groups = _parameter_groups(layers, settings["learning_rates"])
     checkpoint = Checkpoint(folder, settings, plan_of(student), windows) if folder is not None else None
-    if checkpoint is not None:
-        curve = checkpoint.resume(layers, optimizer, columns)
+    if together.device is not None and not streamed:
+        student.to(together.device)
 
     started = time.perf_counter()
-    if from_data and not curve:
-        first = batches_of_step(windows, batch_size, accumulate, seed, 0)[0]
-        with evaluation_mode(student):
-            calibrate(student, placed_evenly(first, reach))
-    for step in range(len(curve), steps):
-        batches, places = batches_of_step(windows, batch_size, accumulate, seed, step), generator_of(seed, step)
-        batches = [placed_anywhere(batch, reach, places) for batch in batches]
-        with evaluation_mode(student):
-            if loss == DIRECT:
-                losses = next_token_gradients(student, batches)
-            else:
-                options = {"rows": rows, "own_inputs": step >= steps * (1 - own_inputs)}
-                generator = partial(generator_of, seed, step)
-                losses = layerwise_gradients(student, batches, loss=loss, generator=generator, **options)
-        for name, value in losses.items():
-            if not math.isfinite(value):
-                what = "next-token loss" if loss == DIRECT else f"loss of layer {name}"
-                raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * SCHEDULES[schedule](step / steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append(list(losses.values()))
-        if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
-            checkpoint.save(layers, optimizer, curve, columns)
-        if progress:
-            progress(len(curve), steps, losses)
-    return History(columns, torch.tensor(curve), time.perf_counter() - started, settings)
+    curves: dict[str, list[float]] = {}
+    first = placed_evenly(batches_of_step(windows, batch_size, accumulate, seed, 0)[0], reach)
+    in_one = not streamed or own_inputs > 0
+    with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=in_one)) as turns:
+        if from_data and not in_one:
+            calibrate(student, first)
+        for turn in turns:
+            part = {name: layer for name, layer in layers.items() if name.startswith(turn.prefix)}
+            columns = [DIRECT] if loss == DIRECT else list(part)
+            optimizer = torch.optim.Adam(_of(part, groups))
+            optimizer.zero_grad()  # of what a run that was broken off may have left
+            rates = [group["lr"] for group in optimizer.param_groups]
+            name = turn.prefix.removesuffix(".")
+            curve = checkpoint.resume(part, optimizer, columns, name) if checkpoint is not None else []
+            together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
+            if from_data and in_one and not curve:
+                calibrate(student, first)
+            together.make_alike(tensor for layer in part.values() for tensor in layer.state_dict().values())
+            for step in range(len(curve) if part else steps):  # taken before, or not to be taken
+                for batch in _batches(windows, settings, step):
+                    turn.carry(together.share(batch)[0])
+            for step in range(len(curve), steps if part else 0):
+                losses = _gradients(student, part, _batches(windows, settings, step), settings, step, together)
+                together.add_gradients(x for group in optimizer.param_groups for x in group["params"])
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * SCHEDULES[schedule](step / steps)
+                optimizer.step()
+                optimizer.zero_grad()
+                curve.append(list(losses.values()))
+                if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
+                    checkpoint.save(part, optimizer, curve, columns, name)
+                if progress and is_first():
+                    progress(turn.number * steps + len(curve), turn.count * steps, losses)
+            curves |= {column: [losses[n] for losses in curve] for n, column in enumerate(columns)}
+    how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
+    record_of(student).add_distillation(how, windows, "dofla.distill(student, tokens", settings)
+    losses = torch.tensor(list(zip(*curves.values(), strict=True)))
+    earlier = 0.0 if checkpoint is None else checkpoint.earlier
+    return History(list(curves), losses, time.perf_counter() - started + earlier, settings)
 
 
-def _parameter_groups(layers: Mapping[str, torch.nn.Module], given: Mapping[str, float]) -> list[dict]:
+def _batches(windows: TokenWindows | Images, settings: Mapping[str, Any], step: int) -> list[dict[str, Tensor]]:
+    """The batches of a step, of all processes together, where they are read."""
+    seed, places = settings["seed"], generator_of(settings["seed"], step)
+    batches = batches_of_step(windows, settings["batch_size"], settings["accumulate"], seed, step)
+    return [placed_anywhere(batch, settings["reach"], places) for batch in batches]
+
+
+def _gradients(
+    student: PreTrainedModel,
+    layers: Mapping[str, LinearAttention],
+    batches: Sequence[Mapping[str, Tensor]],
+    settings: Mapping[str, Any],
+    step: int,
+    together: Processes,
+) -> dict[str, float]:
+    """Add this process's gradients of a step to the feature maps of ``layers``; the losses, of all processes.
+
+    Raises:
+        DoflaError: a loss that is not finite.
+    """
+    if settings["loss"] == DIRECT:
+        losses = next_token_gradients(student, batches, together)
+    else:
+        options = {name: settings[name] for name in ("loss", "rows")}
+        options["own_inputs"] = step >= settings["steps"] * (1 - settings["own_inputs"])
+        generator = partial(generator_of, settings["seed"], step)
+        losses = layerwise_gradients(student, layers, batches, generator=generator, processes=together, **options)
+    for name, value in losses.items():
+        if not math.isfinite(value):
+            what = "next-token loss" if settings["loss"] == DIRECT else f"loss of layer {name}"
+            raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
+    return losses
+
+
+def _parameter_groups(layers: Mapping[str, LinearAttention], given: Mapping[str, float]) -> list[dict]:
     groups: dict[str, dict] = {}
     for layer in layers.values():
         for feature_map in layer.maps:
@@ -176,6 +235,12 @@ def _parameter_groups(layers: Mapping[str, torch.nn.Module], given: Mapping[str,
     if not groups:
         raise DoflaError("the feature maps of this plan have nothing to train")
     return list(groups.values())
+
+
+def _of(layers: Mapping[str, LinearAttention], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What of the parameter groups belongs to some layers."""
+    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]
 
 
 def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -14,10 +15,12 @@ from dofla.errors import DoflaError
 def batches_of_step(
     windows: TokenWindows | Images, batch_size: int, accumulate: int, seed: int, step: int
 ) -> list[dict[str, Tensor]]:
-    """The batches of one step: a function of seed and step alone, so a resumed run sees the same ones."""
+    """The batches of one step: a function of seed and step alone, so a resumed run sees the same ones.
+
+    Each epoch takes every window once; its last step may have fewer, and a smaller last batch.
+    """
     per_step = batch_size * accumulate
-    steps_per_epoch = len(windows) // per_step
-    epoch, place = divmod(step, steps_per_epoch)
+    epoch, place = divmod(step, math.ceil(len(windows) / per_step))
     order = torch.randperm(len(windows), generator=generator_of(seed, epoch))
     return [windows.batch(chosen) for chosen in order[place * per_step : (place + 1) * per_step].split(batch_size)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from dofla.data import Images, TokenWindows, as_windows, batches
 from dofla.errors import DoflaError
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, evaluation_mode
+from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.spectrum import NORMALIZATIONS, gram_spectrum
@@ -132,7 +134,7 @@ def profile(
     """Measure the degrees of freedom of a softmax model's attention (arXiv 2507.03340, Algorithm 1, steps 1 to 3).
 
     Queries and keys are taken after positions and norms, from a reservoir of ``samples`` vectors per KV head, so memory
-    does not grow with the text.
+    does not grow with the text. The layers of a streamed model are taken in turn, each over all the text.
 
     Args:
         model: the teacher, in any dtype; runs without gradients.
@@ -166,11 +168,13 @@ def profile(
         reservoirs[call.name].add(call)
         tallies[call.name].add(call)
 
-    with evaluation_mode(model), recording(model, sites, look), torch.inference_mode():
-        for batch_number, part in enumerate(parts):
-            run_body(model, windows.batch(part))
-            if progress:
-                progress("reading", batch_number + 1, len(parts))
+    with evaluation_mode(model), closing(in_turn(model)) as turns:
+        for turn in turns:
+            with recording(model, sites, look), torch.inference_mode():
+                for batch_number, part in enumerate(parts):
+                    run_body(model, windows.batch(part))
+                    if progress:
+                        progress("reading", turn.number * len(parts) + batch_number + 1, turn.count * len(parts))
 
     layers = []
     for done, (name, site) in enumerate(sites.items(), start=1):

@@ -1,0 +1,50 @@
+"""The versions that are supported: every Python with the lowest and the highest torch and transformers declared.
+
+    nox --list                                        # the cells
+    nox -s tests -- tests/integration                 # those that can be installed here, on some tests
+    nox -s "tests-3.11(torch='2.13.0', transformers='5.4.0')"
+
+The lowest versions are those of pyproject.toml, the highest the ones pinned in requirements/. docs/versions.md says
+which cells were run.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nox
+
+HERE = Path(__file__).parent
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+TESTS = ["tests/integration", "tests/distill", "tests/attention"]
+PLACED_BY_HAND = ("torch", "transformers", "tokenizers")
+
+nox.options.sessions = ["tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False
+
+
+def pinned() -> dict[str, str]:
+    """What requirements/ pins: version by package."""
+    lines = "\n".join((HERE / "requirements" / name).read_text() for name in ("torch.txt", "dev.txt"))
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", lines, re.MULTILINE))
+
+
+def range_of(package: str) -> list[str]:
+    """The lowest version that pyproject.toml declares, and the one that requirements/ pins."""
+    lowest = re.search(rf'"{package}>=([\d.]+)"', (HERE / "pyproject.toml").read_text())[1]
+    return [lowest + ".0" * (2 - lowest.count(".")), pinned()[package]]
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("transformers", range_of("transformers"))
+@nox.parametrize("torch", range_of("torch"))
+def tests(session: nox.Session, torch: str, transformers: str) -> None:
+    """The tests of what touches torch and transformers, or those that are named."""
+    others = [f"{name}=={version}" for name, version in pinned().items() if name not in PLACED_BY_HAND]
+    if transformers != pinned()["transformers"]:  # whose own requirements exclude some of our pins
+        others = [re.sub("==.*", "", package) for package in others]
+    session.install(f"torch=={torch}", f"transformers=={transformers}", *others)
+    session.install("--no-deps", "--editable", ".")
+    session.run("python", "-m", "pytest", *(session.posargs or TESTS))

@@ -1,0 +1,45 @@
+"""Processes as ``torchrun`` starts them, but forked, which costs no imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+
+PATIENCE = 300
+"""Seconds after which processes count as hanging."""
+
+
+def in_processes(count: int, work: Callable[..., None], *args) -> list[int]:
+    """Call ``work(*args)`` in so many processes at once; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=_run, args=(place, count, port, work, args)) for place in range(count)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(PATIENCE)
+    hanging = [process for process in started if process.is_alive()]
+    for process in hanging:
+        process.kill()
+    assert not hanging, f"{len(hanging)} of {count} processes did not end"
+    return [process.exitcode for process in started]
+
+
+def _run(place: int, count: int, port: int, work: Callable[..., None], args: tuple) -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()  # what the parent found out about itself
+    os.environ |= {"RANK": str(place), "LOCAL_RANK": str(place), "WORLD_SIZE": str(count)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        work(*args)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
