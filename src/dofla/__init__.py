@@ -18,13 +18,14 @@ import dofla.integration  # noqa: F401 - registers dofla with transformers
 from dofla.allocate import allocate
 from dofla.curves import Curves
 from dofla.data import TokenWindows, token_windows
-from dofla.distill import distill, distill_end_to_end, measure_curves
+from dofla.distill import distill, distill_end_to_end, measure_curves, tracked
 from dofla.errors import DoflaError
 from dofla.evaluate import evaluate
 from dofla.integration.checkpoint import load, merge_lora, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
 from dofla.integration.sampled import sample_features
+from dofla.integration.sharing import note, push_adapter
 from dofla.integration.surgery import linearize, restore, softmax
 from dofla.plan import LayerPlan, Plan
 from dofla.profile import Profile
@@ -47,7 +48,9 @@ __all__ = [
     "load_state",
     "measure_curves",
     "merge_lora",
+    "note",
     "profile",
+    "push_adapter",
     "read_prompt",
     "restore",
     "sample_features",
@@ -55,4 +58,5 @@ __all__ = [
     "save_state",
     "softmax",
     "token_windows",
+    "tracked",
 ]

@@ -115,9 +115,10 @@ def teacher(family: str) -> PreTrainedModel:
 def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
     """A plan for all layers of ``model`` that can be linearised.
 
-    Kinds: ``plain``, one number of features; ``ragged``, not the same for all KV heads, a window of 3, 2 sinks;
-    ``exact_window``, ``exact_sinks``, a window or sinks for all of any text; ``softmax_first``, ``softmax_last`` and
-    ``all_softmax``, plain but for the first, the last or all layers. What cannot be linear is kept softmax in all.
+    Kinds: ``plain``, one number of features; ``ragged``, features, window and sinks not the same for all KV heads;
+    ``eight_bits``, the same with exact tokens in eight bits; ``exact_window``, ``exact_sinks``, a window or sinks for
+    all of any text; ``softmax_first``, ``softmax_last`` and ``all_softmax``, plain but for the first, the last or all
+    layers. What cannot be linear is kept softmax in all.
     """
     sites = list(attention_sites(model).values())
     last = len(sites) - 1
@@ -129,8 +130,11 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
             layers.append(dofla.LayerPlan(*shape, keep_softmax=True))
             continue
         ragged = [(5, 7, 7, 5)[head] + n for head in range(site.kv_heads)]
+        each = {"window": [(3, 6, 6, 0)[head] for head in range(site.kv_heads)]}
+        each |= {"sinks": [(2, 1, 1, 2)[head] for head in range(site.kv_heads)]}
         options = {
-            "ragged": {"features": ragged, "window": 3, "sinks": 2},
+            "ragged": {"features": ragged, **each},
+            "eight_bits": {"features": ragged, **each, "token_dtype": "int8"},
             "exact_window": {"features": ragged, "window": POSITIONS},
             "exact_sinks": {"features": ragged, "sinks": POSITIONS},
         }
@@ -140,8 +144,7 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
 
 @cache
 def _student(family: str, kind: str) -> PreTrainedModel:
-    model = teacher(family)
-    return dofla.linearize(model, plan_for(model, kind))
+    return own_student(family, kind)
 
 
 def student(family: str, kind: str = "plain") -> PreTrainedModel:
@@ -150,8 +153,13 @@ def student(family: str, kind: str = "plain") -> PreTrainedModel:
 
 
 def own_student(family: str, kind: str = "plain") -> PreTrainedModel:
-    """A linearised model the caller may change."""
+    """A linearised model the caller may change.
+
+    Those that keep eight bits are in float64: where two ways to the same number differ in its last digit, they may
+    differ by a whole step of the eight bits after rounding.
+    """
     model = teacher(family)
+    model = model.double() if kind == "eight_bits" else model
     return dofla.linearize(model, plan_for(model, kind))
 
 
@@ -164,6 +172,7 @@ def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 CASES = [
     *[(family, "plain") for family in CAUSAL],
     *[(family, "ragged") for family in ("gpt2", "gpt_neox", "llama", "opt")],
+    *[(family, "eight_bits") for family in ("gpt2", "llama", "opt", "bert_decoder")],
     *[(family, kind) for family in ("gpt2", "llama", "bert_decoder") for kind in ("softmax_first", "softmax_last")],
     ("llama", "all_softmax"),
 ]

@@ -102,21 +102,26 @@ def bytes_of_states(model, ids):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
-@pytest.mark.parametrize("kind", ["plain", "ragged"])
+@pytest.mark.parametrize("kind", ["plain", "ragged", "eight_bits"])
 def test_a_state_has_the_bytes_the_plan_says(family, kind):
     model = student(family, kind)
     plan = plan_of(model)
-    expected = plan.state_bytes() + 4 * sum(layer.window + layer.sinks for layer in groups(model))
+    # Each group of heads keeps a weight for every exact token beside keys and values.
+    weights = 4 * sum(sum(exact) for layer in linear_layers(model).values() for exact in layer.exact_tokens)
+    expected = plan.state_bytes(model.dtype) + weights + wider_means(model)
     assert bytes_of_states(model, tokens(1, 30)) == expected
     assert bytes_of_states(model, tokens(3, 300)) == 3 * expected
 
 
-def groups(model):
-    """One entry per group of heads; each keeps a weight for every exact token beside keys and values."""
-    return [layer for layer in linear_layers(model).values() for _ in layer.groups]
+def wider_means(model):
+    """What the features of a model in float64 take beyond those of all others, whose means are float32."""
+    means = sum(sum(layer.features_per_head) * layer.value_dim for layer in plan_of(model).layers)
+    return 4 * means if model.dtype == torch.float64 else 0
 
 
-@pytest.mark.parametrize(("config", "kind"), [(GPT2Config, "plain"), (LlamaConfig, "ragged")])
+@pytest.mark.parametrize(
+    ("config", "kind"), [(GPT2Config, "plain"), (LlamaConfig, "ragged"), (LlamaConfig, "eight_bits")]
+)
 def test_the_state_does_not_grow_over_2000_tokens(config, kind):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
     length = {"max_position_embeddings": 2100, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
@@ -190,3 +195,40 @@ def test_a_student_opens_on_a_device_map(tmp_path):
         ids = tokens(1, 9).to(opened.device)
         with torch.no_grad():
             assert_close(opened(ids).logits.cpu(), model(ids.cpu()).logits, **CLOSE)
+
+
+def test_layers_of_a_student_can_wait_on_disk(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers needs it for device maps")
+    model, ids = student("llama", "ragged"), tokens(2, 9)
+    model.save_pretrained(tmp_path / "student")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "offload"}
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **options)
+    assert all(p.is_meta for name, p in opened.named_parameters() if "layers.1" in name)
+    with torch.no_grad():
+        assert_close(opened(ids).logits, model(ids).logits, **CLOSE)
+    assert_close(opened.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
+    found, expected = (dofla.evaluate(x, ids)["layers"] for x in (opened, model))
+    assert found["model.layers.1.self_attn"]["kl"] == pytest.approx(
+        expected["model.layers.1.self_attn"]["kl"], rel=1e-4
+    )
+    assert all(p.is_meta for name, p in opened.named_parameters() if "layers.1" in name)
+
+
+def test_a_lora_of_a_student_opens_beside_it_again(tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters of weights are its")
+    own_student("llama", "ragged").save_pretrained(tmp_path / "student")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    learner = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "student"), config)
+    learner.save_pretrained(tmp_path / "lora")
+    with torch.no_grad():
+        expected = learner(tokens(2, 9)).logits
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+        assert not torch.allclose(base(tokens(2, 9)).logits, expected, atol=1e-2)
+        opened = peft.PeftModel.from_pretrained(base, tmp_path / "lora")
+        assert_close(opened(tokens(2, 9)).logits, expected, **CLOSE)
+        merged = opened.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        assert_close(dofla.load(tmp_path / "merged")(tokens(2, 9)).logits, expected, **CLOSE)

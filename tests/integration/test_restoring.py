@@ -38,9 +38,10 @@ def everything(model):
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_restored_model_is_the_original_bit_for_bit(family):
-    original, model = teacher(family), own_student(family)
+@pytest.mark.parametrize(("family", "kind"), [*[(family, "plain") for family in FAMILIES], ("llama", "eight_bits")])
+def test_a_restored_model_is_the_original_bit_for_bit(family, kind):
+    model = own_student(family, kind)
+    original = teacher(family).to(model.dtype)
     assert (outputs(model) - outputs(original)).abs().max() > 1e-3
     assert dofla.restore(model) is model
     assert everything(model) == everything(original)
@@ -57,11 +58,12 @@ def test_a_model_with_the_config_of_a_student_has_a_teacher_of_its_own():
         assert_close(outputs(model), outputs(original), rtol=0, atol=0)
 
 
-def test_a_student_can_be_pickled():
-    model = student("llama", "ragged")
+@pytest.mark.parametrize("kind", ["ragged", "eight_bits"])
+def test_a_student_can_be_pickled(kind):
+    model = student("llama", kind)
     other = pickle.loads(pickle.dumps(model))
     assert_close(outputs(other), outputs(model), rtol=0, atol=0)
-    assert_close(outputs(dofla.restore(other)), outputs(teacher("llama")), rtol=0, atol=0)
+    assert_close(outputs(dofla.restore(other)), outputs(teacher("llama").to(model.dtype)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -200,8 +202,9 @@ def test_nothing_can_be_taken_back_out_of_a_state():
     assert cache.get_seq_length() == 5
 
 
-def test_an_emptied_cache_starts_anew():
-    model, ids = student("llama", "ragged"), tokens(1, 9)
+@pytest.mark.parametrize("kind", ["ragged", "eight_bits"])
+def test_an_emptied_cache_starts_anew(kind):
+    model, ids = student("llama", kind), tokens(1, 9)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         first = model(ids, past_key_values=cache).logits
@@ -210,8 +213,9 @@ def test_an_emptied_cache_starts_anew():
         assert_close(model(ids, past_key_values=cache).logits, first, rtol=0, atol=0)
 
 
-def test_rows_of_a_cache_can_be_chosen_and_repeated():
-    model, ids = student("llama", "ragged"), tokens(3, 9)
+@pytest.mark.parametrize("kind", ["ragged", "eight_bits"])
+def test_rows_of_a_cache_can_be_chosen_and_repeated(kind):
+    model, ids = student("llama", kind), tokens(3, 9)
     step = tokens(3, 1, seed=5)
     caches = [DynamicCache(config=model.config) for _ in range(3)]
     with torch.no_grad():

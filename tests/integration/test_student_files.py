@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import dofla
+from dofla.checksums import CHECKSUMS
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors
 from dofla.integration.surgery import linear_layers, plan_of
 
@@ -96,7 +97,7 @@ def test_an_adapter_and_its_base_give_the_student_again(family, tmp_path):
 
 
 def test_an_adapter_holds_the_feature_maps_and_nothing_else(adapter):
-    assert sorted(path.name for path in adapter.iterdir()) == [ADAPTER, WEIGHTS, "plan.json"]
+    assert {path.name for path in adapter.iterdir()} == {ADAPTER, WEIGHTS, "plan.json", "record.json", "README.md"}
     model = dofla.load(adapter)
     held, maps = load_file(adapter / WEIGHTS), feature_map_tensors(model)
     assert held.keys() == maps.keys()
@@ -258,8 +259,31 @@ def shorten_a_feature_map(tensors):
 )
 def test_a_damaged_standalone_student_is_refused(folder, tmp_path, damage, match):
     copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / CHECKSUMS).unlink()  # so that no more is known than the files say themselves
     damage(copied)
     assert_refused(copied, match)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_standalone_student_of_which_a_bit_has_changed_is_refused(folder, tmp_path, name):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    content = bytearray((copied / name).read_bytes())
+    content[-2] ^= 1
+    (copied / name).write_bytes(content)
+    assert_refused(copied, rf"{name} is damaged, or was edited: .* remove its line in {CHECKSUMS}")
+    checksums = json.loads((copied / CHECKSUMS).read_text())
+    del checksums[name]
+    (copied / CHECKSUMS).write_text(json.dumps(checksums))
+    if name == "model.safetensors":
+        dofla.load(copied)
+
+
+def test_what_is_noted_of_a_standalone_student_leaves_it_whole(folder, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    before = (copied / "config.json").read_bytes()
+    dofla.note(copied, base_model="owner/name")
+    assert (copied / "config.json").read_bytes() != before
+    dofla.load(copied)
 
 
 def test_pickled_weights_are_not_opened(folder, tmp_path):

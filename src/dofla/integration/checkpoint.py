@@ -7,21 +7,28 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dofla.checksums import check_checksums
 from dofla.errors import DoflaError
-from dofla.files import new_folder, read_json, replacing, write_json
+from dofla.files import new_folder, read_json, write_json
+from dofla.integration.hub import fetch
 from dofla.integration.lora import factor_pairs, merge_factors
+from dofla.integration.model_card import write_card
+from dofla.integration.saving import completed_record
+from dofla.integration.streaming import device_map
 from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plan import Plan
+from dofla.processes import processes
+from dofla.record import RECORD, Record
+from dofla.tensors import read_tensors, write_tensors
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
+_FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, "plan.json", RECORD]
 
 
 def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -48,8 +55,8 @@ def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor],
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
-    """Write only the feature maps and the plan, with a pointer to the base model; and, of a student that was trained
-    end to end, the low-rank factors or weights it has learnt.
+    """Write only the feature maps and the plan, with a pointer to the base model, a record and a model card; and, of a
+    student that was trained end to end, the low-rank factors or weights it has learnt.
 
     Args:
         model: a linearised model.
@@ -65,41 +72,44 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
 
 def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter's files into an existing folder."""
-    save_file(feature_map_tensors(model), folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, feature_map_tensors(model))
     if lora_of(model):
         write_lora(model, folder)
     elif is_trained(model):
-        weights = {name: weight.detach().cpu().contiguous() for name, weight in weights_of(model).items()}
-        save_file(weights, folder / TRAINED)
-    plan_of(model).save(folder / "plan.json")
+        write_tensors(folder / TRAINED, weights_of(model))
+    write_json(folder / "plan.json", plan_of(model).to_dict(), sealed=True)  # weights belong to it
     base = model.config._name_or_path
     base = str(Path(base).resolve()) if base and Path(base).exists() else base
     write_json(folder / ADAPTER, {"format": 1, "base_model": base, "class": type(model).__name__})
+    record = completed_record(model)
+    record.save(folder / RECORD)
+    write_card(folder, plan_of(model), record, adapter=True)
 
 
-def load(path: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
-    """Open a student: an adapter folder, or a standalone checkpoint.
+def load(
+    path: str | Path, *, base_model: str | Path | None = None, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedModel:
+    """Open a student: an adapter, or a standalone checkpoint.
 
     Args:
-        path: folder written by :func:`save_adapter` or by ``save_pretrained``.
+        path: folder written by :func:`save_adapter` or by ``save_pretrained``, or the name of one on the hub.
+        base_model: folder or hub name of an adapter's base model, if it is not where the adapter says.
         trust_remote_code: allow the base model's repository to bring its own code.
         **kwargs: for ``from_pretrained`` (``dtype``, ``device_map``, ...).
 
     Raises:
-        DoflaError: if the folder holds neither, or what it holds is damaged.
+        DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise DoflaError(f"{folder} is not a folder: pass one written by save_adapter or save_pretrained")
+    folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES)
     if not (folder / ADAPTER).exists():
-        model = load_model(folder, trust_remote_code=trust_remote_code, **kwargs)
+        model = load_model(path, trust_remote_code=trust_remote_code, **kwargs)
         if not is_linearized(model):
-            raise DoflaError(f"{folder} is neither an adapter nor a linearised checkpoint: it is a plain model")
+            raise DoflaError(f"{path} is neither an adapter nor a linearised checkpoint: it is a plain model")
         return model
     adapter = read_json(folder / ADAPTER, "a dofla adapter")
     plan = Plan.load(folder / "plan.json")
-    base = adapter.get("base_model")
-    if not (base and isinstance(base, str)):
+    base = base_model or adapter.get("base_model")
+    if not (base and isinstance(base, (str, Path))):
         raise DoflaError(f"{folder / ADAPTER} names no base model: set 'base_model' to its path or name")
     model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
     # The base of a student that was opened from a standalone checkpoint is that checkpoint.
@@ -108,16 +118,20 @@ def load(path: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) ->
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Give a model, just linearised by the adapter's plan, the adapter's feature maps, and its weights if it has any.
+    """Give a model, just linearised by the adapter's plan, the adapter's feature maps and record, and its weights if it
+    has any.
 
     Raises:
         DoflaError: a file that is missing, damaged, or does not fit.
     """
-    load_feature_map_tensors(model, read_tensors(folder / WEIGHTS), str(folder / WEIGHTS))
+    load_feature_map_tensors(model, read_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
     if (folder / LORA).exists():
         merge_lora(model, folder)
     elif (folder / TRAINED).exists():
         _load_weights(model, folder / TRAINED)
+    record = Record.load(folder / RECORD)
+    record.base_model = record.base_model or model.config.quantization_config.record.base_model
+    model.config.quantization_config.record = record
     return model
 
 
@@ -139,7 +153,7 @@ def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
     refuse_trained(student)
     path = Path(path)
     path = path / LORA if path.is_dir() else path
-    factors = read_tensors(path)
+    factors, _ = read_tensors(path)
     if not factors:
         raise DoflaError(f"{path} holds no low-rank factors: give the folder lora of an end-to-end run")
     modules = dict(student.named_modules())
@@ -161,8 +175,7 @@ def write_lora(student: PreTrainedModel, folder: str | Path) -> None:
     """Write the factors merged into the student, for :func:`merge_lora`; the folder is made if need be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / LORA) as partial:
-        save_file(lora_of(student), partial)
+    write_tensors(folder / LORA, lora_of(student))
 
 
 def refuse_trained(model: PreTrainedModel) -> None:
@@ -176,7 +189,7 @@ def refuse_trained(model: PreTrainedModel) -> None:
 
 def _load_weights(model: PreTrainedModel, path: Path) -> None:
     refuse_trained(model)
-    tensors, weights = read_tensors(path), weights_of(model)
+    (tensors, _), weights = read_tensors(path), weights_of(model)
     if odd := sorted(tensors.keys() ^ weights.keys()):
         raise DoflaError(f"{path} is for another model: {odd[0]} is on one side only")
     for name, weight in weights.items():
@@ -190,13 +203,27 @@ def _load_weights(model: PreTrainedModel, path: Path) -> None:
 
 
 def load_model(
-    name: str | Path, class_name: str | None = None, *, trust_remote_code: bool = False, **kwargs: Any
+    name: str | Path,
+    class_name: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    stream: bool = False,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """A model from a folder or the hub, in the class its config names; in eval mode.
+
+    Args:
+        name: folder, or name on the hub.
+        class_name: of the model in transformers, over the config's.
+        trust_remote_code: allow the model's repository to bring its own code.
+        stream: leave the layers on disk, for models larger than memory (:mod:`dofla.integration.streaming`).
+        **kwargs: for ``from_pretrained``.
 
     Raises:
         DoflaError: no such model, or a checkpoint that does not load.
     """
+    if not stream:
+        check_checksums(Path(name))
     # Without the safetensors flag transformers would fall back to pickled weights.
     kwargs = {"use_safetensors": True, **kwargs}
     # Tensors of another shape are let pass and named below; transformers says no more than that there are some.
@@ -210,27 +237,17 @@ def load_model(
             auto = transformers.AutoModel
         if trust_remote_code and getattr(config, "auto_map", None):
             auto = transformers.AutoModelForCausalLM
+        if stream:
+            with torch.device("meta"):
+                empty = getattr(auto, "from_config", auto)(config)
+            kwargs["device_map"] = device_map(empty, processes().home)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except DoflaError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # a config with a wrong field fails in any way
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DoflaError(f"cannot load model {str(name)!r}: {first_line}") from error
     if loaded["mismatched_keys"] and not resize:
         key, found, expected = min(loaded["mismatched_keys"])
         raise DoflaError(f"cannot load model {str(name)!r}: {key} is {list(found)}, not {list(expected)}")
     return model.eval()
-
-
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """A safetensors file; DoflaError naming it if it is missing, damaged or not finite."""
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise DoflaError(f"{path} does not exist: the checkpoint is incomplete") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DoflaError(f"{path} is damaged ({error}): copy or make it again") from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise DoflaError(f"{path} is damaged: {name} holds NaN or infinity")
-    return tensors

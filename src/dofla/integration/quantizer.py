@@ -16,16 +16,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 from dofla.plan import Plan
+from dofla.record import Record
 
 METHOD = "dofla"
 
 
 @register_quantization_config(METHOD)
 class DoflaConfig(QuantizationConfigMixin):
-    """A plan, as the ``quantization_config`` of a model's config."""
+    """A plan, and the record that goes with it, as the ``quantization_config`` of a model's config."""
 
-    def __init__(self, quant_method: str = METHOD, **plan: Any) -> None:
+    def __init__(self, quant_method: str = METHOD, record: dict[str, Any] | None = None, **plan: Any) -> None:
         self.quant_method = quant_method
+        self.record = Record.from_dict(record or {}, "quantization_config: record")
         self.plan = Plan.from_dict(plan, "quantization_config")
 
     @classmethod
@@ -33,7 +35,8 @@ class DoflaConfig(QuantizationConfigMixin):
         return cls(**plan.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method, **self.plan.to_dict()}
+        record = self.record.to_dict()
+        return {"quant_method": self.quant_method, **self.plan.to_dict(), **({"record": record} if record else {})}
 
 
 @register_quantizer(METHOD)

@@ -102,7 +102,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
         )
 
     with evaluation_mode(model), attention_implementation(model, RECORDING), visiting(visit), torch.no_grad():
-        model(**_a_few_tokens(model))
+        model(**a_few_tokens(model))
     if not sites:
         raise DoflaError(_unreachable(model))
     return sites
@@ -136,7 +136,8 @@ def _refusal(kwargs: dict[str, Any], pattern: bool, crossing: bool) -> str | Non
     return None
 
 
-def _a_few_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
+def a_few_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Something short for the model to read; DoflaError unless it takes text or images."""
     config, device = model.config, model.device
     if model.main_input_name == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2

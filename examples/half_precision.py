@@ -1,0 +1,29 @@
+"""A student in bfloat16: half the bytes of the weights; the feature maps and their state stay in float32, whose range
+the exponents of real heads need.
+
+    python examples/half_precision.py [STUDENT]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from opening import open_student, some_text
+
+
+@torch.no_grad()
+def main(name: str = "demo") -> dict[torch.dtype, float]:
+    model, tokenizer = open_student(name)
+    tokens, losses = some_text(tokenizer, windows=4, seed=7), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        losses[dtype] = model(input_ids=tokens, labels=tokens).loss.item()
+        kinds = {str(p.dtype).removeprefix("torch.") for n, p in model.named_parameters() if ".dofla." in n}
+        size = model.get_memory_footprint() / 2**20
+        print(f"{dtype}: loss {losses[dtype]:.3f}, {size:.1f} MiB, feature maps in {', '.join(kinds)}")
+    return losses
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

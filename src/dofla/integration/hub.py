@@ -1,0 +1,111 @@
+"""What dofla asks of the Hugging Face hub, all of it through huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from dofla.errors import DoflaError
+from dofla.integration.model_card import README, by_hand
+
+_PATIENCE = 3
+"""Seconds; a card may go without a licence."""
+_LICENCE = ("license", "license_name", "license_link")
+_UNREACHABLE = (OfflineModeIsEnabled, HTTPError, OSError)
+
+
+def hub_name(name: str) -> str:
+    """``name`` if it can be that of a repository of the hub and is no folder here; otherwise nothing."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return ""
+    return "" if Path(name).exists() else name
+
+
+def licence_of(model: str) -> dict[str, str]:
+    """``license`` of a model's card, or of its config, with ``license_name`` and ``license_link`` if they are there.
+
+    Args:
+        model: a folder, or a name on the hub, which is asked for a few seconds.
+    """
+    folder = Path(model)
+    try:
+        if folder.is_dir():
+            found = _metadata(folder / README)
+            if not found.get("license"):
+                found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        else:
+            card = HfApi().model_info(model, timeout=_PATIENCE).card_data
+            found = {} if card is None else card.to_dict()
+    except (*_UNREACHABLE, HFValidationError, ValueError):
+        return {}
+    known = {key: found[key] for key in _LICENCE if isinstance(found.get(key), str)}
+    return known if "license" in known else {}
+
+
+def _metadata(path: Path) -> dict:
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def fetch(name: str, files: list[str]) -> Path:
+    """The folder of the cache that holds those ``files`` of a repository that it has; from the cache if offline.
+
+    Raises:
+        DoflaError: it is no name of the hub, or there is no such repository, or none can be reached.
+    """
+    if not hub_name(name):
+        raise DoflaError(f"{name} is not a folder: pass one written by save_adapter or save_pretrained, or a hub name")
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except _UNREACHABLE as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DoflaError(f"{name} is not a folder, and the hub does not give it: {reason}") from error
+
+
+def upload(
+    folder: Path,
+    name: str,
+    *,
+    optional: list[str],
+    private: bool | None,
+    token: str | bool | None,
+    message: str,
+    revision: str | None,
+    create_pr: bool,
+) -> str:
+    """Put a folder into a repository, made if need be, in one commit; a README.md that a person wrote there stays.
+
+    Args:
+        folder: of files, all of which go up.
+        name: of the repository.
+        optional: files that, if the folder has none of them, must not stay in the repository.
+        private, token, message, revision, create_pr: as for ``push_to_hub`` of transformers.
+
+    Returns:
+        The commit's address.
+    """
+    api = HfApi(token=token)
+    name = api.create_repo(name, private=private, exist_ok=True).repo_id
+    if revision is not None and not create_pr:
+        api.create_branch(name, branch=revision, exist_ok=True)
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    if has_own_card(api, name):
+        files.pop(README, None)
+    stale = [file for file in optional if file not in files and api.file_exists(name, file, revision=revision)]
+    operations = [CommitOperationAdd(file, path) for file, path in files.items()]
+    operations += [CommitOperationDelete(file) for file in stale]
+    return api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
+
+
+def has_own_card(api: HfApi, name: str) -> bool:
+    """Whether the repository has a README.md that was written or changed by hand."""
+    return api.file_exists(name, README) and by_hand(Path(api.hf_hub_download(name, README)))

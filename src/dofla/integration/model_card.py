@@ -1,0 +1,171 @@
+"""The model card of a student: README.md, made from its plan and its record."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.models.auto import modeling_auto
+
+import dofla
+from dofla.files import replacing
+from dofla.plan import LayerPlan, Plan
+from dofla.record import Figure, Record
+
+README = "README.md"
+_TEMPLATE = Path(__file__).with_suffix(".md")
+_MARK = "<!-- dofla wrote this card and keeps it up to date, as long as nothing above is changed by hand. {} -->\n"
+_TASKS = (
+    ("AutoModelForCausalLM", "text-generation", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    ("AutoModelForMaskedLM", "fill-mask", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    (
+        "AutoModelForSequenceClassification",
+        "text-classification",
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    (
+        "AutoModelForImageClassification",
+        "image-classification",
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    ("AutoModel", "image-feature-extraction", modeling_auto.MODEL_FOR_IMAGE_MAPPING_NAMES),
+    ("AutoModel", "feature-extraction", modeling_auto.MODEL_MAPPING_NAMES),
+)
+_CONTEXT = 1024
+logger = logging.getLogger(__name__)
+
+
+def write_card(
+    folder: Path, plan: Plan, record: Record, *, adapter: bool, name: str | None = None, tags: Sequence[str] = ()
+) -> None:
+    """Write the README.md of a student's folder, unless there is one that a person has written or changed.
+
+    Args:
+        folder: of a student.
+        plan, record: its.
+        adapter: whether the folder holds an adapter, or a standalone model.
+        name: by which others will load it; default the folder's.
+        tags: further ones.
+    """
+    path = folder / README
+    if by_hand(path):
+        logger.info("%s was written or changed by hand, and stays as it is", path)
+        return
+    card = model_card(plan, record, adapter=adapter, name=name or folder.name, tags=tags)
+    # Once there and back, so that a copy which passes through huggingface_hub is the same to the byte.
+    text = str(ModelCard(str(card))).rstrip() + "\n\n"
+    with replacing(path) as partial:
+        partial.write_text(text + _MARK.format(_digest(text)), encoding="utf-8", newline="\n")
+
+
+def by_hand(path: Path) -> bool:
+    """Whether the file is there and is not, to the letter, what :func:`write_card` wrote."""
+    try:
+        *lines, last = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return False
+    except (UnicodeDecodeError, ValueError):
+        return True
+    return last != _MARK.format(_digest("".join(lines)))
+
+
+def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Sequence[str] = ()) -> ModelCard:
+    """The card itself; see :func:`write_card`."""
+    auto_class, task = _task(record.model_class)
+    causal = task == "text-generation"
+    base = record.base_model or Path(plan.model).name
+    title = f"{base.rpartition('/')[2] or 'model'}-dofla"
+    data = ModelCardData(
+        base_model=record.base_model or None,
+        **record.license,
+        library_name="dofla",
+        pipeline_tag=task,
+        tags=list(dict.fromkeys(["dofla", "linear-attention", *tags])),
+        datasets=record.datasets or None,
+        metrics=list(dict.fromkeys(figure.metric for figure in record.figures)) or None,
+        model_name=title,
+        eval_results=[_result(figure, task) for figure in record.figures] or None,
+    )
+    if not record.figures:
+        data.model_name = None  # which stands in the index of figures only
+    dtype = getattr(torch, record.dtype, torch.float32)
+    linear = sum(not layer.keep_softmax for layer in plan.layers)
+    commands = list(dict.fromkeys(_cell(figure.command) for figure in record.figures))
+    return ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        title=title,
+        base=f"`{base}`" if base else "A model",
+        name=name,
+        adapter=adapter,
+        auto_class=auto_class,
+        causal=causal,
+        record=record,
+        state=_size(plan.state_bytes(dtype)),
+        cache=_size(plan.softmax_bytes(_CONTEXT, dtype)),
+        linear=linear,
+        kept_apart=linear < len(plan.layers),
+        layers=[_row(layer, dtype) for layer in plan.layers],
+        made_by=_cell(", ".join(f"{key} {value}" for key, value in plan.made_by.items() if key != "normalization")),
+        new_weights=any(training.weights for training in record.training),
+        trained_length=max([x.positions for x in record.training if x.positions], default=None),
+        figures=[_figure_row(figure, commands) for figure in record.figures],
+        commands=commands,
+        versions=f"dofla {dofla.__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
+    )
+
+
+def _task(model_class: str) -> tuple[str, str | None]:
+    """The class that opens a model, an Auto class if one does, and the pipeline it is for."""
+    for auto_class, task, names in _TASKS:
+        if model_class in names.values():
+            return auto_class, task
+    return model_class or "AutoModel", None
+
+
+def _result(figure: Figure, task: str | None) -> EvalResult:
+    return EvalResult(
+        task_type=task or "other",
+        dataset_type=figure.source.partition(",")[0],
+        dataset_name=figure.source,
+        metric_type=figure.metric,
+        metric_name=figure.label,
+        metric_value=round(figure.student, 4),
+    )
+
+
+def _row(layer: LayerPlan, dtype: torch.dtype) -> list[Any]:
+    if layer.keep_softmax:
+        return [_cell(layer.name), *[""] * 5, "yes", "grows"]
+    features, window, sinks = (
+        ", ".join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1])) for sizes in zip(*layer.sizes, strict=True)
+    )
+    exact = "8 bits" if layer.token_dtype == "int8" else str(dtype).removeprefix("torch.")
+    size = f"{layer.state_bytes(dtype.itemsize):,}"
+    return [_cell(layer.name), features, window, sinks, exact, layer.feature_map, "no", size]
+
+
+def _figure_row(figure: Figure, commands: list[str]) -> list[str]:
+    teacher = "" if figure.teacher is None else f"{figure.teacher:.4g}"
+    interval = f" ({' to '.join(f'{end:.4g}' for end in figure.interval)})" if figure.interval else ""
+    number = commands.index(_cell(figure.command)) + 1
+    cells = (figure.label, f"{figure.student:.4g}{interval}", teacher, figure.source, f"command {number}")
+    return [_cell(cell) for cell in cells]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

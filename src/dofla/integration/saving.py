@@ -1,0 +1,102 @@
+"""``save_pretrained`` and ``push_to_hub`` of students: transformers' own, and a model card with them.
+
+transformers has no hook that knows the folder, and on a push puts an empty card over the one in it. So two methods of
+``PreTrainedModel`` are wrapped: for a student they see to README.md before and after the method, which does its work
+as ever; for any other model there is nothing but the method. (Attributes of each student would be less far-reaching,
+but make a circle of references: a deleted model would keep its memory until the garbage collector comes by.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard
+from transformers import PreTrainedModel
+
+from dofla.checksums import write_checksums
+from dofla.files import replacing
+from dofla.integration.hub import has_own_card, licence_of
+from dofla.integration.model_card import README, by_hand, write_card
+from dofla.integration.quantizer import DoflaConfig
+from dofla.record import Record
+
+_own_card: ContextVar[bytes | None] = ContextVar("dofla_own_card", default=None)
+"""The README.md that a person has put into the folder being saved to."""
+
+
+def completed_record(model: PreTrainedModel) -> Record:
+    """The student's record, with what can be read off the model and its base."""
+    record = model.config.quantization_config.record
+    record.model_class, record.dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
+    for place in (model.config._name_or_path, record.base_model):
+        if place and not record.license:
+            record.license = licence_of(place)
+    return record
+
+
+def _with_card(save: Callable) -> Callable:
+    """``save_pretrained``; and README.md, unless a person has written it."""
+
+    @wraps(save)
+    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs) -> None:
+        if not _is_student(self):
+            return save(self, save_directory, is_main_process, *args, **kwargs)
+        completed_record(self)  # it goes into config.json
+        card = Path(save_directory) / README
+        own = card.read_bytes() if by_hand(card) else None
+        token = _own_card.set(own)
+        try:
+            save(self, save_directory, is_main_process, *args, **kwargs)
+        finally:
+            _own_card.reset(token)
+        if is_main_process and (card.parent / "config.json").exists():
+            write_checksums(card.parent)
+            if own is None:
+                _write(self, card.parent)
+            elif card.read_bytes() != own:  # a push has put the repository's there
+                _put(card, own)
+        return None
+
+    return save_pretrained
+
+
+def _with_card_in_place(upload: Callable) -> Callable:
+    """``_upload_modified_files``, before which transformers has put the repository's card into the folder, or an empty
+    one if it has none."""
+
+    @wraps(upload)
+    def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs) -> Any:
+        card, own = Path(working_dir) / README, _own_card.get()
+        if _is_student(self) and own is not None:
+            _put(card, own)
+        elif _is_student(self) and not has_own_card(HfApi(token=kwargs.get("token")), repo_id):
+            tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags or ()
+            card.unlink()
+            _write(self, card.parent, name=repo_id, tags=tags)
+        if _is_student(self):
+            write_checksums(card.parent)
+        return upload(self, working_dir, repo_id, *args, **kwargs)
+
+    return _upload_modified_files
+
+
+PreTrainedModel.save_pretrained = _with_card(PreTrainedModel.save_pretrained)
+PreTrainedModel._upload_modified_files = _with_card_in_place(PreTrainedModel._upload_modified_files)
+
+
+def _is_student(model: PreTrainedModel) -> bool:
+    return isinstance(getattr(model.config, "quantization_config", None), DoflaConfig)
+
+
+def _write(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    config = model.config.quantization_config
+    write_card(folder, config.plan, config.record, adapter=False, **options)
+
+
+def _put(path: Path, content: bytes) -> None:
+    with replacing(path) as partial:
+        partial.write_bytes(content)

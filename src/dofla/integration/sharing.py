@@ -1,0 +1,125 @@
+"""Giving a student to others: its adapter on the hub, and what its model card is to say."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from dofla.checksums import renew_checksum
+from dofla.errors import DoflaError
+from dofla.files import read_json, write_json
+from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, save_adapter
+from dofla.integration.hub import hub_name, upload
+from dofla.integration.model_card import write_card
+from dofla.integration.quantizer import METHOD, DoflaConfig
+from dofla.integration.surgery import plan_of, record_of
+from dofla.plan import Plan
+from dofla.record import RECORD, Record
+
+
+def note(
+    student: PreTrainedModel | str | Path,
+    *,
+    figures: Mapping[str, Any] | str | Path | None = None,
+    command: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> None:
+    """Put on record what the student's model card is to say of it; saving the student writes record and card.
+
+    Args:
+        student: a linearised model; or the folder of one, whose card is written anew at once.
+        figures: of :func:`dofla.evaluate`, tasks, or ``dofla probe``; or the JSON file that they were written to. They
+            take the place of earlier ones of the same metric on the same text.
+        command: that measures them again; default the command line of dofla that this process was started with, or
+            the call in Python.
+        base_model: name on the hub of the model it was made from. An adapter is then opened with that one.
+        license: of the base model, and so of the student: an identifier of the hub (``apache-2.0``).
+
+    Raises:
+        DoflaError: not a student; no figures in what was given; a name that no repository can have; a damaged file.
+    """
+    if isinstance(figures, (str, Path)):
+        figures = read_json(figures, "figures of a student")
+    if base_model is not None and not hub_name(base_model):
+        raise DoflaError(f"base_model is {base_model!r}: give a name on the hub, like owner/name")
+
+    def add(record: Record) -> Record:
+        if figures is not None:
+            record.add_figures(figures, command)
+        record.base_model = base_model or record.base_model
+        record.license = {"license": license} if license else record.license
+        return record
+
+    if isinstance(student, PreTrainedModel):
+        add(record_of(student))
+        if base_model is not None:
+            student.config._name_or_path = base_model
+    elif (Path(student) / ADAPTER).exists():
+        folder = Path(student)
+        record = add(Record.load(folder / RECORD))
+        record.save(folder / RECORD)
+        if base_model is not None:
+            write_json(folder / ADAPTER, read_json(folder / ADAPTER, "a dofla adapter") | {"base_model": base_model})
+        write_card(folder, Plan.load(folder), record, adapter=True)
+    else:
+        path = Path(student) / "config.json"
+        config = read_json(path, "the config of a student")
+        ours = config.get("quantization_config")
+        if not isinstance(ours, dict) or ours.get("quant_method") != METHOD:
+            raise DoflaError(f"{student} is no student: {path.name} has no quantization_config of {METHOD}")
+        plan_and_record = DoflaConfig(**ours)
+        add(plan_and_record.record)
+        write_json(path, config | {"quantization_config": plan_and_record.to_dict()})
+        renew_checksum(path)
+        write_card(path.parent, plan_and_record.plan, plan_and_record.record, adapter=False)
+
+
+def push_adapter(
+    student: PreTrainedModel,
+    name: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    commit_message: str = "Upload dofla adapter",
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """Put the adapter of a student on the hub, in one commit; :func:`dofla.load` opens it by its name.
+
+    A README.md there that a person has written stays. ``student.push_to_hub`` puts the whole model there instead.
+
+    Args:
+        student: a linearised model whose base model is on the hub.
+        name: of the repository, which is made if need be.
+        private, token, commit_message, revision, create_pr: as for ``push_to_hub`` of transformers.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        DoflaError: not linearised, or its base model is not on the hub, as far as its name tells.
+    """
+    plan, base = plan_of(student), student.config._name_or_path
+    if not hub_name(base):
+        raise DoflaError(
+            f"the adapter's base model is {base or 'nameless'!r}, which others do not have: "
+            "dofla.note(student, base_model='owner/name') says where it is, push_to_hub puts the whole model there"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = save_adapter(student, Path(temporary) / "adapter")
+        write_card(folder, plan, record_of(student), adapter=True, name=name)
+        return upload(
+            folder,
+            name,
+            optional=[LORA, TRAINED],
+            private=private,
+            token=token,
+            message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )

@@ -1,0 +1,193 @@
+"""Students on the hub: what goes up, what stays there, and what comes back, through huggingface_hub's own code."""
+
+import json
+
+import pytest
+import torch
+import transformers.utils.hub
+from families import own_student, plan_for, teacher, tokens
+from hub_stand_in import serving
+from huggingface_hub import ModelCard, constants
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+import dofla
+from dofla.integration.surgery import plan_of, record_of
+
+CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "checksums.json", "README.md"}
+ADAPTER = {"dofla_adapter.json", "feature_maps.safetensors", "plan.json", "record.json", "README.md"}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with serving() as (hub, address):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # which keeps the address
+        yield hub
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
+
+
+@pytest.fixture
+def base(hub):
+    """The name of a llama teacher on the hub, with a licence."""
+    model = teacher("llama")
+    model.push_to_hub("owner/base")
+    card = hub.repositories["owner/base"]["README.md"].decode()
+    hub.repositories["owner/base"]["README.md"] = card.replace("---\n", "---\nlicense: apache-2.0\n", 1).encode()
+    hub.commits.clear()
+    return "owner/base"
+
+
+@pytest.fixture
+def student(base):
+    """A student of ``base``, with weights that no seed gives."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return dofla.linearize(model, plan_for(model, "ragged"), seed=123)
+
+
+@torch.no_grad()
+def assert_same(opened, student):
+    assert plan_of(opened).to_dict() == plan_of(student).to_dict()
+    ids = tokens(2, 20)
+    assert_close(opened(ids).logits, student(ids).logits, rtol=0, atol=0)
+
+
+def card_of(hub, name):
+    return ModelCard(hub.repositories[name]["README.md"].decode())
+
+
+def test_a_student_is_pushed_whole_and_opens_by_its_name(hub, student):
+    student.push_to_hub("me/student", tags=["stories"])
+    (commit,) = hub.commits
+    assert set(commit["added"]) == CHECKPOINT
+    assert not commit["deleted"]
+    card = card_of(hub, "me/student")
+    assert card.data.base_model == "owner/base"
+    assert card.data.license == "apache-2.0"
+    assert {"dofla", "stories"} <= set(card.data.tags)
+    assert 'from_pretrained("me/student")' in card.text
+    assert_same(AutoModelForCausalLM.from_pretrained("me/student"), student)
+    opened = dofla.load("me/student")
+    assert_same(opened, student)
+    assert record_of(opened).base_model == "owner/base"
+
+
+def test_pushing_again_brings_the_card_up_to_date(hub, student):
+    student.push_to_hub("me/student")
+    dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)), command="python judge.py")
+    student.push_to_hub("me/student")
+    card = card_of(hub, "me/student")
+    assert "python judge.py" in card.text
+    assert {result.metric_type for result in card.data.eval_results} == {"loss", "gap", "kl", "agreement"}
+
+
+def test_a_card_that_someone_wrote_on_the_hub_stays(hub, student):
+    hub.create("me/student")
+    hub.repositories["me/student"]["README.md"] = b"---\nlicense: mit\n---\n\nMine.\n"
+    student.push_to_hub("me/student")
+    assert card_of(hub, "me/student").text.strip() == "Mine."
+    student.push_to_hub("me/other")
+    hub.repositories["me/other"]["README.md"] += b"\nAnd a word of mine.\n"
+    student.push_to_hub("me/other")
+    assert "And a word of mine." in card_of(hub, "me/other").text
+
+
+def test_saving_with_a_push_leaves_foreign_files_and_a_card_written_here_alone(hub, student, tmp_path):
+    folder = tmp_path / "student"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("private")
+    (folder / "README.md").write_text("Written by hand.\n")
+    student.save_pretrained(folder, push_to_hub=True, repo_id="me/student")
+    (commit,) = hub.commits
+    assert set(commit["added"]) == CHECKPOINT
+    assert commit["added"]["README.md"] == b"Written by hand.\n"
+    assert (folder / "README.md").read_text() == "Written by hand.\n"
+    student.save_pretrained(tmp_path / "new", push_to_hub=True, repo_id="me/another")
+    assert "dofla.softmax(model)" in card_of(hub, "me/another").text
+    assert "dofla.softmax(model)" in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_a_pull_request_goes_where_it_was_asked_to(hub, student):
+    student.push_to_hub("me/student", create_pr=True, commit_message="Please")
+    dofla.push_adapter(student, "me/adapter", create_pr=True, commit_message="Please")
+    assert [(commit["summary"], commit["query"]) for commit in hub.commits] == [("Please", "create_pr=1")] * 2
+
+
+def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
+    dofla.push_adapter(student, "me/adapter")
+    (commit,) = hub.commits
+    assert set(commit["added"]) == ADAPTER
+    assert json.loads(commit["added"]["dofla_adapter.json"])["base_model"] == "owner/base"
+    card = card_of(hub, "me/adapter")
+    assert card.data.base_model == "owner/base"
+    assert 'dofla.load("me/adapter")' in card.text
+    opened = dofla.load("me/adapter")
+    assert_same(opened, student)
+    assert record_of(opened) == record_of(student)
+    assert "GET /me/adapter/resolve/main/README.md" not in hub.asked  # nor anything else that is not needed
+
+
+def test_an_adapter_opens_from_the_cache_when_the_hub_is_gone(hub, student, monkeypatch):
+    dofla.push_adapter(student, "me/adapter")
+    dofla.load("me/adapter")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert_same(dofla.load("me/adapter"), student)
+
+
+def test_an_adapter_pushed_over_another_leaves_nothing_of_it(hub, student):
+    dofla.push_adapter(student, "me/adapter")
+    hub.repositories["me/adapter"] |= {"lora.safetensors": b"old", "tokenizer.json": b"{}", "README.md": b"Mine.\n"}
+    hub.commits.clear()
+    dofla.push_adapter(student, "me/adapter")
+    (commit,) = hub.commits
+    assert commit["deleted"] == ["lora.safetensors"]
+    assert "README.md" not in commit["added"]
+    assert hub.repositories["me/adapter"]["README.md"] == b"Mine.\n"
+    assert set(hub.repositories["me/adapter"]) == ADAPTER | {"tokenizer.json"}
+
+
+def test_an_adapter_of_a_base_that_nobody_else_has_is_refused(hub, tmp_path):
+    teacher("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    dofla.linearize(model, plan_for(model))
+    with pytest.raises(dofla.DoflaError, match=r"which others do not have: dofla\.note"):
+        dofla.push_adapter(model, "me/adapter")
+    assert not hub.commits
+    assert "me/adapter" not in hub.repositories
+    hub.create("owner/base")
+    dofla.note(model, base_model="owner/base")
+    dofla.push_adapter(model, "me/adapter")
+    assert json.loads(hub.repositories["me/adapter"]["dofla_adapter.json"])["base_model"] == "owner/base"
+    assert str(tmp_path) not in "".join(map(str, hub.repositories["me/adapter"].values()))
+
+
+def test_a_base_elsewhere_can_be_named_when_an_adapter_is_opened(hub, student, tmp_path):
+    dofla.push_adapter(student, "me/adapter")
+    teacher("llama").save_pretrained(tmp_path / "copy")
+    del hub.repositories["owner/base"]
+    assert_same(dofla.load("me/adapter", base_model=tmp_path / "copy"), student)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"), [("me/none", "the hub does not give it"), ("a/b/c", "is not a folder: pass")]
+)
+def test_what_is_not_on_the_hub_is_refused_in_one_line(hub, name, match):
+    with pytest.raises(dofla.DoflaError, match=match) as caught:
+        dofla.load(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plain_model_of_the_hub_is_no_student(base):
+    with pytest.raises(dofla.DoflaError, match="owner/base is neither an adapter nor a linearised checkpoint"):
+        dofla.load(base)
+
+
+def test_a_restored_model_is_pushed_as_any_other(hub):
+    model = dofla.restore(own_student("llama"))
+    model.push_to_hub("me/plain")
+    assert "dofla" not in hub.repositories["me/plain"]["README.md"].decode()

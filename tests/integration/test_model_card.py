@@ -1,0 +1,373 @@
+"""What a student's folder says of it: README.md and the record that it is made from."""
+
+import copy
+import gc
+import json
+import pickle
+import weakref
+
+import pytest
+import torch
+import yaml
+from families import own_student, plan_for, student, teacher, tokens
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+import dofla
+from dofla import workshop
+from dofla.data import TokenWindows
+from dofla.integration.surgery import plan_of, record_of
+from dofla.recipe import Recipe
+from dofla.record import Record, without_folders
+from dofla.run import run
+
+FIGURES = {
+    "source": "/home/me/my_text.txt.gz (validation)",
+    "windows": 8,
+    "length": 24,
+    "language": {
+        "teacher_loss": 1.5,
+        "student_loss": 1.625,
+        "gap": 0.125,
+        "gap_interval": [0.1, 0.15],
+        "kl": 0.25,
+        "top1_agreement": 0.875,
+    },
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A llama teacher on disk."""
+    teacher("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def student_of(base):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return dofla.linearize(model, plan_for(model, "ragged"))
+
+
+def front_matter(folder):
+    """The YAML of README.md, read without huggingface_hub."""
+    _, block, _ = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(block)
+
+
+def text_of(folder):
+    return ModelCard.load(folder / "README.md").text
+
+
+def saved(model, folder, kind):
+    if kind == "adapter":
+        return dofla.save_adapter(model, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["adapter", "standalone"])
+def test_a_card_says_what_the_student_is(kind, base, tmp_path):
+    model = student_of(base)
+    dofla.note(model, figures=FIGURES, command="dofla evaluate out --data my_text.txt.gz", base_model="owner/name")
+    folder = saved(model, tmp_path / "out", kind)
+    data = front_matter(folder)
+    assert data["base_model"] == "owner/name"
+    assert data["library_name"] == "dofla"
+    assert data["pipeline_tag"] == "text-generation"
+    assert data["tags"] == ["dofla", "linear-attention"]
+    assert data["metrics"] == ["loss", "gap", "kl", "agreement"]
+    (results,) = data["model-index"][0]["results"]
+    values = {metric["type"]: metric["value"] for metric in results["metrics"]}
+    assert values == {"loss": 1.625, "gap": 0.125, "kl": 0.25, "agreement": 0.875}
+    text = text_of(folder)
+    assert ('dofla.load("out")' in text) == (kind == "adapter")
+    assert ('AutoModelForCausalLM.from_pretrained("out")' in text) == (kind == "standalone")
+    assert "| gap, nats per token | 0.125 (0.1 to 0.15) |" in text
+    assert "1. `dofla evaluate out --data my_text.txt.gz`" in text
+    assert "/home/me" not in (folder / "README.md").read_text()
+    # As the hub reads and writes it, not a letter changes.
+    assert str(ModelCard.load(folder / "README.md")) == (folder / "README.md").read_text()
+
+
+def test_the_table_is_the_plan(tmp_path):
+    model = student("gpt2", "softmax_last")
+    model.save_pretrained(tmp_path)
+    plan, columns = plan_of(model), ("name", *"fws", "in", "map", "kept", "bytes")
+    rows = [line.split(" | ") for line in text_of(tmp_path).splitlines() if line.startswith("| transformer.h.")]
+    linear, kept = (dict(zip(columns, row, strict=True)) for row in rows)
+    layer = plan.layers[0]
+    assert linear["name"] == f"| {layer.name}"
+    assert (linear["f"], linear["w"], linear["s"], linear["in"], linear["map"], linear["kept"]) == (
+        *map(str, (layer.features, layer.window, layer.sinks)),
+        *("float32", layer.feature_map, "no"),
+    )
+    assert linear["bytes"].removesuffix(" |") == f"{plan.state_bytes():,}"
+    assert (kept["f"], kept["kept"]) == ("", "yes")
+    assert "1 of 2 attention layers are linear, the others keep softmax attention." in text_of(tmp_path)
+    assert f"{plan.state_bytes() / 1024:.1f} KiB of state per sequence" in text_of(tmp_path).replace("\n", " ")
+
+
+@pytest.mark.parametrize(("family", "auto_class", "task"), [
+    ("bert", "AutoModel", "feature-extraction"),
+    ("roberta", "AutoModelForMaskedLM", "fill-mask"),
+    ("vit", "AutoModelForImageClassification", "image-classification"),
+])  # fmt: skip
+def test_a_card_names_the_class_and_the_pipeline_of_its_model(family, auto_class, task, tmp_path):
+    student(family).save_pretrained(tmp_path)
+    assert front_matter(tmp_path)["pipeline_tag"] == task
+    assert f"model = {auto_class}.from_pretrained" in text_of(tmp_path)
+    assert "state per sequence" not in text_of(tmp_path)
+
+
+def test_training_is_put_on_record(base, tmp_path):
+    model = student_of(base)
+    windows = TokenWindows(tokens(8, 24), source="owner/stories@train (train)")
+    dofla.distill(model, windows, steps=2, rows=8, reach=24)
+    dofla.distill_end_to_end(model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, reach=64)
+    layerwise, whole = record_of(model).training
+    assert (layerwise.steps, layerwise.positions, layerwise.weights) == (2, 24, False)
+    assert layerwise.command.startswith("dofla.distill(student, tokens, loss='output', steps=2, batch_size=2")
+    assert (whole.steps, whole.positions, whole.weights) == (1, 64, True)
+    assert whole.text == "mine.txt (train), 4 windows of 24 tokens, read anywhere among 64 positions"
+    for kind in ("adapter", "standalone"):
+        folder = saved(model, tmp_path / kind, kind)
+        assert front_matter(folder)["datasets"] == ["owner/stories"]
+        text = text_of(folder)
+        assert "feature maps, layer by layer: 2 steps on owner/stories@train (train), 8 windows of 24 tokens" in text
+        assert whole.command in text
+        assert "Training showed it 64 positions" in text
+        assert ("no longer the original's" in text) == (kind == "standalone")
+        assert record_of(dofla.load(folder)) == record_of(model)
+    # The command does it again.
+    again = student_of(base)
+    eval(layerwise.command, {"dofla": dofla, "student": again, "tokens": windows})
+    assert record_of(again).training == [layerwise]
+
+
+def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
+    student("llama").save_pretrained(tmp_path)
+    assert "No training is recorded." in text_of(tmp_path)
+    assert "None are recorded." in text_of(tmp_path)
+    assert not {"datasets", "metrics", "model-index", "base_model", "license"} & front_matter(tmp_path).keys()
+    assert "could not be read from here" in text_of(tmp_path)
+
+
+# Licence
+
+
+@pytest.mark.parametrize(
+    ("card", "config", "expected"),
+    [
+        ("---\nlicense: apache-2.0\n---\n", {}, {"license": "apache-2.0"}),
+        (
+            "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---\n",
+            {},
+            {"license": "other", "license_name": "mine", "license_link": "LICENSE"},
+        ),
+        ("No front matter.", {"license": "mit"}, {"license": "mit"}),
+        ("---\nlicense: [a, b]\n---\n", {}, {}),
+        ("---\n: : [\n---\n", {}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_the_licence_is_that_of_the_base_model(card, config, expected, base, tmp_path):
+    if card is not None:
+        (base / "README.md").write_text(card)
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | config))
+    model = student_of(base)
+    model.save_pretrained(tmp_path / "out")
+    assert {k: v for k, v in front_matter(tmp_path / "out").items() if k.startswith("license")} == expected
+    base.rename(tmp_path / "gone")
+    dofla.load(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert {k: v for k, v in front_matter(tmp_path / "again").items() if k.startswith("license")} == expected
+
+
+def test_a_licence_can_be_given(base, tmp_path):
+    model = student_of(base)
+    dofla.note(model, license="cc-by-4.0")
+    assert front_matter(saved(model, tmp_path / "out", "adapter"))["license"] == "cc-by-4.0"
+
+
+# Cards written by hand
+
+
+@pytest.mark.parametrize("change", [lambda text: "Mine.\n", lambda text: text + "More.\n", lambda text: "", None])
+def test_a_card_that_a_person_wrote_or_changed_stays(change, tmp_path):
+    model, path = own_student("llama"), tmp_path / "README.md"
+    model.save_pretrained(tmp_path)
+    if change is not None:
+        path.write_text(change(path.read_text()))
+    before = path.read_text()
+    dofla.note(model, figures=FIGURES)
+    model.save_pretrained(tmp_path)
+    assert (path.read_text() == before) == (change is not None)
+    assert ("0.125" in path.read_text()) == (change is None)
+
+
+def test_line_ends_of_another_system_are_no_change_by_hand(tmp_path):
+    model, path = own_student("llama"), tmp_path / "README.md"
+    model.save_pretrained(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    dofla.note(model, figures=FIGURES)
+    model.save_pretrained(tmp_path)
+    assert "0.125" in path.read_text()
+
+
+# Notes
+
+
+@pytest.mark.parametrize("kind", ["adapter", "standalone"])
+def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
+    folder = saved(student_of(base), tmp_path / "out", kind)
+    (tmp_path / "evaluation.json").write_text(json.dumps(FIGURES))
+    weights = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    dofla.note(folder, figures=tmp_path / "evaluation.json", command="python judge.py")
+    assert "python judge.py" in text_of(folder)
+    other = FIGURES | {"language": FIGURES["language"] | {"gap": 0.0625}}
+    dofla.note(str(folder), figures=other)
+    dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
+    gaps = [(f.student, f.source) for f in record_of(dofla.load(folder, base_model=base)).figures if f.metric == "gap"]
+    text = "my_text.txt.gz (validation), 8 windows of 24 tokens"
+    assert gaps == [(0.0625, text), (0.125, "another.txt, 8 windows of 24 tokens")]
+    assert front_matter(folder)["base_model"] == "owner/base"
+    assert weights == {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_figures_of_tasks_encoders_and_recall_are_known(tmp_path):
+    model = own_student("llama")
+    accuracy = {"student": 0.5, "teacher": 0.75}
+    dofla.note(model, figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "acc": accuracy}]}})
+    row = {"length": 128, "teacher": {"accuracy": 1.0}}
+    rows = [row | {"n": n, "student": {"accuracy": share}} for n, share in ((1, 1.0), (3, 0.0))]
+    dofla.note(model, figures={"recall": {"text": "pairs", "records": rows}})
+    dofla.note(model, figures={"source": "x", "windows": 3, "embeddings": {"cosine": 0.9, "spearman": 0.8}})
+    found = {figure.metric: (figure.student, figure.teacher, figure.source) for figure in record_of(model).figures}
+    assert found == {
+        "accuracy": (0.5, 0.75, "arc, 40 items"),
+        "recall": (0.25, 1.0, "pairs, 4 questions in 128 tokens"),
+        "cosine": (0.9, None, "x, 3 windows"),
+        "spearman": (0.8, None, "x, 3 windows"),
+    }
+    model.save_pretrained(tmp_path)
+    results = front_matter(tmp_path)["model-index"][0]["results"]
+    assert sorted(metric["type"] for result in results for metric in result["metrics"]) == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"figures": {}}, "figures hold none"),
+        ({"figures": {"language": {"gap": 1}}}, "not those of an evaluation .*student_loss"),
+        ({"figures": {"language": 3}}, "not those of an evaluation"),
+        ({"figures": "nowhere.json"}, "nowhere.json does not exist"),
+        ({"base_model": "a folder/of mine"}, "base_model is 'a folder/of mine'"),
+    ],
+)
+def test_what_is_no_note_is_refused(options, match):
+    model = own_student("llama")
+    with pytest.raises(dofla.DoflaError, match=match):
+        dofla.note(model, **options)
+    assert record_of(model) == Record()
+
+
+def test_notes_on_what_is_no_student_are_refused(base, tmp_path):
+    with pytest.raises(dofla.DoflaError, match="not linearised"):
+        dofla.note(teacher("llama"), license="mit")
+    with pytest.raises(dofla.DoflaError, match="is no student"):
+        dofla.note(base, license="mit")
+    with pytest.raises(dofla.DoflaError, match="does not exist"):
+        dofla.note(tmp_path / "nothing", license="mit")
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ([], "record.json is not"),
+        ({"base_model": 3}, "base_model is 3: expected str"),
+        ({"training": [{"how": "x"}]}, r"training\[0\]: 'text' is missing"),
+        ({"license": {"license": 3}}, "license is"),
+        ({"figures": 3}, "figures is 3"),
+    ],
+)
+def test_a_damaged_record_is_refused_in_one_line(record, match, base, tmp_path):
+    folder = saved(student_of(base), tmp_path / "out", "adapter")
+    (folder / "record.json").write_text(json.dumps(record))
+    with pytest.raises(dofla.DoflaError, match=match) as caught:
+        dofla.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_without_a_record_and_one_of_a_later_version_open(base, tmp_path):
+    folder = saved(student_of(base), tmp_path / "out", "adapter")
+    (folder / "record.json").write_text(json.dumps({"base_model": "owner/name", "colour": "green"}))
+    assert record_of(dofla.load(folder)).base_model == "owner/name"
+    (folder / "record.json").unlink()
+    assert record_of(dofla.load(folder)) == Record()
+
+
+# How it hangs on the model
+
+
+def test_a_student_is_freed_copied_and_pickled_as_any_model(tmp_path):
+    model, plain = own_student("llama"), teacher("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        watched = [weakref.ref(model), weakref.ref(plain)]
+        copies = {"copied": copy.deepcopy(model), "pickled": pickle.loads(pickle.dumps(model))}
+        del model, plain
+        assert [watch() for watch in watched] == [None, None]
+    finally:
+        gc.enable()
+    for name, one in copies.items():
+        dofla.note(one, license=name)
+        with torch.no_grad():
+            one.lm_head.weight.zero_()
+        one.save_pretrained(tmp_path / name)
+        assert front_matter(tmp_path / name)["license"] == name
+        assert not dofla.load(tmp_path / name).lm_head.weight.any()
+
+
+def test_only_students_write_cards_and_only_the_first_process(tmp_path):
+    model = own_student("llama")
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not (tmp_path / "other" / "README.md").exists()
+    dofla.restore(model).save_pretrained(tmp_path / "plain")
+    teacher("llama").save_pretrained(tmp_path / "teacher")
+    assert not list(tmp_path.glob("*/README.md"))
+
+
+def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_path, monkeypatch):
+    arguments = ["run", "/home/me/tiny.yaml", "--set", "data.source=/home/me/a b.txt"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/dofla", *arguments])
+    text = TokenWindows(tokens(8, 24), source="/home/me/a b.txt (train)")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    monkeypatch.setattr(workshop, "load_teacher", lambda *_: (model, None))
+    monkeypatch.setattr(workshop, "windows_of", lambda *_, **__: text)
+    data = {"model": "tiny", "budget": 8, "students": [{"name": "Even", "strategy": "hybrid"}]}
+    data |= {"profile": {"samples": 32, "windows": 4}, "distill": {"steps": 2, "rows": 8}}
+    run(Recipe.from_dict(data), tmp_path / "run")
+    folder = tmp_path / "run" / "students" / "even-seed0" / "adapter"
+    record = record_of(dofla.load(folder))
+    command = "dofla run tiny.yaml --set 'data.source=a b.txt'"
+    assert [training.command for training in record.training] == [command]
+    assert {figure.command for figure in record.figures} == {command}
+    figures = json.loads((folder.parent / "evaluation.json").read_text())
+    assert record.figures[1].student == figures["language"]["gap"]
+    assert f"1. `{command}`" in text_of(folder)
+    assert "a b.txt (train), 8 windows of 24 tokens" in text_of(folder)
+    assert "/home/me" not in "".join(path.read_text() for path in folder.glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("/home/me/a.txt (train)", "a.txt (train)"),
+        ("../shared/a.txt, ~/b.txt (train)", "a.txt, b.txt (train)"),
+        ("data.source=/x/y.txt", "data.source=y.txt"),
+        ("owner/name:config@split (train)", "owner/name:config@split (train)"),
+        ("runs/demo/a.txt", "runs/demo/a.txt"),
+    ],
+)
+def test_folders_outside_this_one_are_not_given_away(said, shown):
+    assert without_folders(said) == shown
