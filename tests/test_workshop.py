@@ -58,7 +58,7 @@ def test_curves_are_measured_once_for_all_seeds_and_spent(tmp_path, measurements
     (file,) = folder.glob("curves*.json")
     ((budget, options),) = measurements
     assert budget == BUDGET
-    expected = CURVES | {"feature_map": "mlp", "keep_softmax": [], "seed": 0}
+    expected = CURVES | {"feature_map": "mlp", "token_dtype": None, "keep_softmax": [], "seed": 0}
     assert {key: value for key, value in options.items() if key != "progress"} == expected
     curves = Curves.load(file)
     assert [curve.name for curve in curves.layers] == [FIRST, SECOND]
@@ -66,7 +66,7 @@ def test_curves_are_measured_once_for_all_seeds_and_spent(tmp_path, measurements
     expected = dofla.allocate(profile, BUDGET, "measured", curves=curves)
     for seed in (0, 1):
         assert plan_of(folder, "measured", seed).to_dict() == expected.to_dict()
-    cost = HeadCost.of(8, 8, 4)
+    cost = HeadCost.of(8, 8, 4, "int8")
     assert {(x.features, x.window, x.sinks) for x in plan_of(folder, "even").layers} == {
         split(BUDGET * cost.feature, cost)
     }
@@ -103,6 +103,25 @@ def test_each_feature_map_has_curves_of_its_own(tmp_path, measurements):
     assert [options["feature_map"] for _, options in measurements] == ["mlp", "exponential"]
     assert len(list(folder.glob("curves*.json"))) == 2
     assert {x.feature_map for x in plan_of(folder, "b").layers} == {"exponential"}
+
+
+def test_each_way_to_keep_tokens_has_curves_of_its_own(tmp_path, measurements):
+    students = [
+        {"name": "A"},
+        {"name": "B", "token_dtype": "model"},
+        {"name": "C", "token_dtype": "model", "per_head": False},
+        {"name": "D", "token_dtype": "model", "strategy": "hybrid"},
+        {"name": "E", "token_dtype": "int8", "strategy": "dof", "window": 2},
+        {"name": "F", "strategy": "dof", "window": 2},
+    ]
+    folder = tmp_path / "run"
+    run(recipe(tmp_path, students, ["seeds=[0]"]), folder)
+    assert [options["token_dtype"] for _, options in measurements] == [None, "model"]
+    assert len(list(folder.glob("curves*.json"))) == 2
+    expected = {"a": "int8", "b": "model", "c": "model", "d": "model", "e": "int8", "f": "model"}
+    for name, token_dtype in expected.items():
+        assert {x.token_dtype for x in plan_of(folder, name).layers} == {token_dtype}
+    assert all(len(set(x.sizes)) == 1 for x in plan_of(folder, "c").layers)
 
 
 def test_a_context_lets_layers_stay_softmax(tmp_path, measurements):

@@ -1,4 +1,4 @@
-"""Running a recipe: profile, then per student allocate, linearise, distil, evaluate; all into one folder.
+"""Running a recipe: profile, then per student allocate, linearise, distil, evaluate, and a report; all into one folder.
 
 The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
 """
@@ -12,7 +12,11 @@ from typing import Any
 from dofla.evaluate import evaluate
 from dofla.evaluate.samples import continuations
 from dofla.files import read_json, write_json
+from dofla.integration.sharing import note
+from dofla.lock import locked
+from dofla.processes import is_first
 from dofla.recipe import Recipe, StudentSpec
+from dofla.report import REPORT, write_report
 from dofla.view import View
 from dofla.workshop import Workshop, claim
 
@@ -28,9 +32,13 @@ def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[st
         view: where progress and tables go; silent by default.
 
     Raises:
-        DoflaError: bad input of any kind, or a folder that holds something else.
+        DoflaError: bad input of any kind, or a folder that holds something else or that another process works in.
     """
-    folder, view = Path(folder), view or View(quiet=True)
+    with locked(folder):
+        return _run(recipe, Path(folder), view or View(quiet=True))
+
+
+def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
     claim(folder, RECIPE, recipe.to_dict())
     workshop = Workshop(recipe, folder, view)
     view.profile(workshop.profile(), recipe.lam)
@@ -39,8 +47,10 @@ def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[st
         runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
-    write_json(folder / RESULTS, results)
+    write_json(folder / RESULTS, results, sealed=True)
     view.results(results)
+    if is_first():
+        write_report([folder], folder / REPORT, workshop=workshop, view=view)
     return results
 
 
@@ -55,7 +65,8 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, 
         figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
         if options.prompts and model.can_generate():
             figures["samples"] = continuations(model, workshop.tokenizer, windows, options)
-        write_json(path, figures)
+        note(workshop.adapter(spec, seed), figures=figures)
+        write_json(path, figures, sealed=True)
     return figures
 
 

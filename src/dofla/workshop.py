@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,23 @@ import dofla
 from dofla.allocate import allocate
 from dofla.curves import Curves
 from dofla.data import TokenWindows
-from dofla.distill import distill, distill_end_to_end, measure_curves
+from dofla.distill import distill, distill_end_to_end, measure_curves, tracked
+from dofla.distill.tracking import Progress
 from dofla.errors import DoflaError
-from dofla.files import new_folder, read_json, replacing, write_json
+from dofla.files import read_json, replacing, write_json
 from dofla.hybrid import FEATURE_MAP
 from dofla.integration.checkpoint import apply_adapter, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
 from dofla.plan import Plan
+from dofla.processes import processes
 from dofla.profile import Profile
-from dofla.recipe import DataSpec, Recipe, StudentSpec
+from dofla.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.teacher import load_teacher, windows_of
-from dofla.view import View, loss_range
+from dofla.view import View
 
+logger = logging.getLogger(__name__)
 _MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
 END_TO_END = "end_to_end"
 
@@ -49,7 +53,7 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
         self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
-        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype)
+        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream)
         self._windows: dict[str, TokenWindows] = {}
         self._profile: Profile | None = None
 
@@ -72,7 +76,7 @@ class Workshop:
         if not folder.exists():
             some = self.training().take(spec.windows)
             started = time.perf_counter()
-            with self.view.progress("profile") as progress:
+            with self.view.progress("profile") as bar:
                 measured = profile(
                     self.model,
                     some,
@@ -81,10 +85,12 @@ class Workshop:
                     normalization=spec.normalization,
                     keep_softmax=sorted(self.recipe.kept_by_all()),
                     seed=self.recipe.seeds[0],
-                    progress=lambda stage, done, total: progress(done, total, stage),
+                    progress=bar.stage,
                 )
-            measured.save(folder)
-            write_json(self.folder / _PROFILED, {"seconds": round(time.perf_counter() - started, 1)})
+            seconds = round(time.perf_counter() - started, 1)
+            write_json(self.folder / _PROFILED, {"seconds": seconds}, sealed=True)
+            measured.save(folder)  # last, for what is there counts as done
+        processes().wait()
         self._profile = self._profile or Profile.load(folder)
         return self._profile
 
@@ -95,21 +101,24 @@ class Workshop:
     def curves(self, spec: StudentSpec) -> Curves:
         """The teacher's error curves for a student's feature map, around the recipe's budget, measured once."""
         feature_map, options = spec.feature_map or FEATURE_MAP, vars(self.recipe.curves).copy()
-        path = self.folder / f"curves-{feature_map}.json"
+        kept_as = "" if spec.token_dtype is None else f"-{spec.token_dtype}"
+        path = self.folder / f"curves-{feature_map}{kept_as}.json"
         if not path.exists():
             some = self.training().take(options.pop("windows"))
-            with self.view.progress(f"error curves, {feature_map}") as progress:
+            with self.view.progress(f"error curves, {feature_map}") as bar:
                 measured = measure_curves(
                     self.model,
                     some,
                     self.recipe.budget,
                     feature_map=feature_map,
+                    token_dtype=spec.token_dtype,
                     keep_softmax=sorted(x.name for x in self.profile().skipped),  # other students may want the rest
                     seed=self.recipe.seeds[0],
-                    progress=lambda stage, done, total: progress(done, total, stage),
+                    progress=bar.stage,
                     **options,
                 )
             measured.save(path)
+        processes().wait()
         return Curves.load(path)
 
     def plan(self, spec: StudentSpec) -> Plan:
@@ -129,12 +138,17 @@ class Workshop:
             context=spec.context,
             window=spec.window,
             sinks=spec.sinks,
+            token_dtype=spec.token_dtype,
             keep_softmax=[name for name in spec.keep_softmax if name not in skipped],
         )
 
     def home(self, spec: StudentSpec, seed: int) -> Path:
         """The student's folder."""
         return self.folder / "students" / f"{'-'.join(re.findall('[a-z0-9]+', spec.name.lower()))}-seed{seed}"
+
+    def adapter(self, spec: StudentSpec, seed: int) -> Path:
+        """The folder of the student's adapter."""
+        return self.home(spec, seed) / (END_TO_END if spec.end_to_end else "") / "adapter"
 
     @contextmanager
     def student(self, spec: StudentSpec, seed: int) -> Iterator[PreTrainedModel]:
@@ -144,10 +158,12 @@ class Workshop:
         plan.save(home / "plan.json")
         linearize(self.model, plan, seed=seed)
         try:
+            logger.info("student %s of seed %d, in %s", spec.name, seed, home)
             if spec.end_to_end and (home / END_TO_END / "adapter").exists():
                 apply_adapter(self.model, home / END_TO_END / "adapter")
             else:
                 self._make(spec, seed, home)
+            processes().wait()
             yield self.model
         finally:
             restore(self.model)
@@ -177,29 +193,37 @@ class Workshop:
         if not spec.trained:
             return
         options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}
-        with self.view.progress(f"distill {spec.name}, seed {seed}") as progress:
+        with self._progress(f"distill {spec.name}, seed {seed}", home) as progress:
             history = distill(
                 self.model,
                 self.training(),
                 from_data=spec.start == "data",
                 seed=seed,
                 folder=home / "distill",
-                progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),
+                progress=progress,
                 **options,
             )
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
 
     def _train_end_to_end(self, spec: StudentSpec, seed: int, home: Path) -> None:
-        with self.view.progress(f"distill {spec.name} end to end, seed {seed}") as progress:
+        with self._progress(f"distill {spec.name} end to end, seed {seed}", home) as progress:
             history = distill_end_to_end(
                 self.model,
                 self.training(),
                 seed=seed,
                 folder=home,
-                progress=lambda step, steps, losses: progress(step, steps, loss_range(losses)),
+                progress=progress,
                 **vars(self.recipe.end_to_end),
             )
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
+
+    @contextmanager
+    def _progress(self, label: str, home: Path) -> Iterator[Progress]:
+        """Of a training, on the view and on the recipe's trackers."""
+        run = "-".join(home.relative_to(self.folder / "students").parts)
+        logs = self.folder / "track"
+        with self.view.progress(label) as bar, tracked(self.recipe.track, logs, run, bar.losses) as progress:
+            yield progress
 
 
 def _seconds(path: Path) -> float:
@@ -207,20 +231,27 @@ def _seconds(path: Path) -> float:
 
 
 def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
-    """Make ``folder`` with ``data`` as its file ``name``, or see that it holds the same.
+    """Give ``folder``, which is locked, ``data`` as its file ``name``, or see that it holds the same.
 
     Raises:
         DoflaError: if it holds something else.
     """
     folder = Path(folder)
     if (folder / name).exists():
-        if yaml.safe_load((folder / name).read_text(encoding="utf-8")) != data:
+        if _essence(read_yaml(folder / name)) != _essence(data):
             raise DoflaError(f"{folder} exists already, with another recipe: choose another folder or remove it")
         return
-    with new_folder(folder) as out:
-        write_json(out / _MACHINE, machine())
-        with replacing(out / name) as partial:
-            partial.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(path.name != _MACHINE and not path.name.startswith(".") for path in folder.iterdir()):
+        raise DoflaError(f"{folder} exists already, and is no run's: choose another folder or remove it")
+    write_json(folder / _MACHINE, machine())
+    with replacing(folder / name) as partial:
+        partial.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+
+
+def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
+    """All of a recipe but what has no influence on what comes out."""
+    return {key: value for key, value in recipe.items() if key not in ("track", "stream")}
 
 
 def machine() -> dict[str, Any]:
@@ -231,6 +262,16 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
+        "processor": _processor(),
         "cpu_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _processor() -> str:
+    """Its name, which Python does not know on Linux."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

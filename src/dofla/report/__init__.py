@@ -1,0 +1,103 @@
+"""The page: what became of a model, what it cost, and everything needed to repeat it, in one HTML file."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import dofla
+from dofla.curves import Curves
+from dofla.errors import DoflaError
+from dofla.lock import locked
+from dofla.plan import Plan
+from dofla.profile import Profile
+from dofla.report.html import write_page
+from dofla.report.look import look_closer, missing
+from dofla.report.page import layers_of, model_title, run_data
+from dofla.report.runs import RunRecord, read_run
+from dofla.report.tables import slider_tables
+from dofla.report.verdict import RULE
+from dofla.view import View
+from dofla.workshop import Workshop
+
+REPORT = "report.html"
+
+
+def write_report(
+    folders: Sequence[str | Path], out: str | Path, *, workshop: Workshop | None = None, view: View | None = None
+) -> Path:
+    """Write the page of one or more runs.
+
+    What the page needs and a run does not hold yet (attention maps, continuations, recall, timings, errors before
+    training) is measured first and kept in the run's folder, if the model can be opened; otherwise the page says what
+    is missing.
+
+    Args:
+        folders: of the runs.
+        out: HTML file, which is replaced.
+        workshop: of the one run, if it is at hand; otherwise the model is loaded where something is missing.
+        view: where progress goes.
+
+    Raises:
+        DoflaError: a folder that is no run's, or damaged; a page that would be too large, or cannot be written.
+    """
+    view, runs = view or View(quiet=True), [read_run(folder) for folder in folders]
+    for run in runs:
+        if missing(run):
+            _look(run, workshop, view)
+    return write_page(out, _page([run_data(run) for run in runs]))
+
+
+def _look(run: RunRecord, workshop: Workshop | None, view: View) -> None:
+    try:
+        # Whoever brings a workshop holds the folder already.
+        with nullcontext() if workshop else locked(run.folder), view.progress("report") as bar:
+            look_closer(run, workshop or Workshop(run.recipe, run.folder, view), bar)
+    except DoflaError as error:
+        run.unread.append(f"not everything could be measured: {error}")
+        view.say(f"the report lacks what needs the model: {error}")
+
+
+def write_profile_page(profile: Profile, out: str | Path, *, folder: str | Path, lam: float) -> Path:
+    """Write the page of a profile: degrees of freedom, and sliders that make a plan.
+
+    Args:
+        profile: of the teacher.
+        out: HTML file, which is replaced.
+        folder: of the profile, as commands should name it.
+        lam: where the slider starts.
+
+    Raises:
+        DoflaError: the file cannot be written.
+    """
+    return write_page(out, _page([_profiled(profile, folder, 64, lam, {})]))
+
+
+def write_plan_page(
+    profile: Profile, plan: Plan, out: str | Path, *, folder: str | Path, lam: float, curves: Mapping[Path, Curves]
+) -> Path:
+    """Write the page of a plan: as :func:`write_profile_page`, and what each layer becomes; ``curves``, by their file,
+    are those it was made from, if it was."""
+    data = _profiled(profile, folder, plan.made_by["budget"], lam, curves)
+    data["plan"] = layers_of(plan.layers, profile.itemsize)
+    data["sliders"]["strategy"] = plan.made_by["strategy"]
+    return write_page(out, _page([data]))
+
+
+def _profiled(
+    profile: Profile, folder: str | Path, budget: int, lam: float, curves: Mapping[Path, Curves]
+) -> dict[str, Any]:
+    named = {shlex.quote(str(file)): found for file, found in curves.items()}
+    tables = slider_tables(profile, named, budget=budget, lam=lam)
+    tables |= {"profile": shlex.quote(str(folder)), "length": None}
+    return {"name": str(folder), "model": {"title": model_title(profile.model)}, "sliders": tables, "students": []}
+
+
+def _page(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    titles = list(dict.fromkeys(run["model"]["title"] for run in runs))
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    return {"title": ", ".join(titles), "version": dofla.__version__, "made": today, "rule": RULE, "runs": runs}

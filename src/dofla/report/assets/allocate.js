@@ -1,0 +1,133 @@
+// A plan from a budget, as dofla.allocate makes it: whole numbers where it reckons with fractions, and tables it made.
+
+// A double as mantissa · 2^exponent, both whole.
+function exactly(value) {
+  const view = new DataView(new ArrayBuffer(8));
+  view.setFloat64(0, value);
+  const all = view.getBigUint64(0),
+    power = Number((all >> 52n) & 0x7ffn),
+    rest = all & 0xfffffffffffffn;
+  return power ? [rest | 0x10000000000000n, power - 1075] : [rest, -1074];
+}
+
+// Whole numbers in the ratio of doubles.
+function inRatio(values) {
+  const parts = values.map(exactly),
+    lowest = Math.min(...parts.map(([, power]) => power));
+  return parts.map(([number, power]) => number << BigInt(power - lowest));
+}
+
+const smaller = (a, b) => (a < b ? a : b);
+
+// Wishes of each layer as [numerators, common denominator].
+const WISHES = {
+  fixed: (costs, dof, budget) => [costs.map(() => budget), 1n],
+  dof(costs, dof, budget) {
+    const shares = inRatio(dof),
+      total = costs.reduce((a, b) => a + b, 0n);
+    return [shares.map((share) => budget * total * share), shares.reduce((a, share, n) => a + share * costs[n], 0n)];
+  },
+  dof_clip(costs, dof, budget, heads) {
+    const [wishes, unit] = WISHES.dof(costs, dof, budget);
+    return [wishes.map((wish, n) => smaller(wish, BigInt(heads[n]) * unit)), unit];
+  },
+};
+
+// Whole numbers near the wishes, at least 1, of no more cost than the budget everywhere.
+function rounded(costs, [wishes, unit], budget) {
+  const counts = wishes.map((wish) => (wish / unit > 1n ? wish / unit : 1n));
+  let spare = costs.reduce((left, cost, n) => left + (budget - counts[n]) * cost, 0n);
+  while (spare < 0n) {
+    // Of those above 1, the first whose count is largest beside its wish.
+    let most = -1;
+    counts.forEach((count, n) => {
+      if (count > 1n && (most < 0 || count * wishes[most] > counts[most] * wishes[n])) most = n;
+    });
+    counts[most] -= 1n;
+    spare += costs[most];
+  }
+  const short = counts.map((count, n) => wishes[n] - count * unit);
+  const order = counts.map((_, n) => n).sort((a, b) => (short[a] === short[b] ? a - b : short[a] > short[b] ? -1 : 1));
+  for (const n of order) {
+    if (short[n] > 0n && costs[n] <= spare) {
+      counts[n] += 1n;
+      spare -= costs[n];
+    }
+  }
+  return counts.map(Number);
+}
+
+// From the smallest sizes up, always the step that gains most per byte, passing by those that no longer fit.
+function knapsack(names, choices, total) {
+  const at = choices.map(() => 0),
+    stuck = new Set();
+  let left = total - sum(choices.map((own) => own[0][0]));
+  if (left < 0) return null;
+  const steps = choices.flatMap((own, layer) =>
+    own.slice(1).map((after, n) => ({
+      layer,
+      n,
+      gain: (own[n][1] - after[1]) / (after[0] - own[n][0]),
+      price: after[0] - own[n][0],
+    })),
+  );
+  steps.sort(
+    (a, b) =>
+      b.gain - a.gain || (names[a.layer] < names[b.layer] ? -1 : names[a.layer] > names[b.layer] ? 1 : a.n - b.n),
+  );
+  for (const step of steps) {
+    if (stuck.has(step.layer) || step.price > left) {
+      stuck.add(step.layer);
+      continue;
+    }
+    at[step.layer] = step.n + 1;
+    left -= step.price;
+  }
+  return choices.map((own, layer) => own[at[layer]][2]);
+}
+
+// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place)}
+// → {layers [{name, sizes [[features, window, sinks]] by head, parts [bytes of features, of tokens]}], total (bytes),
+// full (bytes of the budget)}, or {error, full}
+function allocate(tables, wanted) {
+  const { layers } = tables,
+    { strategy, budget } = wanted;
+  const found = tables.curves[wanted.curves || 0];
+  const kept = (layer) => (strategy === "measured" ? found.tokens : strategy === "hybrid" ? layer.tokens : "model");
+  const price = layers.map((layer) => layer.cost[kept(layer)]);
+  const full = budget * sum(layers.map((layer, n) => layer.heads * price[n][0]));
+  let sizes;
+  if (strategy === "measured") {
+    sizes = knapsack(
+      layers.map((layer) => layer.name),
+      found.choices,
+      full,
+    );
+    if (!sizes) return { error: "The error curves were measured at larger sizes: measure them at this budget.", full };
+  } else if (strategy === "hybrid") {
+    sizes = layers.map((layer, n) => Array(layer.heads).fill(tables.even[tables.shapes[n]][budget - 1]));
+  } else {
+    const costs = layers.map((layer, n) => BigInt(layer.heads * price[n][0]));
+    const wishes = WISHES[strategy](
+      costs,
+      tables.largest[wanted.lambda],
+      BigInt(budget),
+      layers.map((layer) => layer.head_dim),
+    );
+    sizes = rounded(costs, wishes, BigInt(budget)).map((count, n) => Array(layers[n].heads).fill([count, 0, 0]));
+  }
+  const made = layers.map((layer, n) => ({ name: layer.name, sizes: sizes[n], parts: partsOf(sizes[n], price[n]) }));
+  return { layers: made, full, total: sum(made.flatMap((layer) => layer.parts)) };
+}
+
+// Bytes of features and of exact tokens.
+function partsOf(sizes, [feature, token]) {
+  return [sum(sizes.map((size) => size[0])) * feature, sum(sizes.map((size) => size[1] + size[2])) * token];
+}
+
+function allocateCommand(tables, wanted) {
+  const words = ["dofla allocate", tables.profile, `--budget ${wanted.budget}`, `--strategy ${wanted.strategy}`];
+  if (wanted.strategy.startsWith("dof")) words.push(`--lambda ${tables.lambdas[wanted.lambda]}`);
+  if (wanted.strategy === "measured") words.push(`--curves ${tables.curves[wanted.curves || 0].file}`);
+  return [...words, "--out plan.json"].join(" ");
+}

@@ -1,0 +1,194 @@
+// A line chart: axes, lines with a band of error, marks, a cursor for pointer and keys, and its numbers as a table.
+
+// spec: title, words, x and y {label, kind, format, from, to}, lines [{name, colour, points [[x, y, error]], dash,
+// dots, thin, unseen (only read, not drawn)}], marks [{x, words}], height
+function lineChart(spec) {
+  const head = el("div", { class: "chart-title" }, el("h3", {}, spec.title));
+  const legend = el(
+    "div",
+    { class: "legend" },
+    spec.lines.filter((line) => line.name && !line.unseen).map((line) => el("span", {}, sample(line), line.name)),
+  );
+  const host = el("div", { class: "chart" });
+  const readout = el("p", { class: "readout", "aria-live": "polite" }, spec.words || "");
+  const figure = el("figure", { class: "card" }, head, legend, host, readout, spec.table !== false && numbers(spec));
+  onWidth(host, (width) => host.replaceChildren(draw(spec, width, readout)));
+  return figure;
+}
+
+function sample(line) {
+  const style = { stroke: line.colour, "stroke-width": "2.5" };
+  return svg(
+    "svg",
+    { viewBox: "0 0 26 10", "aria-hidden": "true" },
+    svg("line", { x1: 1, x2: 25, y1: 5, y2: 5, style, "stroke-dasharray": line.dash }),
+    line.dots !== false && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.colour } }),
+  );
+}
+
+function numbers(spec) {
+  const named = spec.lines.filter((line) => line.name);
+  const places = [...new Set(named.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
+  const at = (line, x) => line.points.find((point) => point[0] === x);
+  const rows = places.map((x) => [
+    spec.x.format(x),
+    ...named.map((line) => (at(line, x) ? spec.y.format(at(line, x)[1]) : "–")),
+  ]);
+  return el(
+    "details",
+    {},
+    el("summary", {}, "The numbers"),
+    table([spec.x.label, ...named.map((line) => line.name)], rows),
+  );
+}
+
+function extent(spec, axis) {
+  const { from, to } = spec[axis];
+  const values = spec.lines
+    .filter((line) => !line.unseen)
+    .flatMap((line) => line.points.flatMap((p) => (axis === "x" ? [p[0]] : [p[1] - (p[2] || 0), p[1] + (p[2] || 0)])));
+  const usable = values.filter((value) => spec[axis].kind === "linear" || value > 0);
+  let low = from ?? Math.min(...usable),
+    high = to ?? Math.max(...usable);
+  if (low === high) [low, high] = spec[axis].kind === "linear" ? [low - 1, high + 1] : [low / 2, high * 2];
+  if (axis === "y" && spec.y.kind !== "linear") [low, high] = [low / 1.15, high * 1.15];
+  if (axis === "y" && spec.y.kind === "linear" && from === undefined) low -= (high - low) * 0.06;
+  if (axis === "y" && spec.y.kind === "linear" && to === undefined) high += (high - low) * 0.06;
+  return [low, high];
+}
+
+function draw(spec, width, readout) {
+  const height = spec.height || 250,
+    [left, right, top, bottom] = [56, 18, 14, 38];
+  const [x0, x1] = extent(spec, "x"),
+    [y0, y1] = extent(spec, "y");
+  const x = scale(spec.x.kind, x0, x1, left, width - right),
+    y = scale(spec.y.kind, y0, y1, height - bottom, top);
+  const clamp = (value) => y(Math.min(Math.max(value, spec.y.kind === "linear" ? -Infinity : y0), y1));
+  const picture = svg("svg", {
+    viewBox: `0 0 ${width} ${height}`,
+    height,
+    role: "img",
+    tabindex: "0",
+    "aria-label": `${spec.title}. Left and right arrow keys read it.`,
+  });
+  for (const tick of TICKS[spec.y.kind](y0, y1, 5)) {
+    picture.append(
+      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
+      svg("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, spec.y.format(tick)),
+    );
+  }
+  const wanted = Math.max(3, Math.floor((width - left) / 60));
+  for (const tick of TICKS[spec.x.kind](x0, x1, wanted)) {
+    picture.append(
+      svg("line", { class: "axis", x1: x(tick), x2: x(tick), y1: height - bottom, y2: height - bottom + 4 }),
+      svg("text", { x: x(tick), y: height - bottom + 17, "text-anchor": "middle" }, spec.x.format(tick)),
+    );
+  }
+  picture.append(
+    svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
+    svg(
+      "text",
+      { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" },
+      `${spec.x.label}  ·  ${spec.y.label}`,
+    ),
+  );
+  for (const mark of spec.marks || []) {
+    const at = x(mark.x),
+      end = at > width * 0.6;
+    picture.append(
+      svg("line", {
+        x1: at,
+        x2: at,
+        y1: top,
+        y2: height - bottom,
+        style: { stroke: "var(--ink)" },
+        "stroke-dasharray": "2 3",
+      }),
+      svg(
+        "text",
+        { class: "strong", x: at + (end ? -6 : 6), y: top + 9, "text-anchor": end ? "end" : "start" },
+        mark.words,
+      ),
+    );
+  }
+  for (const line of spec.lines.filter((one) => !one.unseen)) {
+    const points = line.points.filter((p) => p[1] !== null);
+    if (points.some((p) => p[2])) {
+      const edge = (sign) => points.map((p) => `${x(p[0])},${clamp(p[1] + sign * (p[2] || 0))}`);
+      picture.append(
+        svg("polygon", {
+          points: [...edge(1), ...edge(-1).reverse()].join(" "),
+          style: { fill: line.colour, opacity: ".15" },
+        }),
+      );
+    }
+    picture.append(
+      svg("polyline", {
+        points: points.map((p) => `${x(p[0])},${clamp(p[1])}`).join(" "),
+        fill: "none",
+        "stroke-dasharray": line.dash,
+        "stroke-linejoin": "round",
+        style: { stroke: line.colour, "stroke-width": line.thin ? "1" : "2.25", opacity: line.thin ? ".45" : "1" },
+      }),
+    );
+    if (line.dots !== false && !line.thin)
+      picture.append(
+        ...points.map((p) => svg("circle", { cx: x(p[0]), cy: clamp(p[1]), r: 3.2, style: { fill: line.colour } })),
+      );
+  }
+  cursor(picture, spec, x, { top, bottom: height - bottom, width }, readout);
+  return picture;
+}
+
+function cursor(picture, spec, x, box, readout) {
+  const named = spec.lines.filter((line) => line.name);
+  const places = [...new Set(named.flatMap((line) => line.points.map((p) => p[0])))].sort((a, b) => a - b);
+  const hair = svg("line", {
+    y1: box.top,
+    y2: box.bottom,
+    style: { stroke: "var(--strong-line)", visibility: "hidden" },
+  });
+  picture.append(hair);
+  let at = -1;
+  const words = (place) => [
+    `${spec.x.label} ${spec.x.format(place)}`,
+    ...named
+      .map((line) => [line, line.points.find((p) => p[0] === place)])
+      .filter(([, point]) => point)
+      .map(
+        ([line, point]) => `${line.name} ${spec.y.format(point[1])}${point[2] ? ` ± ${spec.y.format(point[2])}` : ""}`,
+      ),
+  ];
+  const show = (n) => {
+    at = n;
+    hair.setAttribute("x1", x(places[n]));
+    hair.setAttribute("x2", x(places[n]));
+    hair.style.visibility = "visible";
+    readout.textContent = words(places[n]).join(" · ");
+  };
+  const leave = () => {
+    at = -1;
+    hair.style.visibility = "hidden";
+    readout.textContent = spec.words || "";
+    tip("");
+  };
+  picture.addEventListener("pointermove", (event) => {
+    const frame = picture.getBoundingClientRect(),
+      here = (event.clientX - frame.left) * (box.width / frame.width);
+    const nearest = places.reduce(
+      (best, place, n) => (Math.abs(x(place) - here) < Math.abs(x(places[best]) - here) ? n : best),
+      0,
+    );
+    show(nearest);
+    tip(words(places[nearest]).join("\n"), event);
+  });
+  picture.addEventListener("pointerleave", leave);
+  picture.addEventListener("blur", leave);
+  picture.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    show(Math.min(Math.max(at + step, 0), places.length - 1));
+  });
+}

@@ -1,0 +1,122 @@
+// One attention map, and the text under it, shaded by what a token looks at.
+
+const visible = (piece) => piece.replaceAll("\n", "↵").trim() || "␣";
+
+const TITLES = { teacher: "Original", student: "Student", difference: "Student − original" };
+
+function mapFrame(name, size, look) {
+  const canvas = el("canvas", {
+    width: size,
+    height: size,
+    tabindex: "0",
+    role: "img",
+    id: `map-${name}`,
+    "aria-label": `${TITLES[name]}: attention of ${size} tokens. Arrow keys move through it.`,
+  });
+  const over = svg("svg", { viewBox: `0 0 ${size} ${size}`, "aria-hidden": "true" });
+  const hair = svg("path", {
+    fill: "none",
+    style: { stroke: "var(--ink)", "stroke-width": "1", opacity: ".55" },
+    "vector-effect": "non-scaling-stroke",
+  });
+  const kept = svg("path", {
+    fill: "none",
+    "stroke-dasharray": "4 3",
+    style: { stroke: "var(--strong-line)", "stroke-width": "1.4" },
+    "vector-effect": "non-scaling-stroke",
+  });
+  over.append(kept, hair);
+  let at = [size - 1, 0];
+  const go = (row, column) => look((at = [row, column])[0], column);
+  const under = (event) => {
+    const frame = canvas.getBoundingClientRect();
+    return [
+      Math.floor(((event.clientY - frame.top) / frame.height) * size),
+      Math.floor(((event.clientX - frame.left) / frame.width) * size),
+    ];
+  };
+  canvas.addEventListener("pointermove", (event) => go(...under(event)));
+  canvas.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    go(at[0] + step[0], at[1] + step[1]);
+  });
+  return {
+    node: el(
+      "div",
+      {},
+      el("h3", { class: name === "difference" ? "" : name }, TITLES[name]),
+      el("div", { class: "map-frame" }, canvas, over),
+    ),
+    paint(colour) {
+      const context = canvas.getContext("2d"),
+        image = context.createImageData(size, size);
+      for (let n = 0; n < size * size; n += 1) image.data.set([...colour(n), 255], 4 * n);
+      context.putImageData(image, 0, 0);
+    },
+    cross(row, column) {
+      at = [row, column];
+      hair.setAttribute("d", `M0 ${row}H${size}M0 ${row + 1}H${size}M${column} 0V${size}M${column + 1} 0V${size}`);
+    },
+    // The edge of the window, and of the sinks.
+    exact([, window, sinks], causal) {
+      const left = `M0 ${window}L${size - window} ${size}`,
+        right = `M${window} 0L${size} ${size - window}`;
+      const inside = window > 0 && window < size;
+      const parts = [inside ? left : "", inside && !causal ? right : "", sinks ? `M${sinks} 0V${size}` : ""];
+      kept.setAttribute("d", parts.join(""));
+    },
+  };
+}
+
+// The text, shaded by how much the chosen token looks at each.
+function strip(who, pieces, choose) {
+  const buttons = pieces.map((piece, n) =>
+    el(
+      "button",
+      {
+        type: "button",
+        tabindex: n === pieces.length - 1 ? "0" : "-1",
+        "aria-label": `${visible(piece)}, token ${n}`,
+        on: { click: () => choose(n) },
+      },
+      piece.replaceAll("\n", "↵ "),
+    ),
+  );
+  const box = el(
+    "div",
+    {
+      class: "strip",
+      role: "group",
+      "aria-label": `${TITLES[who]}: the text, shaded by attention. Arrow keys choose a token.`,
+    },
+    el("span", { class: `who ${who}` }, TITLES[who]),
+    buttons,
+  );
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key],
+      at = buttons.indexOf(document.activeElement);
+    if (!step || at < 0) return;
+    event.preventDefault();
+    const next = Math.min(Math.max(at + step, 0), buttons.length - 1);
+    choose(next);
+    buttons[next].focus();
+  });
+  return {
+    node: box,
+    paint(row, share) {
+      buttons.forEach((button, n) => {
+        const colour = mixed(
+          rgb(dark() ? "#171b22" : "#ffffff"),
+          rgb(ramps()[who === "teacher" ? "less" : "more"]),
+          Math.sqrt(share(n)),
+        );
+        button.style.background = css(colour);
+        button.style.color = inkOn(colour);
+        button.setAttribute("aria-pressed", String(n === row));
+        button.tabIndex = n === row ? 0 : -1;
+      });
+    },
+  };
+}

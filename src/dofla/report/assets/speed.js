@@ -1,0 +1,75 @@
+// Seconds and bytes against the length of the context, with the lengths from which the student is ahead.
+
+function drawSpeed(host, run, student) {
+  host.replaceChildren();
+  const charts = [
+    run.language && memoryChart(run, student),
+    timeChart(run, student, "write"),
+    timeChart(run, student, "read"),
+  ].filter(Boolean);
+  if (charts.length) host.append(el("div", { class: "columns" }, charts));
+  if (!student.speed) host.append(missing(run, student, "speed", "Timings"));
+  else host.append(el("p", { class: "small quiet" }, howTimed(student.speed.threads, run.measured_on)));
+  return true;
+}
+
+function howTimed(threads, machine) {
+  const where = machine ? ` of ${machine.gpu || machine.processor || machine.platform}` : "";
+  return (
+    `A first impression: batch of one, ${threads} ${threads === 1 ? "thread" : "threads"}${where}, the best of a few ` +
+    "times, original and student by turns. Writing after long contexts is timed with a cache filled up by repetition."
+  );
+}
+
+function memoryChart(run, student) {
+  const { state_bytes: state, cache_bytes: token, kept_bytes: kept, smaller_from: from } = student;
+  const last = Math.max(16384, run.longest || 0),
+    lengths = [];
+  for (let n = 16; n <= last; n *= 2) lengths.push(n);
+  return lineChart({
+    title: "Memory per sequence",
+    lines: [
+      {
+        name: "original",
+        colour: "var(--teacher)",
+        dash: "6 4",
+        dots: false,
+        points: lengths.map((n) => [n, n * token]),
+      },
+      { name: "student", colour: "var(--student)", dots: false, points: lengths.map((n) => [n, state + kept * n]) },
+    ],
+    marks: from && from > 16 && from < last ? [{ x: from, words: `${roughly(from)} tokens` }] : [],
+    words: from
+      ? `The state is the smaller from ${whole(from)} tokens on.`
+      : "The student keeps as much as the original.",
+    x: { label: "tokens of context", kind: "binary", format: tokens },
+    y: { label: "bytes", kind: "binary", format: plainBytes },
+  });
+}
+
+const tokens = (n) => (n >= 1024 && n % 1024 === 0 ? `${n / 1024}k` : whole(n));
+
+function timeChart(run, student, what) {
+  const theirs = student.speed && student.speed.teacher[what],
+    own = student.speed && student.speed.student[what],
+    from = student.crossings[what];
+  if (!theirs || !own) return null;
+  const first = own[0][0],
+    last = own.at(-1)[0],
+    ratio = theirs.at(-1)[1] / own.at(-1)[1];
+  const words =
+    from === null
+      ? `At ${tokens(last)} tokens the student takes ${times(1 / ratio)} as long.`
+      : `At ${tokens(last)} tokens the student is ${times(ratio)} as fast.`;
+  return lineChart({
+    title: what === "write" ? "Writing one more token" : "Reading a text",
+    lines: [
+      { name: "original", colour: "var(--teacher)", dash: "6 4", points: theirs },
+      { name: "student", colour: "var(--student)", points: own },
+    ],
+    marks: from !== null && from > first ? [{ x: from, words: `${roughly(from)} tokens` }] : [],
+    words,
+    x: { label: "tokens of context", kind: "binary", format: tokens },
+    y: { label: "seconds", kind: "log", format: time },
+  });
+}

@@ -1,0 +1,131 @@
+// What both write, token by token; loss by position; recall by distance; tasks.
+
+function drawTexts(host, run, student) {
+  if (!run.language) return false;
+  host.replaceChildren();
+  if (student.texts) host.append(...student.texts.map(textCard));
+  else host.append(missing(run, student, "texts", "Continuations"));
+  const charts = [
+    student.positions && positionChart(student.positions),
+    student.recall && recallChart(student.recall),
+  ].filter(Boolean);
+  if (charts.length) host.append(el("div", { class: "columns" }, charts));
+  if (!student.positions) host.append(missing(run, student, "positions", "Loss by position"));
+  if (!student.recall) host.append(missing(run, student, "recall", "Recall by distance"));
+  host.append(student.tasks ? taskCard(student.tasks) : adds("Tasks are added by", student.commands.tasks));
+  host.append(
+    el(
+      "details",
+      {},
+      el("summary", {}, "More prompts, and more questions"),
+      adds("Larger samples of recall, loss by position and generation", student.commands.probe),
+    ),
+  );
+  return true;
+}
+
+// A student that has lost its way may write nothing but empty lines.
+const calm = (text) => text.replace(/\n{3,}/g, (lines) => `\n↵ × ${lines.length}\n`);
+
+function textCard({ prompt, teacher, student, agree }) {
+  const parted = agree < Math.max(teacher.length, student.length);
+  const one = (who, pieces) => {
+    const same = pieces.slice(0, agree).join(""),
+      first = pieces[agree] || "",
+      space = first.match(/^\s*/)[0];
+    return el(
+      "div",
+      { class: `written ${who}-text` },
+      el("h4", { class: who }, TITLES[who]),
+      el(
+        "p",
+        { class: "part" },
+        el("span", { class: "same" }, (same + space).trimStart()),
+        first &&
+          el(
+            "mark",
+            { title: "the first token that differs" },
+            first.trim() ? first.slice(space.length) : visible(first),
+          ),
+        calm(pieces.slice(agree + 1).join("")),
+      ),
+    );
+  };
+  return el(
+    "article",
+    { class: "card text-card" },
+    el(
+      "div",
+      { class: "prompt" },
+      el("h4", { class: "quiet" }, "Prompt"),
+      el("p", { class: "part" }, calm(prompt).trimStart()),
+    ),
+    el("div", { class: "two" }, one("teacher", teacher), one("student", student)),
+    el(
+      "p",
+      { class: "small quiet" },
+      parted
+        ? `The same for ${agree} tokens; the first that differs is marked.`
+        : `The same to the last of ${agree} tokens.`,
+    ),
+  );
+}
+
+function positionChart({ bins, windows }) {
+  const place = (bin) => Math.sqrt((bin.first + 1) * (bin.last + 1));
+  const line = (name, key, colour, dash) => ({ name, colour, dash, points: bins.map((bin) => [place(bin), bin[key]]) });
+  const gaps = { name: "gap", unseen: true, points: bins.map((bin) => [place(bin), bin.gap, bin.gap_error]) };
+  const gap = bins.at(-1).gap - bins[0].gap,
+    late = bins.at(-1);
+  return lineChart({
+    title: "Loss by position",
+    lines: [
+      line("original", "teacher_loss", "var(--teacher)", "6 4"),
+      line("student", "student_loss", "var(--student)"),
+      gaps,
+    ],
+    words:
+      `Gap at positions ${late.first} to ${late.last}: ${digits(late.gap)}, ` +
+      `${digits(Math.abs(gap))} ${gap < 0 ? "less" : "more"} than at the beginning (${windows} windows).`,
+    x: { label: "position in the text", kind: "binary", format: whole },
+    y: { label: "nats per token", kind: "linear", format: (x) => digits(x, 2) },
+  });
+}
+
+function recallChart({ text, points }) {
+  const line = (name, key, colour, dash) => ({ name, colour, dash, points: points.map((p) => [p.distance, p[key]]) });
+  return lineChart({
+    title: "Recall by distance",
+    lines: [
+      line("original", "teacher", "var(--teacher)", "6 4"),
+      line("student", "student", "var(--student)"),
+      { ...line("guessing", "chance", "var(--strong-line)", "2 4"), dots: false },
+    ],
+    words: `Facts (${text}) told about so many tokens before and asked for; ${sum(points.map((p) => p.n))} questions.`,
+    x: { label: "tokens since it was told", kind: "binary", format: whole },
+    y: { label: "right among the choices", kind: "linear", from: 0, to: 1, format: (x) => percent(x) },
+  });
+}
+
+function taskCard({ rows }) {
+  const signed = (x) => `${x < 0 ? "−" : "+"}${(100 * Math.abs(x)).toFixed(1)}`;
+  const body = rows.map((row) => [
+    row.task,
+    whole(row.items),
+    percent(row.teacher, 1),
+    percent(row.student, 1),
+    `${signed(row.difference)} (${row.difference_interval.map(signed).join(" to ")})`,
+    percent(row.agreement),
+  ]);
+  return el(
+    "div",
+    { class: "card" },
+    el("h3", {}, "Tasks"),
+    el(
+      "p",
+      { class: "small quiet" },
+      "Share of right answers; the difference in points with its 95 % interval; how often both choose the same.",
+    ),
+    table(["Task", "Items", "Original", "Student", "Difference", "Same"], body),
+  );
+}

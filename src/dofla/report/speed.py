@@ -1,0 +1,126 @@
+"""Seconds of reading and of writing against the length of the context, and where two such curves cross."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dofla.integration.cache import LinearCacheLayer
+from dofla.integration.prompt_state import read_prompt
+from dofla.integration.recorder import run_body
+from dofla.integration.surgery import plan_of, softmax
+
+FIRST, LAST = 128, 16_384
+"""Shortest and longest context that is timed, in tokens; each is twice the one before."""
+
+_STEPS = 6
+_PATIENCE = 0.8  # seconds: nothing is repeated that took more, and no longer prompt is read
+_ROOM = 2**30  # bytes of a cache at most
+
+
+@torch.inference_mode()
+def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    """How long a linearised model and its teacher take, by turns, so that both meet the same machine.
+
+    Longer and longer contexts are read until one takes a second. To time writing after longer ones, keys and values are
+    repeated up to their length, which a state of constant size does not notice.
+
+    Args:
+        student: a linearised model; it is its own teacher.
+        ids: tokens of any text, of one dimension; they are repeated as well.
+
+    Returns:
+        ``teacher`` and ``student``, each with ``read`` and, if it generates, ``write``: pairs of tokens of context and
+        seconds, for reading so many tokens (best of two) and for writing one more (best of six), or of fewer where that
+        would take long; ``threads``.
+    """
+    text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(student.device)
+    whose = {"teacher": softmax, "student": nullcontext}
+    record: dict[str, Any] = {who: {"read": []} for who in whose}
+    read = read_prompt if student.can_generate() else (lambda model, x: run_body(model, {"input_ids": x}))
+    lengths = _lengths(student, 0)
+    for length in lengths:
+        for who, attention in whose.items():
+            with attention(student):
+                if length == lengths[0]:
+                    read(student, text[:, :length])  # warms up
+                seconds = _best(2, lambda length=length: read(student, text[:, :length]))
+            record[who]["read"].append([length, seconds])
+        if max(record[who]["read"][-1][1] for who in whose) > _PATIENCE:
+            break
+    if student.can_generate():
+        for who in whose:
+            record[who]["write"] = []
+        room = _ROOM // max(1, plan_of(student).softmax_bytes(1, student.dtype))
+        for length in [n for n in _lengths(student, _STEPS) if n <= max(room, FIRST)]:
+            for who, attention in whose.items():
+                with attention(student):
+                    record[who]["write"].append([length, _writing(student, text, length)])
+    return record | {"threads": torch.get_num_threads()}
+
+
+def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LAST
+    most = min(LAST, most - spare)
+    doubled = [FIRST * 2**n for n in range(int(math.log2(LAST // FIRST)) + 1)]
+    return [length for length in doubled if length <= most] or [most]
+
+
+def _writing(model: PreTrainedModel, text: Tensor, length: int) -> float:
+    cache = read_prompt(model, text[:, : min(length, FIRST)])
+    _stretch(cache, length)
+    return _best(_STEPS, lambda: model(text[:, :1], past_key_values=cache, use_cache=True))
+
+
+def _stretch(cache: DynamicCache, length: int) -> None:
+    """As if the context were ``length`` tokens long. Layers with a sliding window have their size already."""
+    for entry in cache.layers:
+        if isinstance(entry, LinearCacheLayer):
+            entry.tokens = length
+        elif not entry.is_sliding:
+            times = math.ceil(length / entry.keys.shape[-2])
+            entry.keys, entry.values = (x.repeat(1, 1, times, 1)[:, :, :length] for x in (entry.keys, entry.values))
+
+
+def _best(times: int, work: Callable[[], Any]) -> float:
+    """Seconds that ``work`` takes at best, when done a few times."""
+    best, spent = math.inf, 0.0
+    for _ in range(times):
+        started = time.perf_counter()
+        work()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        seconds = time.perf_counter() - started
+        best, spent = min(best, seconds), spent + seconds
+        if spent > _PATIENCE:
+            break
+    return best
+
+
+def crossing(teacher: Iterable[Sequence[float]], student: Iterable[Sequence[float]]) -> float | None:
+    """The context from which on the student takes less time, among the lengths that both were timed at.
+
+    Args:
+        teacher, student: pairs of tokens and seconds.
+
+    Returns:
+        Tokens, by a power law between two lengths; the shortest length if it is faster from there on, None if it is
+        not at the longest.
+    """
+    ours = dict(map(tuple, student))
+    both = [(n, math.log(seconds / ours[n])) for n, seconds in teacher if n in ours]
+    if not both or both[-1][1] <= 0:
+        return None
+    where = both[0][0]
+    for (a, before), (b, after) in pairwise(both):
+        if before <= 0 < after:
+            where = a * (b / a) ** (-before / (after - before))
+    return where

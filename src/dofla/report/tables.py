@@ -1,0 +1,82 @@
+"""Tables from which the page's sliders make a plan: everything that Python knows better than a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dofla.curves import Curves, Shape, best_sizes
+from dofla.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
+from dofla.profile import LayerProfile, Profile
+
+LAMBDAS = tuple(float(f"{digits}e{power}") for power in range(-5, 0) for digits in (1, 1.5, 2, 3, 5, 7))
+"""Tolerances that the slider stops at, beside the recipe's own."""
+
+_BUDGETS = (128, 512)
+"""The slider goes up to four times the recipe's budget, within these."""
+
+
+def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int, lam: float) -> dict[str, Any]:
+    """What strategies need to know of a teacher, so that a plan is a matter of whole numbers and comparisons.
+
+    Args:
+        profile: of the teacher.
+        curves: by the file they stand in; those that do not know all layers are left out.
+        budget, lam: where the sliders start.
+
+    Returns:
+        ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
+        ``lambdas``, with ``dof`` (rounded) for each, layer and head, and ``largest``, the exact maximum over heads;
+        ``even``, for each budget and layer (features, window, sinks) of strategy ``hybrid``; and ``curves``, for each
+        file and layer the choices of strategy ``measured``: (bytes, loss, sizes of each head).
+    """
+    costs = [{kept: _cost(profile, layer, kept) for kept in TOKEN_DTYPES} for layer in profile.layers]
+    defaults = [default_token_dtype(layer.causal) for layer in profile.layers]
+    lambdas = sorted({*LAMBDAS, lam})
+    dof = [profile.dof(each) for each in lambdas]
+    most = min(max(4 * budget, _BUDGETS[0]), max(_BUDGETS[1], budget))
+    kinds = [cost[kept] for cost, kept in zip(costs, defaults, strict=True)]
+    shapes = list(dict.fromkeys(kinds))
+    return {
+        "layers": [
+            {
+                "name": layer.name,
+                "heads": layer.kv_heads,
+                "head_dim": layer.head_dim,
+                "cost": {kept: [own.feature, own.token] for kept, own in cost.items()},
+                "tokens": kept,
+            }
+            for layer, cost, kept in zip(profile.layers, costs, defaults, strict=True)
+        ],
+        "skipped": [{"name": x.name, "reason": x.reason} for x in profile.skipped],
+        "samples": profile.samples,
+        "normalization": profile.normalization,
+        "budget": budget,
+        "most": most,
+        "lambda": lam,
+        "lambdas": lambdas,
+        "dof": [[[float(f"{n:.4g}") for n in row] for row in rows] for rows in dof],
+        "largest": [[max(row) for row in rows] for rows in dof],
+        "shapes": [shapes.index(kind) for kind in kinds],
+        "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
+        "curves": [
+            _choices(file, found, profile, costs)
+            for file, found in curves.items()
+            if {x.name for x in profile.layers} <= {x.name for x in found.layers}
+        ],
+    }
+
+
+def _cost(profile: Profile, layer: LayerProfile, kept: str) -> HeadCost:
+    return HeadCost.of(layer.head_dim, layer.value_dim, profile.itemsize, kept)
+
+
+def _choices(file: str, curves: Curves, profile: Profile, costs: list[dict[str, HeadCost]]) -> dict[str, Any]:
+    kept = curves.made_by.get("token_dtype", "model")
+    by_name = {curve.name: curve for curve in curves.layers}
+    hulls = [
+        best_sizes(by_name[layer.name], Shape(layer.kv_heads, cost[kept]))
+        for layer, cost in zip(profile.layers, costs, strict=True)
+    ]
+    choices = [[[x.bytes, x.loss, x.sizes] for x in hull] for hull in hulls]
+    return {"file": file, "map": curves.made_by.get("feature_map"), "tokens": kept, "choices": choices}

@@ -1,0 +1,260 @@
+"""The page in a browser: it opens without a network, its sliders reckon as dofla.allocate does, anyone can read it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dofla
+from dofla.cli import main
+from dofla.curves import Curves, LayerCurve, Point
+from dofla.errors import DoflaError
+from dofla.plan import Plan
+from dofla.profile import HeadStatistics, LayerProfile, Profile
+from dofla.report import write_plan_page, write_profile_page, write_report
+from dofla.report.html import LIMIT
+from dofla.spectrum import Spectrum
+
+SECTIONS = ["answer", "bytes", "layers", "attention", "texts", "speed", "frontier", "repeat"]
+
+
+@contextmanager
+def opened(browser, path, width=1280, scheme="light"):
+    """The page without a network; it may neither complain nor ask for anything."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    page, complaints = context.new_page(), []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: complaints.append(request.url) if request.url != address else None)
+    address = Path(path).resolve().as_uri()
+    page.goto(address)
+    try:
+        yield page
+        assert complaints == []
+        assert not re.search(r"\b(null|undefined|NaN|Infinity)\b", page.locator("body").inner_text().split("Recipe")[0])
+    finally:
+        context.close()
+
+
+def script(name):
+    """A function that the page is asked to run."""
+    return Path(__file__).with_name(f"{name}.js").read_text()
+
+
+def shown(page):
+    return [name for name in SECTIONS if page.locator(f"#{name}").is_visible()]
+
+
+@pytest.fixture(scope="module")
+def both_runs(llama_run, bert_run, tmp_path_factory):
+    return write_report([llama_run, bert_run], tmp_path_factory.mktemp("both") / "report.html")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_a_run_ends_with_a_page_that_opens_anywhere(browser, llama_run, width, scheme):
+    path = llama_run / "report.html"
+    assert path.stat().st_size <= LIMIT
+    with opened(browser, path, width, scheme) as page:
+        assert shown(page) == SECTIONS
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        page.locator("details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
+        for student in page.locator("#student option").all():
+            page.locator("#student").select_option(student.get_attribute("value"))
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for word in ("Same next token", "Memory", "Quality lost"):
+            assert page.get_by_text(word).count()
+
+
+def test_an_encoder_is_not_asked_to_write(browser, bert_run):
+    with opened(browser, bert_run / "report.html") as page:
+        assert shown(page) == [name for name in SECTIONS if name != "texts"]
+        assert "cosine" in page.locator("#answer").inner_text()
+
+
+def test_several_runs_share_a_page(browser, both_runs):
+    with opened(browser, both_runs, 400) as page:
+        options = page.locator("#student option").all_inner_texts()
+        assert options == [
+            *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "One softmax")),
+            *(f"{name} (bert-run)" for name in ("DoF", "Even")),
+        ]
+        assert page.locator("#frontier figure").count() == 2  # a gap is no cosine
+        page.locator("#student").select_option(label="Even (bert-run)")
+        assert page.locator("#answer-title").inner_text() == "bert"
+        assert "texts" not in shown(page)
+
+
+def plans_agree(page, profile, curves, lambdas, budgets):
+    """Every strategy at every setting: the page's plan is the library's, or both say that there is none."""
+    strategies = ["fixed", "dof", "dof_clip", "hybrid", *(["measured"] if curves else [])]
+    settings = [
+        (s, b, n) for s in strategies for b in budgets for n in (lambdas if s.startswith("dof") else lambdas[:1])
+    ]
+    known = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs[0].sliders.lambdas")
+    compared = 0
+    for (strategy, budget, n), found in zip(settings, page.evaluate(script("sweep"), settings), strict=True):
+        options = {"lam": known[n], "curves": curves if strategy == "measured" else None}
+        try:
+            plan = dofla.allocate(profile, budget, strategy, **options)
+        except DoflaError:
+            assert found["words"].startswith("No such plan")
+            continue
+        layers = [layer for layer in plan.layers if not layer.keep_softmax]
+        assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers], (
+            strategy,
+            budget,
+            known[n],
+        )
+        assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
+        assert int(found["total"]) == sum(found["bytes"])
+        compared += 1
+    assert compared > len(settings) / 2
+
+
+def test_sliders_make_the_plans_of_allocate(browser, llama_run):
+    profile, curves = Profile.load(llama_run / "profile"), Curves.load(llama_run / "curves-mlp.json")
+    with opened(browser, llama_run / "report.html") as page:
+        plans_agree(page, profile, curves, [0, 17, 30], [1, 2, 12, 33, 128])
+
+
+def synthetic(layers=13, seed=0):
+    """A profile of layers of all shapes, and error curves for it."""
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    profiles, measured = [], []
+    for n in range(layers):
+        kv_heads, head_dim, value_dim = rng.choice([(1, 16, 16), (2, 32, 32), (4, 8, 24)])
+        level = rng.choice([0.05, 1, 9, 9])  # so that small budgets lift many layers to one feature
+        steep = [level * rng.uniform(0.8, 1.2) for _ in range(kv_heads)]
+        eigenvalues = [torch.arange(1, 65, dtype=torch.float64) ** -s for s in steep]
+        noise = torch.rand(64, generator=generator, dtype=torch.float64)
+        spectra = [Spectrum((values * (1 + noise)).sort(descending=True).values, 0.0) for values in eigenvalues]
+        name, statistics = f"layer.{n}", [HeadStatistics() for _ in spectra]
+        profiles.append(LayerProfile(name, 4, kv_heads, head_dim, value_dim, 0.2, True, spectra, statistics))
+        harm, power = rng.uniform(0.01, 1), rng.uniform(0.3, 2)
+        sizes = [(share, size) for share in (0.5, 0.73, 0.9) for size in (200, 900, 4_000, 20_000)]
+        points = [Point(s, b, [rng.uniform(0.8, 1.2) * (b / 100) ** -power for _ in spectra]) for s, b in sizes]
+        measured.append(LayerCurve(name, [harm * rng.uniform(0, 2) for _ in spectra], points))
+    # Some that are equal, to be told apart by their order, and in error curves by name: layer.10 before layer.2.
+    for n in (4, 7, 10):
+        profiles[n] = replace(profiles[2], name=f"layer.{n}")
+        measured[n] = replace(measured[2], name=f"layer.{n}")
+    made_by = {"feature_map": "mlp", "token_dtype": "int8"}
+    return Profile("made up", profiles, 64, 64, "none", 0), Curves(measured, "made up", made_by)
+
+
+def test_sliders_of_a_plan_of_many_layers(browser, tmp_path):
+    profile, curves = synthetic()
+    plan = dofla.allocate(profile, 40, "measured", curves=curves)
+    file = tmp_path / "curves.json"
+    path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01, curves={file: curves})
+    with opened(browser, path) as page:
+        assert shown(page) == ["answer", "bytes", "layers"]
+        plans_agree(page, profile, curves, [0, 18, 29], [1, 2, 3, 5, 8, 17, 40, 41, 99, 160])
+
+
+def test_the_page_of_a_profile_alone(browser, tmp_path):
+    profile, _ = synthetic()
+    with opened(browser, write_profile_page(profile, tmp_path / "p.html", folder="my folder", lam=0.5)) as page:
+        assert shown(page) == ["answer", "bytes"]
+        assert page.locator("input[value=measured]").is_disabled()
+        (found,) = page.evaluate(script("sweep"), [["dof", 20, 3]])
+        assert (
+            found["command"] == "dofla allocate 'my folder' --budget 20 --strategy dof --lambda 0.00003 --out plan.json"
+        )
+
+
+def test_the_command_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypatch):
+    made = {}
+    with opened(browser, llama_run / "report.html") as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        for strategy in ("measured", "dof", "hybrid"):
+            (found,) = page.evaluate(script("sweep"), [[strategy, 17, 9]])
+            page.locator("#bytes .command button").click()
+            page.get_by_role("button", name="Copied").wait_for()
+            made[page.evaluate("navigator.clipboard.readText()")] = found
+    monkeypatch.chdir(tmp_path)
+    for command, found in made.items():
+        assert command == found["command"]
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        plan = Plan.load(tmp_path / "plan.json")
+        assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
+        (tmp_path / "plan.json").unlink()
+    assert len(made) == 3
+
+
+def test_keys_reach_everything(browser, llama_run):
+    with opened(browser, llama_run / "report.html") as page:
+        page.keyboard.press("Tab")
+        assert page.locator(":focus").get_attribute("class") == "skip"
+        page.locator("#budget").focus()
+        before = page.locator("#plan-sum").inner_text()
+        page.keyboard.press("ArrowRight")
+        assert page.locator("#plan-sum").inner_text() != before
+        page.locator("#plan svg[tabindex]").focus()
+        page.keyboard.press("ArrowDown")
+        assert re.search(r"Layer 1, head 0: .* degrees of freedom", page.locator("#said").inner_text())
+        page.locator("#texts figure svg[tabindex]").first.focus()
+        page.keyboard.press("ArrowRight")
+        assert "position in the text" in page.locator("#texts .readout").first.inner_text()
+        page.locator("#theme").focus()
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_attention_is_read_out_as_it_was_kept(browser, llama_run):
+    with opened(browser, llama_run / "report.html") as page:
+        page.locator("#student").select_option(label="Measured")
+        page.locator("#layer").select_option("1")
+        page.locator("#head").select_option("2")
+        page.locator("#attention .strip button").nth(20).click()
+        readout = page.locator("#attention .readout").last.inner_text()
+        row, column = map(int, re.findall(r"\((\d+)\)", readout))
+        assert row == 20
+        said = [float(share) for share in re.findall(r"([\d.]+) %", readout)]
+        kept = page.evaluate(script("level"), ["model.layers.1.self_attn", 2, row, column])
+        assert said == pytest.approx([100 * share for share in kept], abs=0.051)
+
+
+def test_all_words_stand_out_from_what_is_behind_them(browser, llama_run):
+    with opened(browser, llama_run / "report.html") as page:
+        page.locator("details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
+        page.locator("#student").select_option(label="Measured")
+        page.locator("#attention .strip button").nth(30).click()
+        for scheme in ("light", "dark"):
+            assert page.evaluate("document.documentElement.dataset.theme") == scheme
+            found = page.evaluate(script("contrast"))
+            assert found["seen"] > 200
+            assert found["poor"] == []
+            page.locator("#theme").click()
+
+
+def test_words_from_outside_stay_words(browser, llama_run, tmp_path):
+    """A model whose name is markup, and a recipe that would end the script."""
+    folder = tmp_path / "run"
+    for path in sorted(llama_run.rglob("*")):
+        if path.is_file():
+            target = folder / path.relative_to(llama_run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    bad = "</script><script>console.log('ran')</script><img src=x onerror=console.log('ran')>"
+    for path in folder.rglob("evaluation.json"):
+        figures = json.loads(path.read_text())
+        figures.pop("sha256")
+        figures["model"]["class"] = bad
+        path.write_text(json.dumps(figures))
+    (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + f"# {bad}\n")
+    with opened(browser, write_report([folder], tmp_path / "report.html")) as page:
+        assert bad in page.locator("#answer").inner_text()
+        assert bad in page.locator("#repeat pre").inner_text()
