@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-long lint venv
+.PHONY: demo test test-long lint docs venv
 
 demo: venv
 	$(BIN)/dofla demo
@@ -18,6 +18,11 @@ test-long: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The site, in build/docs; a broken link is an error. The variable silences a word about other software.
+docs: venv
+	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 venv: $(VENV)/installed
 

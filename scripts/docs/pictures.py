@@ -1,0 +1,187 @@
+"""Draws the pictures of docs/maths:  python scripts/docs/pictures.py"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+
+OUT = Path(__file__).parents[2] / "docs" / "maths"
+RED, BLUE, GREY, DARK, PALE = "#c8553d", "#2e7d9a", "#5b6b7b", "#17324d", "#d8e0e7"
+_STYLE = f"""<style>
+text {{ font-family: DejaVu Sans, Helvetica, Arial, sans-serif; font-size: 14px; fill: #33424f; }}
+.title {{ font-weight: bold; fill: {DARK}; }}
+.small {{ font-size: 12.5px; fill: {GREY}; }}
+</style>
+<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6" markerHeight="6" orient="auto">
+<path d="M0,0 L10,5 L0,10 z" fill="{GREY}"/></marker></defs>"""
+
+
+def picture(name: str, height: int, title: str, parts: list[str]) -> None:
+    """Write an SVG 560 units wide."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 560 {height}" role="img">'
+    ground = f'<rect width="560" height="{height}" fill="#f6f8fa"/>'
+    body = "\n".join([head, f"<title>{title}</title>", _STYLE, ground, *parts, "</svg>\n"])
+    (OUT / f"{name}.svg").write_text(body, encoding="utf-8")
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start", colour: str = "") -> str:
+    style = f' style="fill:{colour}"' if colour else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{style}>{words}</text>'
+
+
+def box(x: float, y: float, w: float, h: float, colour: str, opacity: float = 1, radius: float = 0) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="{radius}"'
+    return f'<rect {place} fill="{colour}" opacity="{opacity:.2f}"/>'
+
+
+def line(points: list[tuple[float, float]], colour: str = GREY, width: float = 1.2, more: str = "") -> str:
+    path = " ".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(points))
+    return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}" {more}/>'
+
+
+def arrow(*points: tuple[float, float]) -> str:
+    return line(list(points), GREY, 1.6, 'marker-end="url(#head)"')
+
+
+def dot(x: float, y: float, radius: float, colour: str, opacity: float = 1) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" opacity="{opacity:.2f}"/>'
+
+
+def smoothing() -> None:
+    """A kernel smoother over keys on a line: values, the weights one query gives, and what comes out everywhere."""
+    draw = Random(3)
+    keys = sorted(draw.uniform(0.2, 9.8) for _ in range(26))
+    values = [math.sin(0.8 * key) + draw.gauss(0, 0.35) for key in keys]
+    query, width = 3.4, 0.75
+
+    def weights(at: float) -> list[float]:
+        raw = [math.exp(-((at - key) ** 2) / (2 * width**2)) for key in keys]
+        return [weight / sum(raw) for weight in raw]
+
+    def x(key: float) -> float:
+        return 30 + 50 * key
+
+    def y(value: float) -> float:
+        return 118 - 46 * value
+
+    smooth = [(x(at / 20), y(sum(w * v for w, v in zip(weights(at / 20), values, strict=True)))) for at in range(201)]
+    own = weights(query)
+    mean = sum(w * v for w, v in zip(own, values, strict=True))
+    parts = [text(20, 26, "Each key has a value; a query takes their weighted mean", "title")]
+    parts += [line(smooth, BLUE, 2.4), line([(x(query), 40), (x(query), 282)], RED, 1.2, 'stroke-dasharray="4 3"')]
+    parts += [dot(x(k), y(v), 4.5, GREY, 0.25 + 0.75 * w / max(own)) for k, v, w in zip(keys, values, own, strict=True)]
+    parts += [dot(x(query), y(mean), 6, RED), text(x(query) + 12, y(mean) - 12, "the output", "", "start", RED)]
+    parts += [line([(30, 282), (530, 282)])]
+    parts += [box(x(k) - 3, 282 - 230 * w, 6, 230 * w, RED) for k, w in zip(keys, own, strict=True)]
+    parts += [text(x(query), 300, "query", "small", "middle"), text(530, 300, "keys", "small", "end")]
+    parts += [text(x(5.3), 262, "its weights, which sum to one", "small")]
+    picture("smoothing", 312, "Attention as a kernel smoother", parts)
+
+
+def slots() -> None:
+    """A cache that grows beside slots that do not."""
+    parts = [text(20, 26, "softmax: a row per token", "title"), text(310, 26, "features: M slots", "title")]
+    for n in range(11):
+        top = 44 + 18 * n
+        parts += [box(24, top, 70, 12, GREY, 0.45, 2), box(100, top, 100, 12, BLUE, 0.55, 2)]
+    parts += [text(59, 258, "keys", "small", "middle"), text(150, 258, "values", "small", "middle")]
+    parts += [arrow((222, 50), (222, 244)), text(230, 150, "grows", "small")]
+    masses = [0.9, 0.25, 0.6, 0.4]
+    for n, mass in enumerate(masses):
+        top = 64 + 44 * n
+        parts += [box(320, top, 100, 26, BLUE, 0.65, 3), box(440, top, 90 * mass, 26, RED, 0.75, 3)]
+        parts += [line([(440, top), (530, top), (530, top + 26), (440, top + 26), (440, top)], GREY, 0.8)]
+    parts += [text(370, 258, "mean value", "small", "middle"), text(485, 258, "mass", "small", "middle")]
+    parts += [text(20, 284, "Each slot holds the mean of the values whose keys have its feature, and how", "small")]
+    parts += [text(20, 301, "much there was of them. A query weighs M slots instead of all tokens.", "small")]
+    picture("slots", 314, "A growing cache and a fixed number of slots", parts)
+
+
+def delay_line() -> None:
+    """Sinks, the far past in features, the window, and where a token goes."""
+    size, top = 19, 64
+    parts = [text(20, 26, "Where a token is: first in the window, later in the features", "title")]
+    for n in range(26):
+        colour = RED if n < 2 else BLUE if n >= 19 else PALE
+        parts.append(box(24 + 20 * n, top, size - 2, 26, colour, 1 if colour != PALE else 0.9, 2))
+    parts += [text(43, top - 10, "sinks", "", "middle", RED), text(233, top - 10, "the far past", "", "middle")]
+    parts += [text(473, top - 10, "window", "", "middle", BLUE)]
+    parts += [arrow((413, top + 32), (413, 128), (290, 128), (290, 148))]
+    parts += [text(421, 122, "leaves the window:", "small"), text(421, 138, "enters the features", "small")]
+    for n in range(17):
+        parts.append(line([(74 + 20 * n, top + 28), (215 + 4 * n, 150)], PALE, 1))
+    for n in range(6):
+        parts.append(box(207 + 25 * n, 152, 22, 30, BLUE, 0.35 + 0.1 * n, 3))
+    parts += [text(282, 200, "M slots: mean value and log-mass", "small", "middle")]
+    parts += [text(43, 122, "exact", "small", "middle"), text(505, 176, "exact", "small", "middle")]
+    parts += [arrow((43, 128), (43, 226)), arrow((282, 206), (282, 226)), arrow((505, 182), (505, 226))]
+    parts += [box(20, 230, 524, 30, DARK, 0.1, 4)]
+    parts += [text(282, 250, "one sum of weighted values, divided by one sum of weights", "", "middle")]
+    picture("delay-line", 276, "Window, sinks and features", parts)
+
+
+def degrees() -> None:
+    """Two spectra of the same sum, and what counts of each eigenvalue at a tolerance."""
+    lam = 2.0**-8
+    parts = [text(20, 26, "Eigenvalues above the tolerance count, those below hardly do", "title")]
+    for left, ratio, name in ((24, 0.72, "head A"), (300, 0.3, "head B")):
+        raw = [ratio**n for n in range(22)]
+        values = [value / sum(raw) for value in raw]
+        counts = [value / (value + lam) for value in values]
+
+        def height(value: float) -> float:
+            return max(0.0, 170 * (1 + math.log10(value) / 4))
+
+        floor = 236
+        for n, (value, count) in enumerate(zip(values, counts, strict=True)):
+            if height(value) > 0:
+                parts.append(box(left + 10.5 * n, floor - height(value), 8.5, height(value), BLUE, 0.12 + 0.88 * count))
+        at = floor - height(lam)
+        parts += [line([(left, at), (left + 232, at)], RED, 1.4, 'stroke-dasharray="5 3"')]
+        parts += [line([(left, floor), (left + 232, floor)])]
+        parts += [text(left + 232, at - 6, "λ", "", "end", RED)]
+        parts += [text(left + 100, 62, f"{name}: N(λ) = {sum(counts):.1f}")]
+    parts += [text(24, 256, "eigenvalues, the largest first; logarithmic", "small")]
+    parts += [text(24, 274, "The colour of a bar is the share σ / (σ + λ) that counts; their sum is N(λ).", "small")]
+    picture("degrees", 288, "Degrees of freedom of two spectra", parts)
+
+
+def knapsack() -> None:
+    """Two error curves, and the split of bytes at which the last byte gains as much on either."""
+    parts = [text(20, 26, "At the best split the last byte gains equally much everywhere", "title")]
+    curves = {"head A": (9.0, 0.9), "head B": (2.2, 0.75)}
+
+    def loss(name: str, size: float) -> float:
+        scale, power = curves[name]
+        return scale * size**-power
+
+    def slope(name: str, size: float) -> float:
+        scale, power = curves[name]
+        return scale * power * size ** (-power - 1)
+
+    price = slope("head A", 6.0)
+    for left, name, colour in ((40, "head A", BLUE), (316, "head B", RED)):
+        scale, power = curves[name]
+        best = (scale * power / price) ** (1 / (power + 1))
+
+        def place(size: float, value: float, left: int = left) -> tuple[float, float]:
+            return left + 17 * size, 236 - 34 * value
+
+        points = [place(n / 10, loss(name, n / 10)) for n in range(4, 125) if loss(name, n / 10) < 5.4]
+        parts += [line(points, colour, 2.4), line([(left, 50), (left, 236), (left + 216, 236)])]
+        ends = [best - min(best, 3.2), best + 3.2]
+        parts.append(line([place(e, loss(name, best) - price * (e - best)) for e in ends], GREY, 1.4))
+        x, y = place(best, loss(name, best))
+        parts += [dot(x, y, 5, DARK), line([(x, y), (x, 236)], GREY, 1, 'stroke-dasharray="3 3"')]
+        parts += [text(left + 110, 74, name, "", "start", colour), text(left + 216, 254, "bytes", "small", "end")]
+        parts += [text(x, 254, "its share", "small", "middle")]
+    parts += [text(40, 44, "expected loss = effect × error", "small")]
+    parts += [text(20, 280, "The slopes are the same: a byte moved from one head to the other would cost", "small")]
+    parts += [text(20, 297, "more than it brings.", "small")]
+    picture("knapsack", 310, "A budget spread over error curves", parts)
+
+
+if __name__ == "__main__":
+    for draw in (smoothing, slots, delay_line, degrees, knapsack):
+        draw()
