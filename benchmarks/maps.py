@@ -1,40 +1,82 @@
-"""Feature maps, and ways to split the bytes, on a few layers of a model: attention KL and output error after a fit.
+"""Feature maps, ways to weigh the far past, and ways to split the bytes, on a few layers of a model: attention KL and
+output error after a fit.
 
-    python benchmarks/maps.py demo
+    python benchmarks/maps.py demo --budget 32
     python benchmarks/maps.py models/smollm2-135m --dtype bfloat16 --source ../shared/data/english-train.txt.gz
+    python benchmarks/maps.py models/smollm2-135m --dtype bfloat16 --source ../shared/data/english-train.txt.gz \
+        --length 2048 --parts 4 --row "mlp and exact" --row "mlp, far keys" --row "window and sinks"
 
-The model runs once; what some of its layers see is kept, and every candidate is trained on that, half a minute each.
-All candidates have the bytes of the same number of features per KV head.
+The model runs once; what some of its layers see is kept, and every candidate is trained on that, some seconds a layer.
+All candidates have the bytes of the same number of features per KV head; exact tokens are kept in eight bits.
 """
 
 from __future__ import annotations
 
 import sys
 
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
+sys.path.append(sys.path.pop(0))  # this folder last: its profile.py would hide the standard library's
 
 import json
-import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from cached_layers import Calls, collect, drawn, optimise, shown
+from far_past import Cosine, Decay, Gate, Taylor
 
-from dofla.distill import SCHEDULES
 from dofla.distill.calibrate import calibrate_layer
 from dofla.distill.losses import LOSSES, output_errors
-from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps import mlp as mlp_file
-from dofla.hybrid import TOKEN_SHARE, HeadCost, split
-from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import attention_sites, evaluation_mode
+from dofla.hybrid import HeadCost, split
+from dofla.integration.recorder import AttentionCall
 from dofla.layer import LinearAttention
-from dofla.recipe import DataSpec
-from dofla.teacher import load_teacher, windows_of
 
-Calls = dict[str, list[AttentionCall]]
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer: ``features`` are those that its state has and pays for, ``of_map`` (None: as many) those of its map."""
+
+    feature_map: str
+    features: int
+    window: int = 0
+    sinks: int = 0
+    kind: type[LinearAttention] = LinearAttention
+    of_map: int | None = None
+    hidden: int = mlp_file.HIDDEN
+
+    def layer(self, call: AttentionCall) -> LinearAttention:
+        mlp_file.HIDDEN = self.hidden
+        features = [self.of_map or self.features] * call.key.shape[1]
+        return self.kind(self.feature_map, features, call.key.shape[-1], self.window, self.sinks, "int8")
+
+
+def candidates(size: int, cost: HeadCost) -> dict[str, Candidate]:
+    """What is compared, each of at most ``size`` bytes per KV head; what whole features leave goes to the window."""
+    budget, (even, window, sinks) = size // cost.feature, split(size, cost)
+    found = {}
+    for title, features, exact in (("alone", budget, False), ("and exact tokens", even, True)):
+
+        def add(name: str, what: str, used: int = features, exact: bool = exact, title: str = title, **rest) -> None:
+            tokens = ((size - used * cost.feature) // cost.token - sinks, sinks) if exact else (0, 0)
+            found[f"{what} {title}"] = Candidate(name, used, *tokens, **rest)
+
+        for name in ("prf", "hedgehog", "t2r", "exponential", "mlp"):
+            add(name, name)
+        r, half = Taylor.dimensions(features), max(1, features // 2)
+        if r >= 1:
+            add("exponential", f"Taylor (r = {r})", 1 + r + r * (r + 1) // 2, kind=Taylor, of_map=r + 1)
+        for name in ("t2r", "mlp"):
+            add(name, f"{name} · cosine", 2 * half, kind=Cosine, of_map=half)
+    for share in (0.5, 0.65, 0.85, 0.95):
+        found[f"mlp, {share:.0%} of the bytes exact"] = Candidate("mlp", *split(size, cost, share))
+    found["mlp of 128 hidden units"] = Candidate("mlp", even, window, sinks, hidden=128)
+    found["mlp, far keys decay"] = Candidate("mlp", even, window, sinks, Decay)
+    found["mlp, far keys gated"] = Candidate("mlp", even, window, sinks, Gate)
+    found["window and sinks only"] = Candidate("none", 1, (size - cost.feature) // cost.token - 2, 2)
+    return found
 
 
 def main(
@@ -45,105 +87,67 @@ def main(
     held_out: int = 4,
     layers: Annotated[int, typer.Option(help="How many, evenly spread over the depth.")] = 7,
     budget: int = 64,
-    steps: int = 300,
+    steps: int = 150,
     rows: int = 64,
     seeds: int = 3,
+    loss: str = "output",
+    parts: Annotated[int, typer.Option(help="Of the windows, whose rows are also judged apart.")] = 1,
+    row: Annotated[list[str] | None, typer.Option(help="Part of a candidate's name; default: all.")] = None,
     dtype: str | None = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    calls, itemsize = _collect(model, dtype, source, length, windows + held_out, layers)
+    calls, itemsize = collect(model, dtype, source, length, windows + held_out, layers)
     first = next(iter(calls.values()))[0]
-    cost = HeadCost.of(first.key.shape[-1], first.value.shape[-1], itemsize)
+    cost = HeadCost.of(first.key.shape[-1], first.value.shape[-1], itemsize, "int8")
     size = budget * cost.feature
-    candidates = {f"{name}, features only": (name, budget, 0, 0) for name in ("prf", "hedgehog", "t2r", "exponential")}
-    candidates["mlp, features only"] = ("mlp", budget, 0, 0)
-    for name in ("prf", "hedgehog", "exponential", "mlp"):
-        candidates[f"{name}, {TOKEN_SHARE:.0%} exact tokens"] = (name, *split(size, cost))
-    for share in (0.25, 0.5, 0.65, 0.85, 0.95):
-        candidates[f"mlp, {share:.0%} exact tokens"] = ("mlp", *split(size, cost, share))
-    candidates["mlp of 128 hidden units"] = ("mlp", *split(size, cost))
-    tokens = (size - cost.feature) // cost.token
-    candidates["window and sinks only"] = ("none", 1, tokens - 2, 2)
-    print(f"{model}, {len(calls)} layers, {size} bytes per KV head, {steps} steps of one window and {rows} rows")
-    print(f"{'map':32s} {'M':>4s} {'w+s':>5s} {'attention KL':>15s} {'output error':>15s} {'s':>5s}")
+    print(f"{model}, {len(calls)} layers, windows of {length}, {size} bytes per KV head, {steps} steps of one window")
+    heads = "".join(f"{f'to {length * (n + 1) // parts}':>8s}" for n in range(parts)) if parts > 1 else ""
+    print(f"{'':36s} {'M':>3s} {'w+s':>5s} {'attention KL':>15s} {'output error':>15s} {'s':>5s}{heads}")
     record = {}
-    for title, (name, *shape) in candidates.items():
-        mlp_file.HIDDEN = 128 if "128" in title else 32
+    for title, candidate in candidates(size, cost).items():
+        if row and not any(part in title for part in row):
+            continue
         started = time.perf_counter()
-        several = [
-            _fit(calls, held_out, name, *shape, steps, rows, seed)
-            for seed in range(seeds if FEATURE_MAPS[name].learning_rates else 1)
-        ]
-        seconds = (time.perf_counter() - started) / len(several)
-        kl, error = ([run[n] for run in several] for n in (0, 1))
-        record[title] = {"features": shape[0], "tokens": shape[1] + shape[2], "kl": kl, "output_error": error}
+        several = [_fit(calls, held_out, candidate, loss, steps, rows, seed, parts) for seed in range(seeds)]
+        seconds = (time.perf_counter() - started) / seeds
+        kl, error = (torch.stack([run[n] for run in several]) for n in (0, 1))  # [seeds, parts]
+        tokens = candidate.window + candidate.sinks
+        record[title] = {"features": candidate.features, "tokens": tokens, "kl": kl.tolist(), "error": error.tolist()}
+        ends = "".join(f"{x:8.3f}" for x in error.mean(0)) if parts > 1 else ""
+        of_seeds = [shown(x.mean(1).tolist()) for x in (kl, error)]
         print(
-            f"{title:32s} {shape[0]:4d} {shape[1] + shape[2]:5d} {_shown(kl)} {_shown(error)} {seconds:5.0f}",
+            f"{title:36s} {candidate.features:3d} {tokens:5d} {' '.join(of_seeds)} {seconds:5.0f}{ends}",
             flush=True,
         )
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _collect(model: str, dtype: str | None, source: str, length: int, windows: int, layers: int) -> tuple[Calls, int]:
-    teacher, tokenizer = load_teacher(model, dtype)
-    text = windows_of(DataSpec(source, length, windows), teacher, tokenizer, seed=0)
-    names = list(attention_sites(teacher))
-    places = {round(n * (len(names) - 1) / max(layers - 1, 1)) for n in range(layers)}
-    calls: Calls = {names[place]: [] for place in sorted(places)}
-    with evaluation_mode(teacher), recording(teacher, calls, lambda c: calls[c.name].append(c)), torch.inference_mode():
-        for n in range(windows):
-            run_body(teacher, text.batch([n]))
-    return calls, teacher.dtype.itemsize
-
-
 def _fit(
-    calls: Calls, held_out: int, name: str, features: int, window: int, sinks: int, steps: int, rows: int, seed: int
-) -> tuple[float, float]:
-    """Attention KL and output error, means over layers, after training the map of each."""
+    calls: Calls, held_out: int, candidate: Candidate, loss: str, steps: int, rows: int, seed: int, parts: int
+) -> torch.Tensor:
+    """Attention KL and output error [2, parts], means over layers, after training the map of each."""
     errors = []
     for found in calls.values():
         training, judging = found[:-held_out], found[-held_out:]
-        kv_heads, head_dim = training[0].key.shape[1], training[0].key.shape[-1]
-        layer = LinearAttention(name, [features] * kv_heads, head_dim, window, sinks)
-        generator = torch.Generator().manual_seed(seed)
+        layer, generator = candidate.layer(training[0]), torch.Generator().manual_seed(seed)
         layer.reset_parameters(generator)
         calibrate_layer(training[0], layer, generator)
-        _train(layer, training, steps, rows, generator)
+
+        def of_a_window(layer=layer, training=training, generator=generator) -> torch.Tensor:
+            call = drawn(training, generator)
+            return LOSSES[loss](call, call, layer, call.random_rows(rows, generator))
+
+        optimise(layer, steps, of_a_window, layer.maps[0].betas)
         with torch.no_grad():
-            errors.append([statistics.fmean(pair) for pair in zip(*(_errors(x, layer) for x in judging), strict=True)])
-    return tuple(statistics.fmean(column) for column in zip(*errors, strict=True))
+            errors += [_errors(call, layer, parts) for call in judging]
+    return torch.stack(errors).mean(0)
 
 
-def _train(
-    layer: LinearAttention, training: list[AttentionCall], steps: int, rows: int, generator: torch.Generator
-) -> None:
-    rates = layer.maps[0].learning_rates
-    groups = [{"params": [p], "lr": rates[n], "start": rates[n]} for n, p in layer.maps[0].named_parameters()]
-    if not groups:
-        return
-    optimizer = torch.optim.Adam(groups, betas=layer.maps[0].betas)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = group["start"] * SCHEDULES["cosine"](step / steps)
-        call = training[int(torch.randint(len(training), (), generator=generator))]
-        optimizer.zero_grad()
-        LOSSES["softmax"](call, call, layer, call.random_rows(rows, generator)).backward()
-        optimizer.step()
-
-
-def _errors(call: AttentionCall, layer: LinearAttention) -> tuple[float, float]:
-    rows = torch.arange(call.query.shape[-2])
-    kl, squares = output_errors(call, call, layer, rows)
-    return kl.item(), squares.sqrt().item()
-
-
-def _shown(values: list[float]) -> str:
-    mean = statistics.fmean(values)
-    if mean > 1e3:
-        return f"{'∞':>15s}"
-    spread = f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
-    return f"{f'{mean:.3f}{spread}':>15s}"
+def _errors(call: AttentionCall, layer: LinearAttention, parts: int) -> torch.Tensor:
+    """Attention KL and output error of each part of the rows [2, parts]."""
+    found = [output_errors(call, call, layer, rows) for rows in torch.arange(call.query.shape[-2]).chunk(parts)]
+    return torch.tensor([[kl for kl, _ in found], [squares.sqrt() for _, squares in found]])
 
 
 if __name__ == "__main__":
