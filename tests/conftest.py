@@ -26,6 +26,7 @@ from dofla.integration.sites import attention_sites
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 VOCABULARY = 64
 # Weights of this size make attention far from uniform.

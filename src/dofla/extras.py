@@ -8,9 +8,9 @@ from types import ModuleType
 from dofla.errors import DoflaError
 
 
-def extra(name: str) -> ModuleType:
-    """A module of the extra ``finetune``; DoflaError that names the extra if it is not installed."""
+def extra(name: str, of: str = "finetune", purpose: str = "training whole models") -> ModuleType:
+    """A module of an extra; DoflaError that names the extra if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise DoflaError(f"training whole models needs {name}: pip install 'dofla[finetune]'") from None
+        raise DoflaError(f"{purpose} needs {name}: pip install 'dofla[{of}]'") from None

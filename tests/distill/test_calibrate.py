@@ -10,6 +10,7 @@ from test_distill import Stop, base_weights, equal, stop_after
 from torch.testing import assert_close
 
 import dofla
+from dofla.attention import rounded
 from dofla.distill import distill, loop
 from dofla.distill.calibrate import calibrate
 from dofla.distill.steps import generator_of
@@ -98,32 +99,43 @@ def far_masses(call, layer):
     """By KV head: (far mass of the teacher, of the student by the same mass nearby, of the student) of each row that
     sees far keys and near ones, in plain loops."""
     found = {kv_head: [] for kv_head in range(call.key.shape[1])}
+    kept = rounded(call.key) if layer.token_dtype == "int8" else call.key
+    exact_tokens = {
+        head: sizes for sizes, heads in zip(layer.exact_tokens, layer.groups, strict=True) for head in heads
+    }
     groups = call.query.shape[1] // call.key.shape[1]
     with torch.no_grad():
         maps = [map_of(layer, kv_head) for kv_head in found]
-        log_keys = [x.log_key(call.key[:, heads].double(), call.scaling)[:, place] for x, heads, place in maps]
+        log_keys = [x.log_key(kept[:, heads].double(), call.scaling)[:, place] for x, heads, place in maps]
         for row in range(len(call.query)):
             real = list(real_positions(call, row))
             for head in range(call.query.shape[1]):
                 feature_map, _, place = maps[head // groups]
+                window, sinks = exact_tokens[head // groups]
                 query = call.query[row, head].double()
                 # A query in the place of its KV head, so that it gets the features of that head.
                 alone = query.expand(1, feature_map.heads, *query.shape)
                 log_queries = feature_map.log_query(alone, call.scaling)[0, place]
                 for i in real:
-                    near_exact, far_exact, far_features = 0.0, 0.0, 0.0
+                    near_exact, near_kept, far_exact, far_features = 0.0, 0.0, 0.0, 0.0
                     for j in (j for j in real if j <= i or not call.causal):
-                        score = call.scaling * (query[i] @ call.key[row, head // groups, j].double()).item()
-                        if abs(i - j) < layer.window or real.index(j) < layer.sinks:
+                        score, of_kept = (
+                            call.scaling * (query[i] @ keys[row, head // groups, j].double()).item()
+                            for keys in (call.key, kept)
+                        )
+                        if abs(i - j) < window or real.index(j) < sinks:
                             near_exact += math.exp(score)
+                            near_kept += math.exp(of_kept)
                         else:
                             far_exact += math.exp(score)
                             log_kernel = torch.logsumexp(log_queries[i] + log_keys[head // groups][row, j], -1)
                             far_features += math.exp(log_kernel.item())
                     if near_exact and far_exact:
                         total = near_exact + far_exact
-                        masses = (far_exact / total, far_features / total, far_features / (near_exact + far_features))
-                        found[head // groups].append(masses)
+                        beside = far_features * near_exact / near_kept / total
+                        found[head // groups].append(
+                            (far_exact / total, beside, far_features / (near_kept + far_features))
+                        )
     return found
 
 
@@ -136,6 +148,8 @@ def far_masses(call, layer):
         ("llama", True, {"window": 2, "sinks": 0}),
         ("llama", True, {"window": 0, "sinks": 2}),
         ("bert", True, {"window": 2, "sinks": 1}),
+        ("llama", True, {"window": [3, 1], "sinks": [0, 2]}),
+        ("llama", False, {"window": [4, 2], "sinks": 1, "token_dtype": "int8"}),
     ],
 )
 def test_far_keys_weigh_what_they_weigh_in_the_teacher(tiny, name, features, family, padded, sizes):
@@ -165,7 +179,17 @@ def test_without_exact_keys_there_is_no_level_to_set(tiny, name):
 
 
 @both_maps
-@pytest.mark.parametrize("sizes", [{"window": 50}, {"sinks": 50}])
+def test_heads_without_exact_keys_have_no_level_to_set_beside_heads_that_have(tiny, name):
+    student = student_of(tiny, name=name, features=EVEN, window=[3, 0], sinks=[1, 0])
+    calibrate(student, [{"input_ids": tiny.tokens(2, LENGTH)}])
+    for layer in linear_layers(student).values():
+        hybrid, plain = (feature_map.log_scale for feature_map in layer.maps)
+        assert (hybrid != 0).all()
+        assert (plain == 0).all()
+
+
+@both_maps
+@pytest.mark.parametrize("sizes", [{"window": 50}, {"sinks": 50}, {"window": [50, 0], "sinks": [0, 50]}])
 def test_a_batch_without_far_keys_leaves_the_level_alone(tiny, name, sizes):
     student = student_of(tiny, name=name, **sizes)
     calibrate(student, [tiny.padded(3, LENGTH, "left")])
@@ -246,7 +270,7 @@ def test_distillation_starts_from_data_unless_told_not_to(tiny, name):
 def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
     tokens = tiny.tokens(8, LENGTH)
     student, other = student_of(tiny, window=2), student_of(tiny, window=2)
-    distill(student, tokens, seed=3, **OPTIONS)
+    distill(student, tokens, seed=3, reach=LENGTH, **OPTIONS)
     order = torch.randperm(8, generator=generator_of(3, 0))
     calibrate(other, [{"input_ids": tokens[order[:2]]}])
     assert equal(statistics(student), statistics(other))

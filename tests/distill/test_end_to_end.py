@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -252,22 +253,25 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path,
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_window_dropout_hides_the_window_in_some_steps(tiny, tmp_path):
-    student, seen = student_of(tiny, features=8, window=3, sinks=1), []
+@pytest.mark.parametrize("token_dtype", ["model", "int8"])
+def test_window_dropout_hides_the_window_in_some_steps(tiny, tmp_path, token_dtype):
+    student, seen = student_of(tiny, features=8, window=[3, 2], sinks=[1, 0], token_dtype=token_dtype), []
     layers = linear_layers(student)
     first = layers["model.layers.0.self_attn"]
-    hook = first.register_forward_pre_hook(lambda *_: seen.append((first.window, first.sinks)))
+    hook = first.register_forward_pre_hook(lambda *_: seen.append(first.exact_tokens))
     tokens = tiny.tokens(WINDOWS, LENGTH)
     options = {"window_dropout": 0.5, "gradient_checkpointing": True, "folder": tmp_path}
     distill_end_to_end(student, tokens, steps=12, batch_size=1, **options)
     hook.remove()
-    steps = [set(calls) for calls in zip(seen[-24::2], seen[-23::2], strict=True)]  # the second call is the backward's
-    assert all(len(step) == 1 for step in steps)
-    assert {x for step in steps for x in step} == {(3, 1), (0, 0)}
-    assert all((layer.window, layer.sinks) == (3, 1) for layer in layers.values())
-    bare = student_of(tiny, features=8)
-    for name, layer in layers.items():
-        linear_layers(bare)[name].load_state_dict(layer.state_dict())
+    steps = list(zip(seen[-24::2], seen[-23::2], strict=True))  # the second call is the backward's
+    assert all(first == again for first, again in steps)
+    assert {tuple(exact) for exact, _ in steps} == {((3, 1), (2, 0)), ((0, 0), (0, 0))}
+    assert all(layer.exact_tokens == [(3, 1), (2, 0)] for layer in layers.values())
+    # Features alone, in groups of heads as they are in the student.
+    bare = student_of(tiny, features=8, window=[3, 2], sinks=[1, 0])
+    for name, layer in linear_layers(bare).items():
+        layer.load_state_dict(layers[name].state_dict())
+        layer.sizes = [(features, 0, 0) for features, _, _ in layer.sizes]
     dofla.merge_lora(bare, tmp_path / "lora")
     with hidden_windows(student):
         assert torch.equal(logits(student, tokens), logits(bare, tokens))
@@ -387,7 +391,9 @@ def test_students_it_cannot_train_are_refused(tiny, monkeypatch):
     distill_end_to_end(student, tokens, steps=1)
     with pytest.raises(DoflaError, match="trained end to end already"):
         distill_end_to_end(student, tokens, steps=1)
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.FSDP)
+    sharded = {"distributed_type": accelerate.DistributedType.FSDP, "num_processes": 2, "process_index": 0}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: SimpleNamespace(**sharded))
     with pytest.raises(DoflaError, match=r"set up for FSDP.*data_parallel\.yaml"):
         distill_end_to_end(student_of(tiny), tokens)
     monkeypatch.undo()

@@ -115,6 +115,6 @@ def test_a_student_of_it_is_saved_opened_and_has_nothing_to_train(tiny, tmp_path
         dofla.distill(model, tokens)
     model.save_pretrained(tmp_path)
     opened = dofla.load(tmp_path)
-    assert [layer.window for layer in linear_layers(opened).values()] == [3, 3]
+    assert [layer.exact_tokens for layer in linear_layers(opened).values()] == [[(3, 1)]] * 2
     with torch.no_grad():
         assert_close(opened(tokens).logits, model(tokens).logits, rtol=0, atol=0)
