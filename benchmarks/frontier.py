@@ -2,8 +2,8 @@
 
     python benchmarks/frontier.py runs/quality-smollm2-135m --out docs/quality-smollm2-135m.svg
 
-Needs matplotlib (`pip install matplotlib`). Tasks are shown of students that `dofla evaluate --tasks` was asked about with
-`--out RUN/tasks-NAME.json`, NAME being that of the student's folder.
+Needs matplotlib (`pip install matplotlib`). Tasks are shown of students that `dofla evaluate --tasks` was asked about
+with `--out RUN/tasks-NAME.json`, NAME being that of the student's folder.
 """
 
 from __future__ import annotations

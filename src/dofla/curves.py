@@ -141,8 +141,8 @@ def choose(
     """The sizes of least expected loss, summed over layers, that cost ``total`` bytes at most.
 
     A knapsack, solved as a linear relaxation would: from the smallest sizes up, always the step that gains most per
-    byte, along the lower convex hull of each layer's choices, passing by the steps that no longer fit. A step to softmax
-    may be so large that it never fits and hides smaller ones: so it is done without as well, and the better is kept.
+    byte, along the lower convex hull of each layer's choices, passing by the steps that no longer fit. A step to
+    softmax may be so large that it never fits, and hides smaller ones: it is done without as well, and the better kept.
 
     Args:
         curves: of the layers.
