@@ -119,7 +119,7 @@ class LinearAttention(nn.Module):
         for n, (window, sinks) in enumerate(self.exact_tokens):
             before = states[n]
             if self.keeps_eight_bits and before is not None:
-                before = unpacked(before, key.dtype)
+                before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
             options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None}
             out, state = attend(query, key, value, self.maps[n], state=before, out=out, **options)
             after.append(packed(state, states[n], key.shape[-2]) if causal and self.keeps_eight_bits else state)
