@@ -80,7 +80,8 @@ def measured(folder: Path, way: str, what: str, windows: int, length: int, steps
     """Growth in bytes and seconds of a new process that profiles or distils the model in ``folder``."""
     command = [sys.executable, __file__, _HERE, str(folder), way, what, *map(str, (windows, length, steps))]
     # So that freed memory goes back to the system, and is not counted.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "131072", "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return tuple(json.loads(found))
 
