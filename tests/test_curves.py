@@ -186,6 +186,22 @@ def test_the_whole_choice_is_as_good_as_with_one_size_per_layer_but_for_a_step(l
     assert total_loss(chosen) <= total_loss(even) + step + 1e-9
 
 
+def test_a_step_to_softmax_that_does_not_fit_hides_no_smaller_ones():
+    # The straight line to a cache that costs more than there is passes below all sizes but the smallest.
+    one = curve("a", power=0.125)
+    cache = 15 * COST.cached * SHAPE.kv_heads
+    assert [choice.sizes is None for choice in best_sizes(one, SHAPE, 15)] == [False, True]
+    assert choose([one], {"a": SHAPE}, cache - 1, context=15) == choose([one], {"a": SHAPE}, cache - 1)
+    assert choose([one], {"a": SHAPE}, cache, context=15)["a"] == Choice(cache, 0.0, None)
+
+
+def test_a_cache_may_be_all_that_fits():
+    cache = COST.cached * SHAPE.kv_heads
+    assert choose([curve("a")], {"a": SHAPE}, cache, context=1)["a"] == Choice(cache, 0.0, None)
+    with pytest.raises(DoflaError, match=f"the smallest layers .* take {cache} bytes together, the budget is 100"):
+        choose([curve("a")], {"a": SHAPE}, 100, context=1)
+
+
 def test_a_budget_below_the_smallest_sizes_is_refused():
     with pytest.raises(DoflaError, match="the budget is 100: measure the curves at this budget"):
         choose([curve("a")], {"a": SHAPE}, 100)

@@ -31,7 +31,7 @@ TUTORIAL = DOCS / "tutorial.md"
 HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *HOW_TO]
 TAKES_LONG = {"budget.md", "own-model.md"}
-SIZES, SMALL = "WINDOWS, LENGTH, FIT, STEPS, WHOLE = 64, 512, 20, 150, 20", (8, 64, 1, 2, 1)
+SIZES, SMALL = "WINDOWS, LENGTH, FIT, STEPS, WHOLE = 64, 512, 20, 150, 20", (8, 32, 1, 2, 1)
 
 _FENCE = re.compile(r"^(?P<before>.*)\n```(?P<kind>\S.*)\n(?P<text>(?:.*\n)*?)```$", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -91,26 +91,36 @@ def tutorial(small: bool) -> list[tuple[Block, str]]:
 def test_the_tutorial_runs_and_prints_what_it_shows_but_for_the_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, printed in tutorial(small=True):
-        if "varies" not in block.kind:
-            assert skeleton(printed) == skeleton(block.text)
+        check_words(printed, block)
 
 
 @pytest.mark.long
 def test_the_tutorial_prints_the_numbers_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, printed in tutorial(small=False):
+        check_words(printed, block)
         if "varies" not in block.kind:
-            assert skeleton(printed) == skeleton(block.text)
-            # Kernels differ from machine to machine in the last digits, and training widens that.
-            assert numbers(printed) == pytest.approx(numbers(block.text), rel=0.2, abs=0.05)
+            for found, shown in zip(_NUMBER.findall(printed), _NUMBER.findall(block.text), strict=True):
+                assert is_close(found, shown), f"{found} is printed where {shown} is shown:\n{printed}"
+
+
+def check_words(printed: str, shown: Block) -> None:
+    """See that all but numbers is the same; of what depends on the sizes, that there is something."""
+    if "varies" in shown.kind:
+        assert printed
+        assert shown.text
+    else:
+        assert skeleton(printed) == skeleton(shown.text)
 
 
 def skeleton(text: str) -> list[str]:
     return _NUMBER.sub("0", text).split()
 
 
-def numbers(text: str) -> list[float]:
-    return [float(number.replace(",", "")) for number in _NUMBER.findall(text)]
+def is_close(found: str, shown: str) -> bool:
+    """Within a fifth, or two of the last digit: kernels differ a little between machines, and training widens that."""
+    a, b = (float(number.replace(",", "")) for number in (found, shown))
+    return abs(a - b) <= max(abs(b) / 5, 2 * 10.0 ** -len(shown.partition(".")[2]))
 
 
 # How-to pages, on models and texts of the names they use

@@ -152,8 +152,8 @@ def test_sealed_json_is_read_as_it_was_and_every_change_is_noticed(tmp_path):
 
 
 def test_keys_and_numbers_that_json_writes_otherwise_are_no_damage(tmp_path):
-    write_json(tmp_path / "a.json", {1: (1, 2), "x": float("inf")}, sealed=True)
-    assert read_json(tmp_path / "a.json", "numbers") == {"1": [1, 2], "x": float("inf")}
+    write_json(tmp_path / "a.json", {1: (1, 2), "x": float("inf"), "y": "\udcff"}, sealed=True)
+    assert read_json(tmp_path / "a.json", "numbers") == {"1": [1, 2], "x": float("inf"), "y": "\udcff"}
 
 
 def test_a_folder_is_written_under_its_own_name(tmp_path):

@@ -86,15 +86,16 @@ class Curves:
         data = read_json(Path(path), "error curves")
         try:
             layers = [
-                LayerCurve(x["name"], _numbers(x["effects"]), [_point(**point) for point in x["points"]])
+                LayerCurve(_text(x["name"]), _numbers(x["effects"]), [_point(**point) for point in x["points"]])
                 for x in data["layers"]
             ]
             if not layers or not all(x.points and len({len(p.errors) for p in x.points}) == 1 for x in layers):
                 raise ValueError("a layer without points, or with points of different heads")
             if any(len(x.effects) != len(x.points[0].errors) for x in layers):
                 raise ValueError("a layer with other heads in its effects than in its points")
+            _text(data["made_by"].get("feature_map", ""))
             return cls(layers, data["model"], data["made_by"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no error curves ({what}): measure them again") from error
 
@@ -104,6 +105,12 @@ def _point(share: float, bytes: int, errors: list[float]) -> Point:
     if not (0 <= share <= 1 and bytes >= 1):
         raise ValueError(f"share {share}, {bytes} bytes")
     return Point(share, bytes, _numbers(errors))
+
+
+def _text(value: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a name should be")
+    return value
 
 
 def _numbers(values: list[float]) -> list[float]:
@@ -156,9 +163,10 @@ def choose(
         DoflaError: the smallest sizes measured cost more than ``total``.
     """
     ways = []
-    for at in dict.fromkeys((None, context)):
+    for at in dict.fromkeys((context, None)):
         hulls = {curve.name: best_sizes(curve, shapes[curve.name], at, per_head) for curve in curves}
-        ways.append(_along(hulls, total))
+        if not ways or sum(hull[0].bytes for hull in hulls.values()) <= total:  # a short cache may be all that fits
+            ways.append(_along(hulls, total))
     return min(ways, key=lambda chosen: sum(choice.loss for choice in chosen.values()))
 
 

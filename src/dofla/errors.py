@@ -1,5 +1,21 @@
 """The one exception that stands for "the input is wrong", as opposed to "dofla is wrong"."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class DoflaError(ValueError):
     """Bad input. The message is one line naming the thing, the value and the way out; the CLI prints it and exits 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # a name in it may have several
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Within the block what is wrong is wrong with this file."""
+    try:
+        yield
+    except DoflaError as error:
+        raise DoflaError(f"{path}: {error}") from error

@@ -162,7 +162,8 @@ def write_json(path: str | Path, data: Any, *, sealed: bool = False) -> None:
     """
     text = _text(data)
     with replacing(path) as partial:
-        partial.write_text((_text(data | {SEAL: _digest(text)}) if sealed else text) + "\n", encoding="utf-8")
+        whole = (_text(data | {SEAL: _digest(text)}) if sealed else text) + "\n"
+        partial.write_bytes(whole.encode("utf-8", "backslashreplace"))  # halves of characters, as JSON has them
 
 
 def read_json(path: str | Path, what: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -191,3 +193,11 @@ def test_a_packed_state_can_be_copied_and_reordered():
     kept.window.key.zero_()
     assert same(copy.window, PackedTokens.of(buffer(5, 3)))
     assert kept.bytes == copy.bytes == kept.features.bytes + kept.window.bytes + kept.sinks.bytes
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_does_not_come_back_as_a_number(bad):
+    x = torch.tensor([[1.0, bad], [1.0, 2.0]])
+    out = rounded(x)
+    assert out[0, 1].isnan()
+    assert torch.equal(out[1], x[1])

@@ -123,3 +123,13 @@ def test_numbers_that_json_does_not_have_are_null(made, monkeypatch, capsys):
 
 def test_options_are_those_of_the_manner():
     assert list(OPTIONS) == ["verbose", "quiet", "json", "debug"]
+
+
+def test_losses_of_a_run_go_to_a_tracker_which_is_no_other_recipe(made, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert call("run", made / "recipe.yaml", "--out", out, "--track", "tensorboard") == 0
+    assert [path.name for path in (out / "track").iterdir()] == ["even-seed0"]
+    assert any((out / "track" / "even-seed0").glob("events.out.tfevents.*"))
+    assert call("run", made / "recipe.yaml", "--out", out) == 0
+    assert call("run", made / "recipe.yaml", "--out", tmp_path / "other", "--track", "magic") == 2
+    assert "track is magic" in capsys.readouterr().err

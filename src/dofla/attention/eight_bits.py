@@ -39,9 +39,9 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """``x`` as it comes back from eight bits; gradients pass as if it had not been there."""
-    result = unpack(*pack(x.detach()), x.dtype)
-    return result + (x - x.detach()) if x.requires_grad else result
+    """``x`` as it comes back from eight bits; gradients pass as if it had not been there, and so do NaN and infinity,
+    which integers cannot hold, as NaN."""
+    return unpack(*pack(x.detach()), x.dtype) + (x - x.detach())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
+import torch
 import typer
 
 from dofla import __version__
@@ -59,11 +60,13 @@ def main() -> None:
     except (DoflaError, OSError) as error:
         _fail(error, str(error), 2)
     except Exception as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            _fail(error, "not enough memory: give a smaller batch size or length, or a smaller model", 2)
         _fail(error, f"unexpected {type(error).__name__}: {error} (a fault of dofla's: --debug shows where)", 1)
 
 
 def _fail(error: Exception, message: str, code: int) -> NoReturn:
     if MANNER.get().debug:
         traceback.print_exception(error)
-    print("dofla:", " ".join(message.split("\n")), file=sys.stderr)
+    print("dofla:", " ".join(message.splitlines()), file=sys.stderr)
     sys.exit(code)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from dofla.cli.options import Dtype, Seed
 from dofla.cli.verb import current_view
 from dofla.finetune.loop import FineTuneResult
 from dofla.finetune.run import MODEL, run_finetune
@@ -35,8 +36,8 @@ def finetune(
     ] = False,
     mixed_precision: Annotated[str, typer.Option(help="no or bf16.")] = "no",
     forward_batch: Annotated[int, typer.Option(help="Items per forward pass.")] = 16,
-    dtype: Annotated[str | None, typer.Option(help="To load in: float32, bfloat16; default the checkpoint's.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    dtype: Dtype = None,
+    seed: Seed = 0,
 ) -> dict[str, Any]:
     """Teach a model, softmax or linear, a multiple-choice task."""
     given = {"learning_rate": learning_rate, "batch_size": batch_size, "epochs": epochs, "keep": keep}

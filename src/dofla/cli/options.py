@@ -25,7 +25,7 @@ BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
 Padded = Annotated[bool, typer.Option("--padded", help="One text per window, padded: for encoders.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
 Stream = Annotated[bool, typer.Option("--stream", help="Leave the layers on disk: for models larger than memory.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 Lambda = Annotated[float, typer.Option("--lambda", help="Tolerance of the degrees of freedom.")]
 TokenDtype = Annotated[
     str | None, typer.Option(help="How exact tokens are kept, int8 or model; default: int8, an encoder's model.")

@@ -11,6 +11,7 @@ import typer
 from dofla.cli.options import Dtype, Seed, StudentArgument, open_student
 from dofla.cli.verb import current_view
 from dofla.data import read_documents
+from dofla.distill.steps import check_numbers
 from dofla.errors import DoflaError
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
 
@@ -29,6 +30,7 @@ def generate(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Continue a text with a student."""
+    check_numbers(new_tokens=new_tokens)
     model, tokenizer = open_student(student, dtype)
     start = _prompt_state(model, tokenizer, prompt_state, document)
     if chat:

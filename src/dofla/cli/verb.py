@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from transformers.utils import logging as transformers_logging
 
+from dofla.errors import DoflaError
 from dofla.processes import is_first
 from dofla.view import View
 
@@ -46,6 +48,7 @@ class Manner:
         return logging.INFO if self.verbose else logging.ERROR if self.quiet else logging.WARNING
 
 
+_MOST = 2**31 - 1
 OPTIONS = get_type_hints(Manner, include_extras=True)
 MANNER: ContextVar[Manner] = ContextVar("manner")
 """Of the command that is being carried out."""
@@ -64,6 +67,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     def command(ctx: typer.Context, **given: Any) -> None:
         manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
         with _showing(manner):
+            for name, value in given.items():
+                _check(name.replace("_", "-"), value)
             result = function(**given)
         if manner.json and is_first():
             print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
@@ -77,6 +82,15 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature([first, *own, *common])
     command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **OPTIONS}
     return command
+
+
+def _check(name: str, value: Any) -> None:
+    """DoflaError for what no verb can do anything with."""
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, int) and abs(one) > _MOST:
+            raise DoflaError(f"{name} is {one}: give {_MOST} at most")
+        if isinstance(one, (str, Path)) and not str(one).isascii() and re.search("[\ud800-\udfff]", str(one)):
+            raise DoflaError(f"{name} is {str(one)!r}, which is no UTF-8: give other characters")
 
 
 @contextmanager

@@ -58,10 +58,6 @@ class LinearCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The same, as it was called in earlier versions of transformers."""
-        return self.get_max_length()
-
     def reset(self) -> None:
         self.states, self.tokens = None, 0
 

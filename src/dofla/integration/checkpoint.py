@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.checksums import check_checksums
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, about
 from dofla.files import new_folder, read_json, write_json
 from dofla.integration.hub import fetch
 from dofla.integration.lora import factor_pairs, merge_factors
@@ -111,9 +111,11 @@ def load(
     base = base_model or adapter.get("base_model")
     if not (base and isinstance(base, (str, Path))):
         raise DoflaError(f"{folder / ADAPTER} names no base model: set 'base_model' to its path or name")
-    model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
-    # The base of a student that was opened from a standalone checkpoint is that checkpoint.
-    linearize(restore(model) if is_linearized(model) else model, plan)
+    with about(folder / ADAPTER):
+        model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
+    with about(folder / "plan.json"):
+        # The base of a student that was opened from a standalone checkpoint is that checkpoint.
+        linearize(restore(model) if is_linearized(model) else model, plan)
     return apply_adapter(model, folder)
 
 

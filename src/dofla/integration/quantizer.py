@@ -53,11 +53,14 @@ class DoflaQuantizer(HfQuantizer):
         attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
         model._dofla_softmax_implementation = softmax_implementation(model)
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         # All that a checkpoint holds, buffers included: a fixed projection is as much part of a map as a trained one.
+        # Some versions of transformers take weights of any shape into models that have a quantizer.
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
+            missing = f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
+            if missing or tensor.shape != self._shapes[name]:
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
         model.set_attn_implementation(LINEAR)
         # transformers forbids .half() and .to(dtype) on quantised models; this one is none.

@@ -49,7 +49,9 @@ class Task:
     items: Sequence[Item] = field(repr=False)
 
     def take(self, count: int | None, *, seed: int = 0) -> Task:
-        """``count`` items drawn at random, in their order (all, if there are no more)."""
+        """``count`` items drawn at random, in their order (all, if there are no more); DoflaError if it is below 1."""
+        if count is not None and count < 1:
+            raise DoflaError(f"{count} items of task {self.name}: take 1 or more")
         if count is None or count >= len(self.items):
             return self
         chosen = sorted(random.Random(seed).sample(range(len(self.items)), count))

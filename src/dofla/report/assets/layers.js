@@ -41,7 +41,7 @@ function layerTable(layers, names, student) {
     const cells = [names[n]];
     if (layer.sizes) {
       const [features, window, sinks] = [0, 1, 2].map((at) => range(layer.sizes.map((size) => size[at])));
-      const exact = window === "0" && sinks === "0" ? "" : `window ${window}, sinks ${sinks}`;
+      const exact = window === "0" && sinks === "0" ? "" : `window\u00a0${window}, sinks\u00a0${sinks}`;
       cells.push(
         el("td", {}, layer.map === "none" ? "none" : features, el("span", { class: "narrow" }, exact)),
         ...(exactly ? [drop(window), drop(sinks)] : []),
@@ -71,8 +71,7 @@ function layerTable(layers, names, student) {
           "Error: KL of the layer’s attention from the original’s, nats, held-out text, logarithmic scale;",
         ),
         trained && el("span", {}, "○ before training,"),
-        el("span", { class: "student" }, "● "),
-        el("span", {}, trained ? "after" : "the student"),
+        el("span", {}, el("b", { class: "student" }, "●"), trained ? "after" : "the student"),
       ),
     );
   return box;

@@ -34,7 +34,7 @@ function show(run, student) {
     return !section.hidden;
   });
   $("nav").replaceChildren(...there.map((name) => el("a", { href: `#${name}` }, NAV[name])));
-  $("toolbar").hidden = there.length < 3;
+  $("toolbar").hidden = there.length < 4;
 }
 
 function start() {
