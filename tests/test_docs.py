@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "tutorial.md"
 HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
+RUN = [DOCS / "index.md", *HOW_TO]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *HOW_TO]
 TAKES_LONG = {"budget.md", "own-model.md"}
 SIZES, SMALL = "WINDOWS, LENGTH, FIT, STEPS, WHOLE = 64, 512, 20, 150, 20", (8, 32, 1, 2, 1)
@@ -123,7 +124,7 @@ def is_close(found: str, shown: str) -> bool:
     return abs(a - b) <= max(abs(b) / 5, 2 * 10.0 ** -len(shown.partition(".")[2]))
 
 
-# How-to pages, on models and texts of the names they use
+# Other pages, on models and texts of the names they use
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +147,9 @@ def desk(tiny, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.long] if p.name in TAKES_LONG else []) for p in HOW_TO],
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.long] if p.name in TAKES_LONG else []) for p in RUN],
 )
-def test_the_python_of_a_how_to_page_runs(page, desk, tmp_path, monkeypatch):
+def test_the_python_of_a_page_runs(page, desk, tmp_path, monkeypatch):
     shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     run(page, [block for block in blocks(page) if block.is_run])

@@ -127,7 +127,7 @@ def test_each_layer_is_read_once_for_all_steps(tiny, folders, reads):
     reads.clear()
     distill(student, tiny.tokens(WINDOWS, LENGTH), from_data=False, **OPTIONS)
     layers = {name for name, parameter in student.named_parameters() if parameter.is_meta and ".layers." in name}
-    assert sorted(reads) == sorted(layers)
+    assert sorted(name for name in reads if name in layers) == sorted(layers)
 
 
 def test_it_is_evaluated_alike(tiny, folders):
