@@ -138,7 +138,9 @@ def lie_in_wait(kill: Kill) -> None:
 
 def finished(folder: Path) -> dict[str, Path]:
     """Everything in a run folder that bears its own name."""
-    names = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    # os.walk, since folders come and go meanwhile, which Path.rglob takes as an error.
+    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    names = {str(path.relative_to(folder)): path for path in found}
     return {name: path for name, path in names.items() if ".partial-" not in name and ".dofla." not in name}
 
 
