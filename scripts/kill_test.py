@@ -101,7 +101,7 @@ def attempt(recipe: Path, folder: Path, kill: Kill | None = None) -> Attempt:
         if pid:
             return Attempt(os.waitstatus_to_exitcode(status), files)
         due = kill is not None and work >= kill.after
-        seen = due and kill.way == "partial seen" and any(folder.rglob(f".*.partial-{child}"))
+        seen = due and kill.way == "partial seen" and _has_partial(folder, child)
         if seen or (due and kill.way == "moment"):
             os.kill(child, signal.SIGKILL)
         time.sleep(0.001 if due else 0.01)
@@ -136,9 +136,13 @@ def lie_in_wait(kill: Kill) -> None:
         os.replace, os.rename = renamed(os.replace), renamed(os.rename)
 
 
+def _has_partial(folder: Path, process: int) -> bool:
+    places = os.walk(folder)  # which bears folders that vanish meanwhile
+    return any(name.endswith(f".partial-{process}") for _, inner, names in places for name in (*inner, *names))
+
+
 def finished(folder: Path) -> dict[str, Path]:
     """Everything in a run folder that bears its own name."""
-    # os.walk, since folders come and go meanwhile, which Path.rglob takes as an error.
     found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     names = {str(path.relative_to(folder)): path for path in found}
     return {name: path for name, path in names.items() if ".partial-" not in name and ".dofla." not in name}
