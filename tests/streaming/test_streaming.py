@@ -180,9 +180,9 @@ def test_a_window_that_was_not_run_before_is_missed(tiny, folders):
     model, tokens = opened(folders, "llama", True), tiny.tokens(4, LENGTH)
     first, second = ({"input_ids": tokens[n : n + 2]} for n in (0, 2))
     turns = in_turn(model)
-    next(turns).carry(first)
+    next(turns).carry([first])
     with pytest.raises(DoflaError, match="a window was not run through the layer before"):
-        next(turns).carry(second)
+        next(turns).carry([second])
     turns.close()
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, opened(folders, "llama", False)(tokens).logits)

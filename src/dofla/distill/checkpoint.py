@@ -32,16 +32,30 @@ class Checkpoint:
     Of several processes the first writes, and all read. A run may consist of several trainings, one after the other,
     each with a ``name`` and a state file of its own; their curves go into one file.
 
+    Args:
+        folder: None to keep nothing, and find nothing.
+        settings: of the run; its ``steps`` are those of each training.
+        plan: of the student.
+        windows: that it trains on.
+        every: steps between two states.
+
     Attributes:
         earlier: seconds that the trainings took in processes that were broken off.
     """
 
     def __init__(
-        self, folder: str | Path, settings: dict[str, Any], plan: Plan, windows: TokenWindows | Images
+        self,
+        folder: str | Path | None,
+        settings: dict[str, Any],
+        plan: Plan,
+        windows: TokenWindows | Images,
+        every: int,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self.every = None if folder is None else Path(folder), every
         self.curves: dict[str, list[float]] = {}
         self.earlier, self._seconds, self._started = 0.0, 0.0, time.perf_counter()
+        if self.folder is None:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -60,10 +74,12 @@ class Checkpoint:
         Raises:
             DoflaError: if the file is damaged or belongs to other settings.
         """
+        if self.folder is None:
+            return []
         path = self._state(name)
         self._seconds, self._started = 0.0, time.perf_counter()
         if not path.exists():
-            self.save(parts, optimizer, [], columns, name)
+            self._save(parts, optimizer, [], columns, name)
             return []
         tensors, metadata = read_tensors(path, "remove it to start over")
         try:
@@ -97,7 +113,7 @@ class Checkpoint:
         logger.info("%s: going on after %d steps", path, len(curve))
         return curve.tolist()
 
-    def save(
+    def keep(
         self,
         parts: Mapping[str, nn.Module | nn.Parameter],
         optimizer,
@@ -105,7 +121,12 @@ class Checkpoint:
         columns: Sequence[str],
         name: str = "",
     ) -> None:
-        """Replace the state file and the readable curves, whose ``columns`` are the layers or the one loss of all."""
+        """Every so many steps, and after the last, replace the state file and the readable curves, whose ``columns``
+        are the layers or the one loss of all."""
+        if self.folder is not None and (len(curve) % self.every == 0 or len(curve) == self.settings["steps"]):
+            self._save(parts, optimizer, curve, columns, name)
+
+    def _save(self, parts, optimizer, curve: list[list[float]], columns: Sequence[str], name: str) -> None:
         if not is_first():
             return
         tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}

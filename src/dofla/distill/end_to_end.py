@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +16,18 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
-from dofla.distill.loop import SCHEDULES, History
+from dofla.distill.descent import SCHEDULES, Descent
+from dofla.distill.loop import History
 from dofla.distill.objective import Objective, hidden_windows
-from dofla.distill.places import placed_anywhere, placed_evenly, reach_of
-from dofla.distill.steps import batches_of_step, check_choice, check_enough, check_numbers
+from dofla.distill.places import reach_of
+from dofla.distill.steps import Batches, check_choice, check_numbers
 from dofla.distill.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.layer import LinearAttention
 from dofla.processes import Processes, is_first, processes
 
 PRECISIONS = (None, "bf16")
@@ -121,14 +124,12 @@ def distill_end_to_end(
     if is_streamed(student):
         raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
     together = processes()
-    accumulate *= together.count
-    check_enough(windows, batch_size * accumulate)
-    settings = numbers | {"accumulate": accumulate, "weights": weights, "learning_rates": rates, "schedule": schedule}
-    settings |= {"seed": seed, "window_dropout": window_dropout, "precision": precision}
+    batches = Batches(windows, batch_size, accumulate * together.count, seed, reach)
+    settings = numbers | {"accumulate": batches.accumulate, "weights": weights, "learning_rates": rates}
+    settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
 
     student.to(together.home)
-    curve: list[list[float]] = []
     with (
         together.named(),
         torch.enable_grad(),
@@ -138,33 +139,31 @@ def distill_end_to_end(
     ):
         torch.manual_seed(seed)
         with trainable(student, weights, lora_rank) as part:
-            learner = _Learner(student, part, together, rates, precision)
-            settings["loss"] = learner.loss.name
-            checkpoint, parts = None, layers | part.weights
-            if folder is not None:
-                checkpoint = Checkpoint(folder, settings, plan_of(student), windows)
-                curve = checkpoint.resume(parts, learner.optimizer, [learner.loss.name])
-            together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
+            loss, parts = Objective(student, part.teacher), layers | part.weights
+            settings["loss"] = loss.name
+            descent = Descent(_groups(layers, part, rates), schedule, steps)
+            checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
             started = time.perf_counter()
-            if not curve:
-                calibrate(student, placed_evenly(batches_of_step(windows, batch_size, 1, seed, 0)[0], reach))
-            together.make_alike([*learner.weights, *(x for layer in layers.values() for x in layer.buffers())])
+            calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
+            curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
+            together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
+            together.make_alike([*descent.parameters, *(x for layer in layers.values() for x in layer.buffers())])
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
-                batches = batches_of_step(windows, batch_size, accumulate, seed, step)
-                batches = [placed_anywhere(batch, reach, torch.default_generator) for batch in batches]
+                of_step = batches.of_step(step, torch.default_generator)
                 with hidden_windows(student) if hide else nullcontext():
-                    value = learner.gradients(batches, batches[together.place :: together.count])
+                    value = _gradients(loss, of_step, precision, together)
                 if not math.isfinite(value):
-                    raise DoflaError(f"the {learner.loss.name} loss is {value} at step {step}: lower learning_rates")
-                learner.step(SCHEDULES[schedule](step / steps))
+                    raise DoflaError(f"the {loss.name} loss is {value} at step {step}: lower learning_rates")
+                together.add_gradients(descent.parameters)
+                torch.nn.utils.clip_grad_norm_(descent.parameters, _LONGEST_GRADIENT)
+                descent.step(step)
                 curve.append([value])
-                if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
-                    checkpoint.save(parts, learner.optimizer, curve, [learner.loss.name])
+                checkpoint.keep(parts, descent.optimizer, curve, [loss.name])
                 if progress and is_first():
-                    progress(len(curve), steps, {learner.loss.name: value})
-            seconds = time.perf_counter() - started + (0.0 if checkpoint is None else checkpoint.earlier)
+                    progress(len(curve), steps, {loss.name: value})
+            seconds = time.perf_counter() - started + checkpoint.earlier
     if folder is not None and weights == "lora" and is_first():
         write_lora(student, Path(folder) / "lora")
     how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
@@ -174,54 +173,25 @@ def distill_end_to_end(
     return History([settings["loss"]], torch.tensor(curve), seconds, settings)
 
 
-class _Learner:
-    """Adam on the feature maps and what else of a student trains.
+def _gradients(
+    loss: Objective, step: Sequence[Mapping[str, Tensor]], precision: str | None, together: Processes
+) -> float:
+    """Add this process's gradients of a step, of whose batches it takes its share; returns the loss, of all."""
+    tokens, windows = sum(map(loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
+    device = loss.student.device
+    total = torch.zeros((), device=device)
+    for batch in step[together.place :: together.count]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows)
+        part.backward()
+        total += part.detach()
+    return together.total(total).item()
 
-    Args:
-        student: on the device of this process.
-        part: of it that trains, beside the feature maps.
-        together: the processes that train it.
-        rates: of ``maps`` and ``weights``.
-        precision: None or ``bf16``.
-    """
 
-    def __init__(
-        self,
-        student: PreTrainedModel,
-        part: Trainable,
-        together: Processes,
-        rates: Mapping[str, float],
-        precision: str | None,
-    ) -> None:
-        self.together, self.loss, self.device = together, Objective(student, part.teacher), student.device
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
-        maps = [parameter for layer in linear_layers(student).values() for parameter in layer.parameters()]
-        trained = {"maps": maps, "weights": list(part.weights.values())}
-        groups = [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
-        self.rates, self.weights = [group["lr"] for group in groups], [p for g in groups for p in g["params"]]
-        for weight in self.weights:  # so that Adam counts the same steps for all, as a checkpoint does
-            weight.grad = torch.zeros_like(weight)
-        self.optimizer = torch.optim.Adam(groups)
-
-    def gradients(self, step: Sequence[Mapping[str, Tensor]], own: Sequence[Mapping[str, Tensor]]) -> float:
-        """Make the gradients of a ``step``, of whose batches ``own`` are this process's; returns the step's loss."""
-        tokens, windows = sum(map(self.loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
-        total = torch.zeros((), device=self.device)
-        for batch in own:
-            with self.autocast:
-                part = self.loss({k: v.to(self.device) for k, v in batch.items()}, tokens, windows)
-            part.backward()
-            total += part.detach()
-        self.together.add_gradients(self.weights)
-        return self.together.total(total).item()
-
-    def step(self, share: float) -> None:
-        """Take the step, at this share of the learning rates."""
-        torch.nn.utils.clip_grad_norm_(self.weights, _LONGEST_GRADIENT)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * share
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+def _groups(layers: Mapping[str, LinearAttention], part: Trainable, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+    maps = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    trained = {"maps": maps, "weights": list(part.weights.values())}
+    return [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
 
 
 def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:

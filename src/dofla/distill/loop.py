@@ -18,24 +18,18 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
+from dofla.distill.descent import SCHEDULES, Descent, groups_of, part_of
 from dofla.distill.direct import DIRECT, next_token_gradients
 from dofla.distill.layerwise import layerwise_gradients
 from dofla.distill.losses import LOSSES
-from dofla.distill.places import placed_anywhere, placed_evenly, reach_of
-from dofla.distill.steps import batches_of_step, check_choice, check_enough, check_numbers, generator_of
+from dofla.distill.places import reach_of
+from dofla.distill.steps import Batches, check_choice, check_numbers, generator_of
 from dofla.errors import DoflaError
-from dofla.feature_maps import FeatureMap
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
 from dofla.layer import LinearAttention
 from dofla.processes import Processes, is_first, processes
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
-    "constant": lambda done: 1.0,
-}
-"""Share of the learning rate, by the share of the steps that are done. The paper names rates and no schedule."""
 
 
 @dataclass
@@ -97,7 +91,7 @@ def distill(
         rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
             all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
         learning_rates: by parameter name, over the feature map's own.
-        schedule: a name in :data:`SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
+        schedule: a name in :data:`dofla.distill.SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
         own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
             in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
             two forwards. Not for ``direct``, which never does otherwise. The layers of a streamed model are not trained
@@ -128,69 +122,48 @@ def distill(
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
-    reach = reach_of(student, windows, reach)
-    streamed = is_streamed(student)
+    reach, streamed = reach_of(student, windows, reach), is_streamed(student)
     if loss == DIRECT and streamed:
         raise DoflaError("loss 'direct' takes gradients through all layers, which stay on disk: choose another loss")
     together = processes()
-    batch_size *= together.count
-    check_enough(windows, batch_size * accumulate)
-    steps = steps or epochs * math.ceil(len(windows) / (batch_size * accumulate))
-    settings = {"loss": loss, "steps": steps, "batch_size": batch_size, "accumulate": accumulate, "rows": rows}
+    batches = Batches(windows, batch_size * together.count, accumulate, seed, reach)
+    steps = steps or epochs * batches.per_epoch
+    settings = {"loss": loss, "steps": steps, "batch_size": batches.batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
     settings |= {"own_inputs": own_inputs, "from_data": from_data, "reach": reach}
-    groups = _parameter_groups(layers, settings["learning_rates"])
-    checkpoint = Checkpoint(folder, settings, plan_of(student), windows) if folder is not None else None
+    groups = groups_of(layers, settings["learning_rates"])
+    checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
     if together.device is not None and not streamed:
         student.to(together.device)
 
     started = time.perf_counter()
     curves: dict[str, list[float]] = {}
-    first = placed_evenly(batches_of_step(windows, batch_size, accumulate, seed, 0)[0], reach)
-    in_one = not streamed or own_inputs > 0
-    with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=in_one)) as turns:
-        if from_data and not in_one:
-            calibrate(student, first)
+    whole = not streamed or own_inputs > 0
+    with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
+        if from_data:
+            calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
         for turn in turns:
             part = {name: layer for name, layer in layers.items() if name.startswith(turn.prefix)}
             columns = [DIRECT] if loss == DIRECT else list(part)
-            optimizer = torch.optim.Adam(_of(part, groups))
-            optimizer.zero_grad()  # of what a run that was broken off may have left
-            rates = [group["lr"] for group in optimizer.param_groups]
-            name = turn.prefix.removesuffix(".")
-            curve = checkpoint.resume(part, optimizer, columns, name) if checkpoint is not None else []
+            descent = Descent(part_of(groups, part), schedule, steps)
+            curve = checkpoint.resume(part, descent.optimizer, columns, turn.name)
             together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
-            if from_data and in_one and not curve:
-                calibrate(student, first)
             together.make_alike(tensor for layer in part.values() for tensor in layer.state_dict().values())
-            for step in range(len(curve) if part else steps):  # taken before, or not to be taken
-                for batch in _batches(windows, settings, step):
-                    turn.carry(together.share(batch)[0])
-            for step in range(len(curve), steps if part else 0):
-                losses = _gradients(student, part, _batches(windows, settings, step), settings, step, together)
-                together.add_gradients(x for group in optimizer.param_groups for x in group["params"])
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * SCHEDULES[schedule](step / steps)
-                optimizer.step()
-                optimizer.zero_grad()
+            done = len(curve) if part else steps  # taken before, or not to be taken
+            turn.carry(together.share(batch)[0] for step in range(done) for batch in batches.of_step(step))
+            for step in range(done, steps):
+                losses = _gradients(student, part, batches.of_step(step), settings, step, together)
+                together.add_gradients(descent.parameters)
+                descent.step(step)
                 curve.append(list(losses.values()))
-                if checkpoint is not None and (len(curve) % checkpoint_every == 0 or len(curve) == steps):
-                    checkpoint.save(part, optimizer, curve, columns, name)
+                checkpoint.keep(part, descent.optimizer, curve, columns, turn.name)
                 if progress and is_first():
                     progress(turn.number * steps + len(curve), turn.count * steps, losses)
             curves |= {column: [losses[n] for losses in curve] for n, column in enumerate(columns)}
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     record_of(student).add_distillation(how, windows, "dofla.distill(student, tokens", settings)
     losses = torch.tensor(list(zip(*curves.values(), strict=True)))
-    earlier = 0.0 if checkpoint is None else checkpoint.earlier
-    return History(list(curves), losses, time.perf_counter() - started + earlier, settings)
-
-
-def _batches(windows: TokenWindows | Images, settings: Mapping[str, Any], step: int) -> list[dict[str, Tensor]]:
-    """The batches of a step, of all processes together, where they are read."""
-    seed, places = settings["seed"], generator_of(settings["seed"], step)
-    batches = batches_of_step(windows, settings["batch_size"], settings["accumulate"], seed, step)
-    return [placed_anywhere(batch, settings["reach"], places) for batch in batches]
+    return History(list(curves), losses, time.perf_counter() - started + checkpoint.earlier, settings)
 
 
 def _gradients(
@@ -218,33 +191,3 @@ def _gradients(
             what = "next-token loss" if settings["loss"] == DIRECT else f"loss of layer {name}"
             raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
     return losses
-
-
-def _parameter_groups(layers: Mapping[str, LinearAttention], given: Mapping[str, float]) -> list[dict]:
-    groups: dict[str, dict] = {}
-    for layer in layers.values():
-        for feature_map in layer.maps:
-            for name, parameter in feature_map.named_parameters():
-                start = {"params": [], "lr": _rate(feature_map, name, given), "betas": feature_map.betas}
-                group = groups.setdefault(name, start)
-                group["params"].append(parameter)
-    unknown = set(given) - set(groups)
-    if unknown:
-        known = ", ".join(sorted(groups))
-        raise DoflaError(f"learning_rates names {sorted(unknown)[0]!r}: the feature maps have {known}")
-    if not groups:
-        raise DoflaError("the feature maps of this plan have nothing to train")
-    return list(groups.values())
-
-
-def _of(layers: Mapping[str, LinearAttention], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What of the parameter groups belongs to some layers."""
-    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
-    return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]
-
-
-def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
-    rate = given.get(name, feature_map.learning_rates.get(name))
-    if rate is None or not 0 < rate < math.inf:
-        raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
-    return rate

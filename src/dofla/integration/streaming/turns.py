@@ -22,13 +22,15 @@ class Turn:
     Attributes:
         number, count: of this turn, from 0, and of all.
         prefix: of the names of the modules that run in it.
+        name: of the layer; empty of a whole model.
     """
 
     def __init__(self, number: int = 0, count: int = 1, prefix: str = "") -> None:
         self.number, self.count, self.prefix = number, count, prefix
+        self.name = prefix.removesuffix(".")
 
-    def carry(self, batch: Mapping[str, Tensor]) -> None:
-        """See to it that the next turn finds what this one makes of a batch. Nothing to do if there is none."""
+    def carry(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
+        """See to it that the next turn finds what this one makes of batches. Nothing to do if there is none."""
 
 
 def in_turn(model: PreTrainedModel, folder: str | Path | None = None, *, whole: bool = False) -> Iterator[Turn]:
@@ -77,11 +79,14 @@ class _LayersTurn(Turn):
         super().__init__(number, count, prefix)
         self.model, self.after = model, after
 
-    def carry(self, batch: Mapping[str, Tensor]) -> None:
-        if self.number + 1 == self.count or all(window in self.after for window in fingerprints(batch)):
+    def carry(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
+        if self.number + 1 == self.count:
             return
-        with torch.no_grad(), recording(self.model, (), lambda call: None):
-            run_body(self.model, batch)
+        for batch in batches:
+            if all(window in self.after for window in fingerprints(batch)):
+                continue
+            with torch.no_grad(), recording(self.model, (), lambda call: None):
+                run_body(self.model, batch)
 
     def alone(
         self, layer: nn.Module, layers: Iterable[nn.Module], wrap: Wrap, windows: list[bytes], before: HiddenStates
