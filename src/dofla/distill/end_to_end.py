@@ -20,6 +20,7 @@ from dofla.distill.descent import SCHEDULES, Descent
 from dofla.distill.loop import History
 from dofla.distill.objective import Objective, hidden_windows
 from dofla.distill.places import reach_of
+from dofla.distill.sharded import sharded
 from dofla.distill.steps import Batches, check_choice, check_numbers
 from dofla.distill.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError
@@ -71,7 +72,8 @@ def distill_end_to_end(
 
     A run that fails leaves the student as it was. In several processes (``torchrun``, ``accelerate launch``) each takes
     its share of the batches of every step, and all end with the student that one process makes when it accumulates as
-    many times as much. The first writes and shows progress.
+    many times as much. The first writes and shows progress. Where accelerate is set up for FSDP (version 2), each holds
+    but its share of the layers' frozen weights on its device, and the student ends in host memory.
 
     Args:
         student: a linearised model.
@@ -102,7 +104,8 @@ def distill_end_to_end(
         DoflaError: not linearised, or trained end to end already; a number or name out of range; nothing to train;
             fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
             other settings; a streamed model; another process that has ended; peft (for ``lora``) or accelerate (for
-            several processes) not installed, or accelerate set up to shard weights.
+            several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
+            another way.
     """
     layers = linear_layers(student)
     refuse_trained(student)
@@ -123,13 +126,15 @@ def distill_end_to_end(
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     if is_streamed(student):
         raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
-    together = processes()
+    together = processes(sharding=True)
+    if together.sharded and weights == "all":
+        raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")
     batches = Batches(windows, batch_size, accumulate * together.count, seed, reach)
     settings = numbers | {"accumulate": batches.accumulate, "weights": weights, "learning_rates": rates}
     settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
 
-    student.to(together.home)
+    student.to("cpu" if together.sharded else together.home)
     with (
         together.named(),
         torch.enable_grad(),
@@ -138,7 +143,10 @@ def distill_end_to_end(
         layers_made_again(student, gradient_checkpointing),
     ):
         torch.manual_seed(seed)
-        with trainable(student, weights, lora_rank) as part:
+        with (
+            trainable(student, weights, lora_rank) as part,
+            sharded(student, together.device) if together.sharded else nullcontext(),
+        ):
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
             descent = Descent(_groups(layers, part, rates), schedule, steps)
@@ -180,9 +188,9 @@ def _gradients(
     tokens, windows = sum(map(loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
     device = loss.student.device
     total = torch.zeros((), device=device)
-    for batch in step[together.place :: together.count]:
+    for batch, counts in together.turns(step):
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows)
+            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows) * counts
         part.backward()
         total += part.detach()
     return together.total(total).item()

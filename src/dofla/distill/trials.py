@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from dofla.curves import Curves, LayerCurve, Point
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.loop import distill
+from dofla.distill.steps import check_numbers
 from dofla.errors import DoflaError
 from dofla.evaluate.fidelity import attention_fidelity
 from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE
@@ -61,11 +62,12 @@ def measure_curves(
         progress: called with (stage, done, total) after each size and each head.
 
     Raises:
-        DoflaError: as :func:`dofla.distill`; a budget below 1; too few windows.
+        DoflaError: as :func:`dofla.distill`; a budget or held-out windows below 1; too few windows.
     """
     windows = as_windows(tokens)
     if budget < 1:
         raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
+    check_numbers(held_out=held_out)
     if len(windows) < held_out + batch_size:
         need = held_out + batch_size
         raise DoflaError(f"{len(windows)} windows are too few for error curves: give {need} or more")
