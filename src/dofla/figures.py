@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dofla.errors import DoflaError
+from dofla.fields import build
 
 
 @dataclass
@@ -35,11 +36,14 @@ def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
     """The figures in a record of :func:`dofla.evaluate`, of tasks, or of ``dofla probe`` (recall).
 
     Raises:
-        DoflaError: there are none in it, or a part of one is missing.
+        DoflaError: there are none in it, or a part of one is missing or of the wrong kind.
     """
+    names = [field.name for field in fields(Figure) if field.name != "command"]
     try:
-        found = [Figure(*row[:5], command, *row[5:]) for row in _rows(record)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = [
+            build(Figure, {**dict(zip(names, row, strict=False)), "command": command}, row[0]) for row in _rows(record)
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DoflaError(f"figures are not those of an evaluation ({error}): give what dofla.evaluate made") from error
     if not found:
         raise DoflaError("figures hold none: give what dofla.evaluate, or `dofla evaluate --out`, made")

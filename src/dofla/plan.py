@@ -13,6 +13,8 @@ from dofla.feature_maps import feature_map_class
 from dofla.files import read_json, write_json
 from dofla.hybrid import TOKEN_DTYPES, HeadCost
 
+_MOST = 2**31 - 1
+
 
 @dataclass
 class LayerPlan:
@@ -62,8 +64,10 @@ class LayerPlan:
     def _check_whole(self, *fields: str, least: int) -> None:
         for what in fields:
             value = getattr(self, what)
-            if not is_whole(value) or value < least:
-                raise DoflaError(f"layer {self.name}: {what} is {value!r}: give a whole number, {least} or more")
+            if not is_whole(value) or not least <= value <= _MOST:
+                raise DoflaError(
+                    f"layer {self.name}: {what} is {value!r}: give a whole number, {least} or more, {_MOST} at most"
+                )
 
     def _check_per_head(self, what: str, least: int) -> None:
         value = getattr(self, what)
@@ -73,9 +77,10 @@ class LayerPlan:
                 f"layer {self.name}: {what} has {len(value)} numbers for {self.kv_heads} KV heads: "
                 "give one each, or an int"
             )
-        if not all(is_whole(number) and number >= least for number in numbers):
+        if not all(is_whole(number) and least <= number <= _MOST for number in numbers):
             raise DoflaError(
-                f"layer {self.name}: {what} is {value!r}: every KV head needs a whole number, {least} or more"
+                f"layer {self.name}: {what} is {value!r}: every KV head needs a whole number, {least} or more, "
+                f"{_MOST} at most"
             )
 
     @property

@@ -195,6 +195,8 @@ class Recipe:
             raise DoflaError(f"{where}: student {unfit} is end_to_end, and end_to_end.steps is 0: give 1 or more")
         if not recipe.seeds:
             raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
+        if min(recipe.seeds) < 0:
+            raise DoflaError(f"{where}: 'seeds' has {min(recipe.seeds)}: give 0 or more")
         return recipe
 
     def kept_by_all(self) -> set[str]:

@@ -111,8 +111,8 @@ class Record:
         return record
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, replacing what was there."""
-        write_json(path, self.to_dict())
+        """Write it as JSON with a checksum, replacing what was there."""
+        write_json(path, self.to_dict(), sealed=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Record:
@@ -136,4 +136,5 @@ def command_line() -> str | None:
     program = Path(sys.argv[0])
     if program.stem != "dofla" and program.parent.name != "dofla":
         return None
-    return " ".join(["dofla", *(shlex.quote(without_folders(argument)) for argument in sys.argv[1:])])
+    line = " ".join(["dofla", *(shlex.quote(without_folders(argument)) for argument in sys.argv[1:])])
+    return line.encode("utf-8", "backslashreplace").decode()  # bytes that are no characters cannot be written

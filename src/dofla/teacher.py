@@ -1,9 +1,10 @@
-"""Opening what a recipe names: a teacher, its tokenizer, and text cut into windows."""
+"""Opening what verbs and recipes name: a teacher or a student, its tokenizer, and text cut into windows."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from dofla.data import TokenWindows, token_windows
 from dofla.demo import teacher_path
 from dofla.demo.data import demo_windows
 from dofla.errors import DoflaError
-from dofla.integration.checkpoint import load_model
+from dofla.integration.checkpoint import load, load_any, load_model
+from dofla.integration.reading import check_readable
 from dofla.recipe import DataSpec
 
 logger = logging.getLogger(__name__)
@@ -22,11 +24,16 @@ logger = logging.getLogger(__name__)
 def windows_of(
     spec: DataSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
 ) -> TokenWindows:
-    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture."""
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture.
+
+    Raises:
+        DoflaError: a bad source, too little text in it, or text that the model cannot read.
+    """
     if spec.source == "demo":
         return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
     options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
     windows = token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+    check_readable(model, windows.input_ids, windows.source)
     logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
     return windows
 
@@ -38,8 +45,37 @@ def load_teacher(
     it is to ``stream``, its layers stay on disk."""
     path = resolve_model(name)
     logger.info("loading %s", path)
-    options = {} if dtype is None else {"dtype": dtype_of(dtype)}
-    return load_model(path, stream=stream, **options), load_tokenizer(path)
+    return load_model(path, stream=stream, **_options(dtype)), load_tokenizer(path)
+
+
+def open_student(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
+
+    Raises:
+        DoflaError: no such student; no tokenizer with it or its base model.
+    """
+    return _opened(load, name, dtype)
+
+
+def open_model(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
+
+    Raises:
+        DoflaError: no such model; no tokenizer with it or its base model.
+    """
+    return _opened(load_any, resolve_model(name), dtype)
+
+
+def _opened(
+    load: Callable[..., PreTrainedModel], path: str, dtype: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    logger.info("loading %s", path)
+    model = load(path, **_options(dtype))
+    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+
+
+def _options(dtype: str | None) -> dict[str, torch.dtype]:
+    return {} if dtype is None else {"dtype": dtype_of(dtype)}
 
 
 def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
@@ -47,7 +83,9 @@ def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
     for place in places:
         try:
             # Said outright, for otherwise transformers asks on the terminal whether to run a repository's code.
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            tokenizer("a")  # some damage shows in use only
+            return tokenizer
         except Exception as error:  # a damaged file fails in any way
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
     raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")

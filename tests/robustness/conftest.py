@@ -1,4 +1,4 @@
-"""One of everything that dofla reads, all in one folder."""
+"""One of everything that dofla reads, all in one folder; and, at the end, how many wrong inputs were tried."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from inputs import make
+from trials import summary
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,8 @@ def made(tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     make(folder, tiny)
     return folder
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for line in summary():
+        terminalreporter.write_line(line)

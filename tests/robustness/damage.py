@@ -17,6 +17,10 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
     max_leaves=4,
 )
+OTHERS = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from([b"", b"\n", b"null", b"[]", b"{}", b"[" * 100_000, b'{"a": %s}' % (b"9" * 5000)]),
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ def damages(draw: st.DrawFn, name: str, content: bytes) -> Damage:
         return Damage(kind, content[:place])
     if kind == "insert":
         return Damage(kind, content[:place] + draw(st.binary(min_size=1, max_size=8)) + content[place:])
-    return Damage(kind, draw(st.binary(max_size=60)) if kind == "other" else None)
+    if kind == "gone":
+        return Damage(kind, None)
+    other = draw(OTHERS)
+    return Damage(kind, other, unsealed=other.startswith(b"{"))
 
 
 @st.composite

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,22 @@ import dofla
 from dofla.cli import main
 from dofla.curves import Curves
 from dofla.distill import distill
-from dofla.integration.checkpoint import feature_map_tensors
-from dofla.integration.surgery import plan_of
+from dofla.files import write_json
+from dofla.integration.checkpoint import LORA, WEIGHTS, feature_map_tensors
+from dofla.integration.surgery import plan_of, record_of
 from dofla.plan import Plan
 from dofla.profile import Profile
 from dofla.recipe import Recipe
+from dofla.record import RECORD
+from dofla.report import write_report
+from dofla.run import run
 from dofla.tasks.items import load_task
 from dofla.teacher import load_teacher, load_tokenizer
 
 WORDS = [f"w{n}" for n in range(60)]
 LENGTH = 16
 DISTILL = {"steps": 2, "batch_size": 2, "rows": 8}
+END_TO_END = {"steps": 1, "batch_size": 2, "lora_rank": 2}
 RECIPE = """
 model: {model}
 budget: 8
@@ -55,8 +61,9 @@ def make(folder: Path, tiny: Any) -> None:
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
-    tiny.llama().save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    for name, model in (("model", tiny.llama()), ("short", tiny.gpt2(n_positions=LENGTH - 1))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
 
     chance = random.Random(0)
     documents = [" ".join(chance.choices(WORDS, k=20)) for _ in range(150)]
@@ -65,6 +72,7 @@ def make(folder: Path, tiny: Any) -> None:
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), folder / "text.parquet")
     save_file({"input_ids": tiny.tokens(8, LENGTH)}, folder / "tokens.safetensors")
+    save_file({"input_ids": tiny.tokens(8, LENGTH) + 1}, folder / "foreign.safetensors")  # one token is not the model's
     items = [{"question": f"w{n}", "choices": ["w1", "w2"], "answer": n % 2, "context": "w3"} for n in range(8)]
     (folder / "quiz.jsonl").write_text("\n".join(map(json.dumps, items)))
     (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model", text=folder / "text.txt"))
@@ -79,10 +87,16 @@ def make(folder: Path, tiny: Any) -> None:
     plan.save(folder / "plan.json")
     dofla.linearize(model, plan)
     distill(model, windows, folder=folder / "distilled", **DISTILL)
+    dofla.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
+    figures = dofla.evaluate(model, windows)
+    write_json(folder / "figures.json", figures)
+    dofla.note(model, figures=figures)
     dofla.save_adapter(model, folder / "adapter")
     model.save_pretrained(folder / "standalone")
     document = torch.arange(1, 11).unsqueeze(0)
     dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
+    recipe = Recipe.load(folder / "recipe.yaml", ["students=[{name: Even, strategy: hybrid}]"])
+    run(recipe, folder / "run")
 
 
 def call(*words: Any) -> int:
@@ -105,11 +119,13 @@ class Reader:
         read: of the folder with all inputs; returns what was found, to be compared.
         sealed: files of which every change is noticed that changes what is found.
         open: other files.
+        spare: those of the sealed without which it is read as well.
     """
 
     read: Callable[[Path], Any]
     sealed: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
 
 
 def _numbers(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
@@ -121,9 +137,17 @@ def _student(name: str) -> Callable[[Path], Any]:
         model = dofla.load(folder / name)
         with torch.no_grad():
             logits = model(input_ids=torch.arange(1, 9).unsqueeze(0)).logits
-        return plan_of(model).to_dict()["layers"], _numbers(feature_map_tensors(model)), logits.tolist()
+        plan, record = plan_of(model).to_dict()["layers"], record_of(model).to_dict()
+        return plan, record, _numbers(feature_map_tensors(model)), logits.tolist()
 
     return read
+
+
+def _teacher(folder: Path) -> None:
+    model, tokenizer = load_teacher(str(folder / "model"))
+    linear = dofla.linearize(model, budget=8)
+    windows = dofla.token_windows(str(folder / "text.txt"), tokenizer, length=LENGTH, windows=2, split="all")
+    dofla.evaluate(linear, windows)
 
 
 def _profile(folder: Path) -> Any:
@@ -154,12 +178,44 @@ def _distillation(folder: Path) -> Any:
     return history.losses.tolist(), _numbers(feature_map_tensors(model))
 
 
+def _end_to_end(folder: Path) -> Any:
+    model, _ = load_teacher(str(folder / "model"))
+    dofla.linearize(model, Plan.load(folder / "plan.json"))
+    windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
+    history = dofla.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
+    return history.losses.tolist(), _numbers(feature_map_tensors(model))
+
+
+@cache
+def _opened(adapter: Path) -> Any:
+    return dofla.load(adapter)
+
+
+def _figures(folder: Path) -> Any:
+    student = _opened(folder / "adapter")
+    dofla.note(student, figures=folder / "figures.json")
+    return record_of(student).to_dict()
+
+
+def _report(folder: Path) -> str:
+    return write_report([folder / "run"], folder / "page.html").read_text()
+
+
 def _text(name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         windows = dofla.token_windows(str(folder / name), load_tokenizer(folder / "model"), length=LENGTH, split="all")
         return windows.input_ids.tolist()
 
     return read
+
+
+def _task(folder: Path) -> Any:
+    items, tokenizer = load_task(folder / "quiz.jsonl").items, load_tokenizer(folder / "model")
+    return items, [tokenizer([item.question, *item.choices])["input_ids"] for item in items]
+
+
+def _tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder / "model")("w1 w2", return_tensors="pt")["input_ids"]
 
 
 READERS: dict[str, Reader] = {
@@ -169,17 +225,33 @@ READERS: dict[str, Reader] = {
     "curves": Reader(_curves, sealed=("curves.json",)),
     "adapter": Reader(
         _student("adapter"),
-        sealed=("adapter/feature_maps.safetensors", "adapter/plan.json"),
+        sealed=tuple(f"adapter/{name}" for name in (WEIGHTS, LORA, "plan.json", RECORD)),
         open=("adapter/dofla_adapter.json",),
+        spare=(f"adapter/{LORA}", f"adapter/{RECORD}"),
     ),
-    "standalone": Reader(_student("standalone"), sealed=("standalone/model.safetensors", "standalone/config.json")),
+    "standalone": Reader(
+        _student("standalone"),
+        sealed=("standalone/model.safetensors", "standalone/config.json"),
+        open=("standalone/checksums.json",),
+    ),
+    "teacher": Reader(_teacher, open=("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
     "prompt state": Reader(_prompt_state, sealed=("document.safetensors",)),
     "distillation": Reader(_distillation, sealed=("distilled/distill.safetensors",)),
+    "end-to-end distillation": Reader(
+        _end_to_end, sealed=("finished/distill.safetensors",), spare=("finished/distill.safetensors",)
+    ),
+    "figures": Reader(_figures, open=("figures.json",)),
+    "report": Reader(
+        _report,
+        sealed=("run/students/even-seed0/evaluation.json", "run/students/even-seed0/report.json", "run/report.json"),
+        open=("run/recipe.yaml", "run/run.json", "run/students/even-seed0/plan.json"),
+        spare=("run/students/even-seed0/report.json", "run/report.json"),
+    ),
     "text": Reader(_text("text.txt"), open=("text.txt",)),
     "gzipped text": Reader(_text("text.txt.gz"), open=("text.txt.gz",)),
     "JSON lines": Reader(_text("text.jsonl"), open=("text.jsonl",)),
     "Parquet": Reader(_text("text.parquet"), open=("text.parquet",)),
     "tokens": Reader(_text("tokens.safetensors"), open=("tokens.safetensors",)),
-    "task": Reader(lambda folder: load_task(folder / "quiz.jsonl"), open=("quiz.jsonl",)),
-    "tokenizer": Reader(lambda folder: len(load_tokenizer(folder / "model")), open=("model/tokenizer.json",)),
+    "task": Reader(_task, open=("quiz.jsonl",)),
+    "tokenizer": Reader(_tokenizer, open=("model/tokenizer.json",)),
 }

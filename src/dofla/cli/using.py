@@ -7,13 +7,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
-from dofla.cli.options import Dtype, Seed, StudentArgument, open_student
+from dofla.cli.options import Dtype, Seed, StudentArgument
 from dofla.cli.verb import current_view
 from dofla.data import read_documents
 from dofla.distill.steps import check_numbers
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, about
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
+from dofla.integration.reading import check_readable
+from dofla.teacher import open_student
 
 
 def generate(
@@ -32,25 +35,37 @@ def generate(
     """Continue a text with a student."""
     check_numbers(new_tokens=new_tokens)
     model, tokenizer = open_student(student, dtype)
+    ids, options = _tokens(tokenizer, prompt, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
+    check_readable(model, ids, "--prompt", new_tokens)
     start = _prompt_state(model, tokenizer, prompt_state, document)
-    if chat:
-        message = [{"role": "user", "content": prompt}]
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        inputs = tokenizer.apply_chat_template(message, **options)
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    if not inputs["input_ids"].shape[1]:
-        raise DoflaError(f"--prompt {prompt!r} has no tokens: give a text to continue")
-    ids, options = inputs["input_ids"].to(model.device), {"max_new_tokens": new_tokens, "do_sample": sample}
     if start is not None:
-        ids = torch.cat([start[0].to(model.device), ids], dim=1)
+        ids = torch.cat([start[0].cpu(), ids], dim=1)
         options["past_key_values"] = start[1]
+        check_readable(model, ids, f"{prompt_state} and --prompt", new_tokens)
+    ids = ids.to(model.device)
     torch.manual_seed(seed)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     new = out[0, ids.shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
     current_view().answer(text)
     return {"prompt": prompt, "text": text, "tokens": new.tolist()}
+
+
+def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
+    """Of the prompt, [1, L]."""
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        try:
+            ids = tokenizer.apply_chat_template(message, **options)["input_ids"]
+        except Exception as error:  # a template is a program, and fails in any way
+            reason = f"the tokenizer's does not work ({error})" if tokenizer.chat_template else "the tokenizer has none"
+            raise DoflaError(f"--chat needs a chat template, and {reason}: leave it out") from error
+    else:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if not ids.shape[1]:
+        raise DoflaError(f"--prompt {prompt!r} has no tokens: give a text to continue")
+    return ids
 
 
 def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:
@@ -64,5 +79,7 @@ def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path 
             raise DoflaError(f"{path} does not exist: add --document FILE to make it")
         text = "\n\n".join(read_documents(document))
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-        save_state(read_prompt(model, ids), ids, path, model)
+        with about(document):
+            cache = read_prompt(model, ids)
+        save_state(cache, ids, path, model)
     return load_state(path, model)

@@ -1,4 +1,4 @@
-"""Documents, one at a time, from files, lists and the `datasets` library.
+"""Documents, one at a time, from files, lists and the ``datasets`` library.
 
 Everything is a generator, so asking for a few windows of a large file reads only its beginning.
 """
@@ -27,21 +27,29 @@ _LOOK_AHEAD = 1 << 24
 
 
 def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]:
-    """The documents of a source, in their order, blank ones left out.
+    """The documents of a source, one at a time.
 
-    source is one of
+    A source is one of
+
     - a text file, plain or .gz, in UTF-8. Documents are separated by two or more blank lines if there is such a place
       between the text of the file's first 16 Mi characters, else by one or more. Documents above 1 Mi characters are
-      cut, at a line end where there is one.
-    - JSON lines (.jsonl, .json, either with .gz): the string in each record's `text_field`.
-    - Parquet (.parquet): the column `text_field`. Needs pyarrow.
-    - a list of such files, read one after another.
-    - a list of strings, each a document.
-    - a name for the `datasets` library, "name", "name:config" or "name:config@split" (split: train unless given), or
-      a directory that library can load. It is streamed. Needs datasets.
+      cut, at a line end where there is one;
+    - JSON lines (.jsonl, .json, either with .gz): the string in each record's ``text_field``;
+    - Parquet (.parquet): the column ``text_field``. Needs pyarrow;
+    - a list of such files, read one after another;
+    - a list of strings, each a document;
+    - a name for the ``datasets`` library, ``name``, ``name:config`` or ``name:config@split`` (split: train unless
+      given), or a directory that library can load. It is streamed. Needs datasets.
 
-    A list is taken for files if any entry is a Path or names an existing file. Records whose text is null are left out.
-    Raises DoflaError: at once for a source that is none of these, and while reading for one that is empty or malformed.
+    Args:
+        source: see above. A list is taken for files if any entry is a Path or names an existing file.
+        text_field: where the text stands in records; those whose text is null are left out.
+
+    Returns:
+        The documents in the order of the source, blank ones left out.
+
+    Raises:
+        DoflaError: at once for a source that is none of these; while reading, for one that is empty or malformed.
     """
     return _never_empty(_documents(source, text_field), describe(source))
 
@@ -65,7 +73,7 @@ def dataset_name(description: str) -> str | None:
 
 
 def files_of(source: Source) -> list[Path] | None:
-    """The files that a source names; None for texts in memory and for what the `datasets` library loads."""
+    """The files that a source names; None for texts in memory and for what the ``datasets`` library loads."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(os.path.expanduser(source))
         names_file = os.path.isfile(path) or (isinstance(source, os.PathLike) and not path.is_dir())
@@ -119,7 +127,7 @@ def _kind(path: Path) -> str:
 
 
 def _lines(path: Path, longest: int = -1) -> Iterator[str]:
-    """Lines with their ends; a line above `longest` characters comes in pieces."""
+    """Lines with their ends; a line above ``longest`` characters comes in pieces."""
     try:
         opener = gzip.open if path.suffix.lower() == ".gz" else open
         with opener(path, "rt", encoding="utf-8-sig") as file:
@@ -174,10 +182,8 @@ def _json_lines(path: Path, text_field: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DoflaError(
-                f"{path}: bad JSON at line {number} ({error.msg}); give one JSON object per line"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise DoflaError(f"{path}: bad JSON at line {number} ({error}); give one JSON object per line") from error
         if not isinstance(record, dict):
             raise DoflaError(f"{path}: line {number} is a {type(record).__name__}; give one JSON object per line")
         text = _field(record, text_field, f"{path}: line {number}")
@@ -213,7 +219,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
                 for record in batch.to_pylist():
                     yield _field(record, text_field, str(path))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DoflaError(f"{path}: not a readable Parquet file ({_first_line(error)}); check the file") from error
 
 

@@ -100,12 +100,19 @@ def load(
     Raises:
         DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name.
     """
+    model = load_any(path, base_model=base_model, trust_remote_code=trust_remote_code, **kwargs)
+    if not is_linearized(model):
+        raise DoflaError(f"{path} is neither an adapter nor a linearised checkpoint: it is a plain model")
+    return model
+
+
+def load_any(
+    path: str | Path, *, base_model: str | Path | None = None, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedModel:
+    """Open a student, or a model that is none: as :func:`load`, but a plain checkpoint is opened as it is."""
     folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES)
     if not (folder / ADAPTER).exists():
-        model = load_model(path, trust_remote_code=trust_remote_code, **kwargs)
-        if not is_linearized(model):
-            raise DoflaError(f"{path} is neither an adapter nor a linearised checkpoint: it is a plain model")
-        return model
+        return load_model(path, trust_remote_code=trust_remote_code, **kwargs)
     adapter = read_json(folder / ADAPTER, "a dofla adapter")
     plan = Plan.load(folder / "plan.json")
     base = base_model or adapter.get("base_model")

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from dofla.attention import FeatureState, PackedTokens, State, TokenBuffer
 from dofla.errors import DoflaError
 from dofla.integration.cache import LinearCacheLayer, linear_entry
+from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.layer import LinearAttention
 from dofla.tensors import read_tensors, write_tensors
@@ -21,8 +22,15 @@ _PARTS = ("features", "window", "sinks")
 
 
 def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096) -> DynamicCache:
-    """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L."""
+    """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L.
+
+    Raises:
+        DoflaError: not linearised; no tokens, or such as the model cannot read; a chunk below 1.
+    """
     linear_layers(model)
+    if chunk < 1:
+        raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
+    check_readable(model, input_ids, "the prompt")
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         for piece in input_ids.to(model.device).split(chunk, dim=1):
@@ -36,6 +44,8 @@ def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: 
     Raises:
         DoflaError: if a layer of the cache holds keys and values (a layer kept softmax), or the cache is empty.
     """
+    if not cache.layers:
+        raise DoflaError("the cache is empty: read the prompt with read_prompt")
     tensors: dict[str, Tensor] = {"input_ids": input_ids}
     for index, entry in enumerate(cache.layers):
         if not isinstance(entry, LinearCacheLayer) or entry.states is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from dofla.checksums import renew_checksum
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, about
 from dofla.files import read_json, write_json
 from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, save_adapter
 from dofla.integration.hub import hub_name, upload
@@ -43,14 +44,16 @@ def note(
     Raises:
         DoflaError: not a student; no figures in what was given; a name that no repository can have; a damaged file.
     """
+    source = nullcontext()
     if isinstance(figures, (str, Path)):
-        figures = read_json(figures, "figures of a student")
+        source, figures = about(Path(figures)), read_json(figures, "figures of a student")
     if base_model is not None and not hub_name(base_model):
         raise DoflaError(f"base_model is {base_model!r}: give a name on the hub, like owner/name")
 
     def add(record: Record) -> Record:
         if figures is not None:
-            record.add_figures(figures, command)
+            with source:
+                record.add_figures(figures, command)
         record.base_model = base_model or record.base_model
         record.license = {"license": license} if license else record.license
         return record

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from dofla.demo import teacher_path
-from dofla.errors import DoflaError
 from dofla.files import read_json
 from dofla.plan import LayerPlan
 from dofla.recipe import Recipe
 from dofla.report.look import passed_over
 from dofla.report.maps import LEVELS
 from dofla.report.recall import by_distance, forgets_from
-from dofla.report.runs import LOOK, RunRecord, StudentRecord
+from dofla.report.runs import LOOK, RunRecord, StudentRecord, naming
 from dofla.report.speed import crossing
 from dofla.report.tables import slider_tables
 from dofla.report.verdict import Figures, verdict
@@ -35,26 +34,30 @@ def run_data(run: RunRecord) -> dict[str, Any]:
     Raises:
         DoflaError: naming the folder whose records hold something else than they should.
     """
-    with _naming(run.folder):
-        return _run_data(run)
+    with naming(run.folder):
+        data = _run_data(run)
+        json.dumps(data, allow_nan=False)  # the page holds it so
+        return data
 
 
 def _run_data(run: RunRecord) -> dict[str, Any]:
-    look, evaluation, students = run.record(LOOK), run.students[0].evaluations[0], []
+    look, first, students = run.record(LOOK), run.students[0], []
+    with naming(first.folder):
+        evaluation = first.evaluations[0]
+        model = {"title": model_title(run.recipe.model), **evaluation["model"]}
+        text = {"source": evaluation["source"], "windows": evaluation["windows"], "length": evaluation.get("length")}
     for student in run.students:
-        with _naming(student.folder):
+        with naming(student.folder):
             students.append(_student(run, student, look))
     where = shlex.quote(str(run.folder))
     return {
         "name": run.folder.resolve().name,
         "folder": where,
-        "model": {"title": model_title(run.recipe.model), **evaluation["model"]},
-        "language": run.students[0].is_language_model,
+        "model": model,
+        "language": first.is_language_model,
         "budget": run.recipe.budget,
         "seeds": sorted({x["seed"] for student in run.students for x in student.evaluations if "seed" in x}),
-        "source": evaluation["source"],
-        "windows": evaluation["windows"],
-        "length": evaluation.get("length"),
+        **text,
         "longest": look.get("longest"),
         "sliders": None if run.profile is None else sliders(run, where),
         "text": _text(look),
@@ -66,15 +69,6 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "notes": run.unread,
         "commands": _commands(run, where),
     }
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise DoflaError(f"{folder} holds a record that is not as dofla writes it ({what}): make it again") from error
 
 
 def sliders(run: RunRecord, where: str) -> dict[str, Any]:

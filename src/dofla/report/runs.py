@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,18 @@ from dofla.recipe import Recipe, read_yaml
 RECIPES = ("recipe.yaml", "study.yaml")
 LOOK = "report.json"
 """What is measured for the report alone: of the teacher in the run's folder, of a student in its own."""
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Within the block a record that lacks something, or holds something else, is a DoflaError naming the folder."""
+    try:
+        yield
+    except DoflaError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise DoflaError(f"{folder} holds a record that is not as dofla writes it ({what}): make it again") from error
 
 
 @dataclass
@@ -47,9 +61,10 @@ class StudentRecord:
     @property
     def lost(self) -> float:
         """What linearising cost, mean over seeds: the gap in nats per token, or 1 − cosine of an encoder."""
-        if self.is_language_model:
-            return statistics.fmean(x["language"]["gap"] for x in self.evaluations)
-        return 1 - statistics.fmean(x["embeddings"]["cosine"] for x in self.evaluations)
+        with naming(self.folder):
+            if self.is_language_model:
+                return statistics.fmean(x["language"]["gap"] for x in self.evaluations)
+            return 1 - statistics.fmean(x["embeddings"]["cosine"] for x in self.evaluations)
 
     @property
     def adapter(self) -> Path:

@@ -107,9 +107,10 @@ def name_of(path: str | Path) -> str:
 
 def _item(line: str, where: str, number: int) -> Item:
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DoflaError(f"{where}: no JSON ({error.msg})") from error
+        # JSON may escape half a surrogate pair, which is no character and which tokenizers refuse.
+        data = json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise DoflaError(f"{where}: no JSON ({error})") from error
     if not isinstance(data, dict):
         raise DoflaError(f"{where}: expected an object with question, choices and answer, got {type(data).__name__}")
     missing = [key for key in ("question", "choices", "answer") if key not in data]

@@ -1,0 +1,46 @@
+"""Whether a model can read tokens at all: PyTorch itself says no more than that an index is out of range."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dofla.errors import DoflaError
+
+_TABLES = ("wpe", "embed_positions", "position_embeddings")
+"""How transformers calls a table of positions of a text."""
+
+
+def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tokens: int = 0) -> None:
+    """See that the model knows all of these tokens, and has positions for their number.
+
+    Args:
+        model: that is to read them.
+        input_ids: tokens [B, L].
+        what: they are, for the message.
+        new_tokens: how many are to follow.
+
+    Raises:
+        DoflaError: no tokens; a token that has no embedding; more tokens than positions, where these are learnt one by
+            one. Rotary positions go on beyond those that training has seen, if not as well.
+    """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise DoflaError(f"{what}: expected tokens [B, L], got {list(input_ids.shape)}: give a text")
+    name, known = type(model).__name__, len(model.get_input_embeddings().weight)
+    for token in (int(input_ids.min()), int(input_ids.max())):
+        if not 0 <= token < known:
+            raise DoflaError(f"{what}: token {token}, and {name} knows 0 to {known - 1}: use its own tokenizer")
+    most, length = _learnt_positions(model), input_ids.shape[1]
+    if most is not None and length + new_tokens > most:
+        more = f" and {new_tokens} to follow" if new_tokens else ""
+        raise DoflaError(f"{what}: {length} tokens{more}, and {name} has {most} positions: take fewer")
+
+
+def _learnt_positions(model: PreTrainedModel) -> int | None:
+    """How many there are; None where positions are computed."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for path, module in model.named_modules():
+        if most and isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
+            # RoBERTa and its kin count from beyond the padding token, within the same number.
+            return most if module.padding_idx is None else most - module.padding_idx - 1
+    return None
