@@ -5,19 +5,18 @@ from __future__ import annotations
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
+from dofla import teacher
 from dofla.demo.documents import recall_documents
-from dofla.teacher import load_teacher, load_tokenizer
 
 
 def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student by its folder or its name on the hub; ``demo``: one of the bundled teacher, made in some seconds."""
     if name == "demo":
-        model, tokenizer = load_teacher("demo")
+        model, tokenizer = teacher.load_teacher("demo")
         dofla.linearize(model)
         dofla.distill(model, some_text(tokenizer, windows=16), steps=8, rows=32)
         return model, tokenizer
-    model = dofla.load(name)
-    return model, load_tokenizer(name, model.config._name_or_path)
+    return teacher.open_student(name)
 
 
 def some_text(tokenizer: PreTrainedTokenizerBase, windows: int, length: int = 256, seed: int = 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from dofla.cli import main
+from dofla.cli import app, main
 from dofla.curves import Curves
 from dofla.plan import LayerPlan, Plan
 from dofla.view import View
@@ -350,6 +354,27 @@ def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words
     assert len(error.strip().splitlines()) == 1
     for word in words:
         assert word in error
+
+
+@pytest.mark.parametrize("verb", [[], *([name] for name in sorted(typer.main.get_command(app).commands))], ids=" ".join)
+def test_help_fits_a_terminal_and_leaves_room_to_say_something(verb):
+    lines = CliRunner().invoke(app, [*verb, "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) == 80
+    assert max(line.index("Show this message") for line in lines if "--help" in line) <= 50
+
+
+def test_a_seed_below_zero_is_refused(capsys):
+    assert call("generate", "student", "--prompt", "w1", "--seed", -1) == 2
+    assert capsys.readouterr().err == "dofla: seed is -1: give 0 or more\n"
+
+
+def test_a_bar_says_nothing_of_a_number_that_it_does_not_know():
+    view, shown = View(), io.StringIO()
+    view._status = Console(file=shown, force_terminal=True, width=80)
+    with view.progress("profile") as bar:
+        bar(1, 4, "spectra")
+    assert "None" not in shown.getvalue()
+    assert "1/4 spectra" in shown.getvalue()
 
 
 def test_the_installed_command_starts():

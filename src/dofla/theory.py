@@ -5,9 +5,9 @@ from a base distribution: N(0, I) for positive random features. M draws from a d
 estimate K̂(x, y) = (1/M) Σ_m φ(x; z_m) φ(y; z_m) / q(z_m), with the operator Σ̂. Here ρ is always the empirical
 distribution of J given vectors. Then
 
-- a function f in L²(ρ) is its J values, and <f, g> = (1/J) Σ_j f_j g_j;
+- a function f in L²(ρ) is its J values, and ⟨f, g⟩ = (1/J) Σ_j f_j g_j;
 - the integral operator (Σf)(x) = ∫ K(x, y) f(y) dρ(y) acts on values as the matrix gram / J, gram_ij = K(x_i, x_j);
-- the leverage score of z is l_λ(z) = <φ(·; z), (Σ + λI)⁻¹ φ(·; z)>, whose inner product brings a factor 1/J of its own;
+- the leverage score of z is l_λ(z) = ⟨φ(·; z), (Σ + λI)⁻¹ φ(·; z)⟩, whose inner product brings a factor 1/J of its own;
 - E_z[l_λ(z)] = tr Σ(Σ + λI)⁻¹ = N*_λ, the degrees of freedom.
 
 The functions take features as logarithms `log_features` [J, Z] (one column per z; -inf is a feature that is zero) and
@@ -131,7 +131,7 @@ def degrees_of_freedom(gram: Tensor, lam: float) -> float:
 
 
 def log_leverage(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
-    """Log of the leverage score l_λ(z) = <φ(·; z), (Σ + λI)⁻¹ φ(·; z)> in L²(ρ) (paper, Section 2).
+    """Log of the leverage score l_λ(z) = ⟨φ(·; z), (Σ + λI)⁻¹ φ(·; z)⟩ in L²(ρ) (paper, Section 2).
 
     Not normalised: its mean over the base distribution is `degrees_of_freedom(gram, lam)`, exactly.
 
@@ -280,7 +280,7 @@ def integral_error_bound(gram: Tensor, lam: float, t: float, values: Tensor) -> 
     The integral is x ↦ ∫ K(x, y) v(y) dρ(y), attention before it is normalised; its squared error is
     (1/J) Σ_i |(1/J) Σ_j (K̂_ij − K_ij) v_j|², and
 
-        t·(‖Σ‖_op + λ)·Σ_c <v_c, (Σ + λI) v_c>,        c over the columns of v, with probability at least 1 − δ.
+        t·(‖Σ‖_op + λ)·Σ_c ⟨v_c, (Σ + λI) v_c⟩,        c over the columns of v, with probability at least 1 − δ.
 
     Theorem 3 (ii) is about this integral; the bound is ours, not the paper's expression. Proof: for each column
     ‖(Σ̂ − Σ)v‖ = ‖A^½ E A^½ v‖ ≤ ‖A^½‖_op ‖E‖_op ‖A^½ v‖ (module docstring), and ‖E‖_op² ≤ t on the event there.

@@ -30,7 +30,7 @@ class Bar:
         self._progress, self._task = progress, task
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
-        self._progress.update(self._task, completed=done, total=total, text=text)
+        self._progress.update(self._task, completed=done, total=total, count=f"{done}/{total}", text=text)
 
     def stage(self, stage: str, done: int, total: int) -> None:
         """Of something that goes through several stages."""
@@ -70,11 +70,11 @@ class View:
     @contextmanager
     def progress(self, label: str) -> Iterator[Bar]:
         """A bar, for the time of the block. Without a terminal, one line at the end."""
-        counts = TextColumn("{task.completed}/{task.total} {task.fields[text]}")
+        counts = TextColumn("{task.fields[count]} {task.fields[text]}")
         columns = (TextColumn(label), BarColumn(bar_width=20), counts, TimeRemainingColumn())
         shown = self._status.is_terminal and not self.quiet
         with Progress(*columns, console=self._status, transient=True, disable=not shown) as progress:
-            bar = Bar(progress, progress.add_task(label, total=None, text=""))
+            bar = Bar(progress, progress.add_task(label, total=None, count="", text=""))
             yield bar
             state = progress.tasks[0]
         if not self.quiet:

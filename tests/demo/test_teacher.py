@@ -2,10 +2,13 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -106,6 +109,22 @@ def test_the_teacher_has_learnt_its_stories(tokenizer):
     figures = json.loads((teacher_path() / "training.json").read_text(encoding="utf-8"))["written"]
     print(f"validation loss on stories: {figures['stories_loss']:.3f} nats per token")
     assert figures["stories_loss"] < 0.4 * math.log(len(tokenizer))
+
+
+def test_the_card_says_what_was_measured():
+    folder = teacher_path()
+    card = ModelCard.load(folder / "README.md")
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert card.data.license == re.search('^license = "(.*)"$', project, re.MULTILINE)[1].lower()
+    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    measured = record["written"]
+    assert f"{record['parameters']:,} parameters" in card.text
+    steps = record["settings"]["steps"]
+    assert f"{record['tokens']:,} tokens: {steps:,} steps of {record['tokens'] // steps:,} tokens" in card.text
+    assert f"| loss on stories | {measured['stories_loss']:.2f} nats" in card.text
+    assert f"| loss on recall documents | {measured['recall_loss']:.2f} nats" in card.text
+    for distance in (60, 300):
+        assert f"over {distance} tokens, greedily | {100 * measured[f'recall_at_{distance}']:.0f} %" in card.text
 
 
 def test_the_weights_are_small():

@@ -8,11 +8,15 @@ import transformers.utils.hub
 from families import own_student, plan_for, teacher, tokens
 from hub_stand_in import serving
 from huggingface_hub import ModelCard, constants
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import dofla
-from dofla.integration.surgery import plan_of, record_of
+from dofla.cli import app
+from dofla.integration.surgery import is_linearized, plan_of, record_of
+from dofla.teacher import open_model
 
 CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "checksums.json", "README.md"}
 ADAPTER = {"dofla_adapter.json", "feature_maps.safetensors", "plan.json", "record.json", "README.md"}
@@ -130,6 +134,31 @@ def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
     assert_same(opened, student)
     assert record_of(opened) == record_of(student)
     assert "GET /me/adapter/resolve/main/README.md" not in hub.asked  # nor anything else that is not needed
+
+
+def test_every_verb_opens_a_student_by_its_name(hub, student, tmp_path):
+    words = {f"w{n}": n for n in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w0").save_pretrained(tmp_path)
+    hub.repositories["owner/base"] |= {path.name: path.read_bytes() for path in tmp_path.glob("tokenizer*")}
+    dofla.push_adapter(student, "me/adapter")
+    items = [{"question": f"w{n}", "choices": ["w1", "w2"], "answer": n % 2} for n in range(3, 9)]
+    for name in ("learn", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, items)))
+    (tmp_path / "text.txt").write_text("\n\n".join(f"w{n % 64} w{n // 64} w7" for n in range(1000)))
+    text = ["--data", tmp_path / "text.txt", "--length", 16, "--windows", 2]
+    learn = ["--task", tmp_path / "learn.jsonl", "--test", tmp_path / "test.jsonl", "--out", tmp_path / "out"]
+    for verb, *options in (
+        ["generate", "--prompt", "w3 w4", "--new-tokens", 4],
+        ["evaluate", "--tasks", tmp_path / "test.jsonl"],
+        ["probe", *text, "--positions"],
+        ["finetune", *learn, "--epochs", 1, "--batch-size", 2],
+    ):
+        done = CliRunner().invoke(app, [verb, "me/adapter", *map(str, options)])
+        assert done.exit_code == 0, (verb, done.exception)
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["model"]["attention"] == "linear"
+    assert not is_linearized(open_model("owner/base")[0])
 
 
 def test_an_adapter_opens_from_the_cache_when_the_hub_is_gone(hub, student, monkeypatch):

@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from transformers import AutoModelForCausalLM
 import dofla
 from dofla import workshop
 from dofla.data import TokenWindows
+from dofla.integration.model_card import by_hand, write_card
 from dofla.integration.surgery import plan_of, record_of
+from dofla.plan import Plan
 from dofla.recipe import Recipe
 from dofla.record import Record, without_folders
 from dofla.run import run
+from dofla.teacher import load_teacher
 
 FIGURES = {
     "source": "/home/me/my_text.txt.gz (validation)",
@@ -182,10 +186,28 @@ def test_the_licence_is_that_of_the_base_model(card, config, expected, base, tmp
     assert {k: v for k, v in front_matter(tmp_path / "again").items() if k.startswith("license")} == expected
 
 
+@pytest.mark.parametrize("kind", ["adapter", "standalone"])
+def test_students_of_the_bundled_teacher_have_its_licence(kind, tmp_path):
+    student = dofla.linearize(load_teacher("demo")[0], budget=4)
+    assert front_matter(saved(student, tmp_path / "out", kind))["license"] == "apache-2.0"
+
+
 def test_a_licence_can_be_given(base, tmp_path):
     model = student_of(base)
     dofla.note(model, license="cc-by-4.0")
     assert front_matter(saved(model, tmp_path / "out", "adapter"))["license"] == "cc-by-4.0"
+
+
+def test_the_student_in_the_repository_has_a_card_made_of_its_plan_and_record(tmp_path):
+    folder = Path(__file__).parents[2] / "docs" / "students" / "smollm2-135m-measured"
+    assert not by_hand(folder / "README.md")
+    record, data = Record.load(folder / "record.json"), front_matter(folder)
+    assert (data["base_model"], data["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    values = [metric["value"] for result in data["model-index"][0]["results"] for metric in result["metrics"]]
+    assert values == [round(figure.student, 4) for figure in record.figures]
+    write_card(tmp_path, Plan.load(folder), record, adapter=True, name="docs/students/smollm2-135m-measured")
+    table = [[line for line in text_of(x).splitlines() if line.startswith("| ")] for x in (folder, tmp_path)]
+    assert table[0] == table[1]
 
 
 # Cards written by hand

@@ -16,7 +16,7 @@ from dofla.finetune.run import MODEL, run_finetune
 
 
 def finetune(
-    model: Annotated[str, typer.Argument(help="Folder (a student's too), hub name, or 'demo'.")],
+    model: Annotated[str, typer.Argument(help="Folder or hub name (a student's too), or 'demo'.")],
     task: Annotated[str, typer.Option(help="JSONL file to learn; or a name, from --tasks-folder or the hub.")],
     out: Annotated[Path, typer.Option(help="New folder to write.")],
     test: Annotated[Path | None, typer.Option(help="JSONL file to test on.")] = None,

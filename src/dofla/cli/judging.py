@@ -16,7 +16,6 @@ from dofla.cli.options import (
     Seed,
     StudentArgument,
     Windows,
-    open_student,
     refuse_existing,
 )
 from dofla.cli.verb import current_view
@@ -31,7 +30,7 @@ from dofla.files import write_json
 from dofla.integration.surgery import describe
 from dofla.recipe import DataSpec
 from dofla.tasks import evaluate_tasks
-from dofla.teacher import windows_of
+from dofla.teacher import open_student, windows_of
 
 
 def evaluate(

@@ -1,21 +1,27 @@
-"""Options that several verbs share, and opening what they name."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dofla.errors import DoflaError
 from dofla.files import cannot_write
-from dofla.integration.checkpoint import load
-from dofla.teacher import dtype_of, load_tokenizer, resolve_model
+
+
+def _seed(value: int) -> int:
+    # Not typer's min=0, whose "int range" takes a quarter of the width of every help page.
+    if value < 0:
+        raise DoflaError(f"seed is {value}: give 0 or more")
+    return value
+
 
 ModelArgument = Annotated[str, typer.Argument(help="Folder, hub name, 'demo', or package:NAME/FOLDER.")]
-StudentArgument = Annotated[Path, typer.Argument(help="Adapter folder or standalone checkpoint.")]
+StudentArgument = Annotated[str, typer.Argument(help="Folder or hub name: an adapter, or standalone.")]
 Data = Annotated[
     str, typer.Option(help="Text file (.gz too), JSONL, Parquet, tokens, a datasets name, 'self', or 'demo'.")
 ]
@@ -25,7 +31,7 @@ BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
 Padded = Annotated[bool, typer.Option("--padded", help="One text per window, padded: for encoders.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
 Stream = Annotated[bool, typer.Option("--stream", help="Leave the layers on disk: for models larger than memory.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(callback=_seed, help="Seed of everything random.")]
 Lambda = Annotated[float, typer.Option("--lambda", help="Tolerance of the degrees of freedom.")]
 TokenDtype = Annotated[
     str | None, typer.Option(help="How exact tokens are kept, int8 or model; default: int8, an encoder's model.")
@@ -35,13 +41,6 @@ Track = Annotated[
 ]
 KeepSoftmax = Annotated[list[str] | None, typer.Option(help="Attention module to leave as it is; repeatable.")]
 Out = Annotated[Path, typer.Option(help="New folder or file to write.")]
-
-
-def open_student(path: Path, dtype: str | None) -> tuple[Any, Any]:
-    """A student and its tokenizer, which may be its base model's."""
-    options = {} if dtype is None else {"dtype": dtype_of(dtype)}
-    model = load(path, **options)
-    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
 
 
 def refuse_existing(path: Path | None) -> None:

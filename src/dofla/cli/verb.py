@@ -22,10 +22,17 @@ from dofla.errors import DoflaError
 from dofla.processes import is_first
 from dofla.view import View
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Say everything; show where an error comes from.")]
+_SAID = "What is said"
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_SAID)]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.", rich_help_panel=_SAID)
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=_SAID)
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Say everything; show where an error comes from.", rich_help_panel=_SAID)
+]
 
 
 @dataclass(frozen=True)

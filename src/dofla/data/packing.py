@@ -39,21 +39,34 @@ def token_windows(
     padded: bool = False,
     model: PreTrainedModel | None = None,
 ) -> TokenWindows:
-    """Windows of `length` tokens from any source, in the order of its documents; the same each time.
+    """Windows of tokens from any source, in the order of its documents; the same each time.
 
-    source: what `read_documents` takes; or a .safetensors file whose tensor `input_ids` [N, L] holds unpadded tokens,
-    L ≥ length, each row cut into L // length windows; or the word "self", samples of `model` itself.
-    windows: how many at most; None takes all the source has ("self" needs a number).
-    split: "train", "validation" or "all". A document (a row of a token file) is in validation if a hash of its text is
-    below `holdout`, a fraction in [0, 1): membership depends on nothing else. For "self" each split is a stream of
-    random numbers of its own, drawn from `seed`, which nothing else here uses.
+    Packed windows are for causal models: before each document stands one separator, the first of bos, eos, cls, sep
+    that the tokenizer has, if any; the stream is cut into windows, and the tail that fills none is dropped. Padded ones
+    are for encoders: each document is a window, or, if it has several lines, each line above 20 characters is; with
+    special tokens, truncated at ``length``, padded on the right to the longest of the result.
 
-    Packed (padded=False, causal models): before each document one separator, the first of bos, eos, cls, sep that the
-    tokenizer has, if any; the stream cut into windows, the tail that fills none dropped.
-    Padded (encoders): each document is one window, or, if it has several lines, each line above 20 characters is;
-    with special tokens, truncated at `length`, padded on the right to the longest of the result.
+    Args:
+        source: what :func:`dofla.data.read_documents` takes; or a .safetensors file whose tensor ``input_ids`` [N, L]
+            holds unpadded tokens, L ≥ length, each row cut into L // length windows; or the word ``self``, samples of
+            ``model`` itself.
+        tokenizer: of the model that the windows are for.
+        length: tokens per window; of padded ones, at most.
+        windows: how many at most; None takes all the source has (``self`` needs a number).
+        split: ``train``, ``validation`` or ``all``. A document (a row of a token file) is in validation if a hash of
+            its text is below ``holdout``: membership depends on nothing else. For ``self`` each split is a stream of
+            random numbers of its own.
+        holdout: fraction in [0, 1) of the documents that are for validation.
+        seed: of the samples that ``self`` draws, and of nothing else.
+        text_field: where the text stands in records.
+        padded: one text per window instead of packed ones.
+        model: to sample from, for ``self``.
 
-    Raises DoflaError for bad arguments, a bad source, or one with too little text for one window.
+    Returns:
+        At most ``windows`` windows, input_ids [N, length]; padded ones with a mask and their texts.
+
+    Raises:
+        DoflaError: bad arguments; a bad source, or one with too little text for one window.
     """
     if length < 2:
         raise DoflaError(f"length: {length}; windows need 2 tokens or more")

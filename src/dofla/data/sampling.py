@@ -31,15 +31,28 @@ def self_sample(
     batch_size: int = 64,
     temperature: float = 1.0,
 ) -> TokenWindows:
-    """`count` windows of `length` tokens drawn from the model, each starting with the tokenizer's separator.
+    """Windows of tokens drawn from the model, each starting with the tokenizer's separator.
 
-    Ancestral sampling from the model's distribution at `temperature`: the top-k, penalties and the like that a
-    checkpoint carries for chatting are not applied, and an end-of-text token does not end a window, since text packed
-    into windows has them inside. Same seed, batch size and machine: same windows. The global random state, the
-    model's mode and its generation settings are left as they were. The result [count, length] int64 is on the CPU.
+    Ancestral sampling from the model's distribution: the top-k, penalties and the like that a checkpoint carries for
+    chatting are not applied, and an end-of-text token does not end a window, since text packed into windows has them
+    inside. Same seed, batch size and machine: same windows. The global random state, the model's mode and its
+    generation settings are left as they were.
 
-    Raises DoflaError if the model is not a causal language model, if `length` exceeds its positions, if the tokenizer
-    has no token to start from, or for count or batch_size < 1, length < 2, temperature ≤ 0.
+    Args:
+        model: a causal language model; of a student, the softmax model it was is sampled from.
+        tokenizer: the model's.
+        count: windows.
+        length: tokens of each.
+        seed: of the draws.
+        batch_size: windows that are drawn at a time.
+        temperature: of the distribution; 1 is the model's own.
+
+    Returns:
+        Windows [count, length] on the CPU.
+
+    Raises:
+        DoflaError: not a causal language model; ``length`` above its positions; no token to start from; count or
+            batch_size < 1, length < 2, temperature ≤ 0.
     """
     start = separator_id(tokenizer)
     _check(model, start, count, length, batch_size, temperature)

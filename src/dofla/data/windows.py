@@ -15,9 +15,14 @@ from dofla.errors import DoflaError
 class TokenWindows:
     """Windows of tokens, all of one length.
 
-    input_ids: [N, L] integers, stored as int64. attention_mask: [N, L], 1 = real token, 0 = padding; None = all real.
-    source: what a run record says of where the tokens came from. texts: the N texts of padded (encoder) windows.
-    Raises DoflaError for anything that is not N ≥ 1 windows of L ≥ 1 integers with a mask of the same shape.
+    Attributes:
+        input_ids: [N, L] integers, stored as int64.
+        attention_mask: [N, L], 1 a real token, 0 padding; None if all are real.
+        source: what a run record says of where the tokens came from.
+        texts: the N texts of padded (encoder) windows.
+
+    Raises:
+        DoflaError: not N ≥ 1 windows of L ≥ 1 integers with a mask of the same shape and a text for each, if any.
     """
 
     input_ids: torch.Tensor
@@ -51,7 +56,8 @@ class TokenWindows:
         return int(self.input_ids.numel() if self.attention_mask is None else self.attention_mask.sum())
 
     def batch(self, indices: Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
-        """The windows at these positions, in this order: `input_ids` [B, L] and, if padded, `attention_mask` [B, L]."""
+        """The windows at these positions, in this order: ``input_ids`` [B, L] and, if padded, ``attention_mask``
+        [B, L]."""
         chosen = torch.as_tensor(indices, dtype=torch.long, device=self.input_ids.device)
         batch = {"input_ids": self.input_ids[chosen]}
         if self.attention_mask is not None:
@@ -59,7 +65,11 @@ class TokenWindows:
         return batch
 
     def take(self, n: int) -> TokenWindows:
-        """The first n windows, or all of them if there are fewer. DoflaError if n < 1."""
+        """The first n windows, or all of them if there are fewer.
+
+        Raises:
+            DoflaError: n < 1.
+        """
         if n < 1:
             raise DoflaError(f"take: {n} windows asked for; ask for 1 or more")
         return replace(
@@ -73,8 +83,15 @@ class TokenWindows:
     def of(cls, tokens: TokenWindows | torch.Tensor | Mapping[str, Any]) -> TokenWindows:
         """Windows from what callers have at hand.
 
-        tokens: TokenWindows (returned as they are), an integer tensor [N, L], or a mapping such as a tokenizer's
-        BatchEncoding with `input_ids` and perhaps `attention_mask`, both [N, L] tensors. Raises DoflaError otherwise.
+        Args:
+            tokens: TokenWindows, an integer tensor [N, L], or a mapping such as a tokenizer's BatchEncoding with
+                ``input_ids`` and perhaps ``attention_mask``, both [N, L] tensors.
+
+        Returns:
+            ``tokens`` themselves if they are TokenWindows.
+
+        Raises:
+            DoflaError: anything else.
         """
         if isinstance(tokens, cls):
             return tokens
@@ -87,7 +104,12 @@ class TokenWindows:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images for a vision model, used like windows of tokens: pixel_values [N, C, height, width]."""
+    """Images for a vision model, used like windows of tokens.
+
+    Attributes:
+        pixel_values: [N, C, height, width].
+        source: what a run record says of where the images came from.
+    """
 
     pixel_values: torch.Tensor
     source: str = "images"
@@ -106,7 +128,11 @@ class Images:
 
 
 def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -> TokenWindows | Images:
-    """What callers have at hand as windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images."""
+    """What callers have at hand as windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images.
+
+    Raises:
+        DoflaError: neither.
+    """
     if isinstance(data, Images):
         return data
     if isinstance(data, Mapping) and "pixel_values" in data:
@@ -115,7 +141,11 @@ def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -
 
 
 def batches(windows: TokenWindows | Images, batch_size: int) -> list[range]:
-    """Positions of the windows of each batch, in order; the last batch may be smaller. DoflaError if batch_size < 1."""
+    """Positions of the windows of each batch, in order; the last batch may be smaller.
+
+    Raises:
+        DoflaError: batch_size < 1.
+    """
     if batch_size < 1:
         raise DoflaError(f"batch_size is {batch_size}: give 1 or more")
     count = len(windows)

@@ -7,16 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from dofla.files import new_folder, write_json
 from dofla.finetune.data import train_and_test
 from dofla.finetune.loop import FineTuneResult, finetune
 from dofla.finetune.settings import settings_for
-from dofla.integration.checkpoint import ADAPTER, load
 from dofla.integration.surgery import describe, is_linearized, record_of
 from dofla.record import Training, command_line
-from dofla.teacher import dtype_of, load_teacher, load_tokenizer, resolve_model
+from dofla.teacher import open_model
 from dofla.view import View
 from dofla.workshop import machine
 
@@ -42,7 +39,7 @@ def run_finetune(
     """Fine-tune a model, softmax or linear, on a task; writes ``result.json`` and the folder ``model`` into ``out``.
 
     Args:
-        model: a folder (a student's too), hub name, ``demo``, or ``package:NAME/FOLDER``.
+        model: a folder or hub name (a student's too, or its adapter's), ``demo``, or ``package:NAME/FOLDER``.
         task, test, tasks_folder, style: see :func:`dofla.finetune.data.train_and_test`.
         out: a new folder.
         items, test_items: at most so many, drawn at random.
@@ -84,18 +81,6 @@ def run_finetune(
         tokenizer.save_pretrained(folder / MODEL)
         write_json(folder / RESULT, record)
     return result
-
-
-def open_model(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer: a student from its adapter, any other by name; a standalone student is like any other.
-
-    Raises:
-        DoflaError: no such model.
-    """
-    if not (Path(name) / ADAPTER).exists():
-        return load_teacher(name, dtype)
-    model = load(name, **({} if dtype is None else {"dtype": dtype_of(dtype)}))
-    return model, load_tokenizer(name, resolve_model(model.config._name_or_path))
 
 
 def _version(package: str) -> str | None:
