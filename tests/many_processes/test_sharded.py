@@ -130,10 +130,10 @@ def look_inside(tiny):
     def look_between(*_):
         between.append([held(layer) for layer in student.model.layers])
         if len(between) == 8:  # neither what was gathered in the steps before, nor copies of what waits in host memory
-            assert large_tensors(weight) == waiting
+            assert large_tensors(weight) <= waiting
 
     waiting = large_tensors(weight)
-    assert len(waiting) == 3 * len(layers)
+    assert {id(x) for layer in layers for x in layer.mlp.parameters()} <= waiting  # beside those of other tests
     for layer in layers:
         layer.mlp.register_forward_pre_hook(look)
     student.model.register_forward_pre_hook(look_between)
