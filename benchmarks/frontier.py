@@ -8,6 +8,7 @@ with `--out RUN/tasks-NAME.json`, NAME being that of the student's folder.
 
 from __future__ import annotations
 
+import re
 import sys
 
 sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
@@ -21,8 +22,14 @@ import typer
 from dofla.errors import DoflaError
 from dofla.files import read_json
 
-METHODS = {"Measured": "#0b6e99", "Window and sinks": "#b3541e"}
-"""Those with rows at several budgets; their colours."""
+METHODS = {
+    "Measured": "#0b6e99",
+    "Measured, end to end": "#0a3d5c",
+    "Window and sinks": "#b3541e",
+    "Features only": "#7a5fa8",
+    "Paper: prf, Fix": "#777777",
+}
+"""Their colours. Rows at other budgets join the line of their method."""
 
 
 def main(
@@ -32,31 +39,36 @@ def main(
     table = read_json(run / "quality.json", "a table of benchmarks/quality.py")
     original, *rows = table["rows"]
     # Names become those of the students' folders, as dofla.workshop makes them.
-    tasks = {path.stem.removeprefix("tasks-"): _accuracies(path) for path in run.glob("tasks-*.json")}
+    tasks = {path.stem.removeprefix("tasks-"): _difference(path) for path in run.glob("tasks-*.json")}
     panels = ["gap", "recall, written"] + (["tasks"] if tasks else [])
     titles = {
         "gap": "gap, nats per token",
         "recall, written": "facts recalled, written",
-        "tasks": "tasks, mean accuracy",
+        "tasks": "tasks, points of accuracy",
     }
     plt.rcParams |= {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), layout="constrained")
+    sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "gap", tasks))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.3), layout="constrained")
     for panel, axis in zip(panels, axes, strict=True):
         for method, colour in METHODS.items():
             points = sorted(_points(rows, method, panel, tasks))
             if points:
                 sizes, means, spreads = zip(*points, strict=True)
                 axis.errorbar(sizes, means, spreads, marker="o", ms=4, capsize=2, color=colour, label=method)
-        teacher = (
-            tasks and next(iter(tasks.values()))["teacher"] if panel == "tasks" else (original[panel] or {}).get("mean")
-        )
-        if teacher:
-            axis.axhline(teacher, ls=":", color="#555", label="the original")
+        teacher = original[panel]["mean"] if panel == "recall, written" else 0.0
+        if panel != "gap":  # whose axis is logarithmic
+            axis.axhline(teacher, ls=":", color="#555")
+            axis.annotate("the original", (sizes_of_all[0], teacher), va="bottom", color="#555")
         axis.set(xscale="log", xlabel="state per sequence, KiB", title=titles[panel])
+        axis.set_xticks(sizes_of_all, [f"{size:.0f}" for size in sizes_of_all])
+        axis.set_xlim(sizes_of_all[0] / 1.3, sizes_of_all[-1] * 1.3)
+        axis.minorticks_off()
         if panel == "gap":
             axis.set_yscale("log")
-        axis.grid(True, which="both", lw=0.3, color="#ccc")
-    axes[-1].legend(frameon=False)
+            axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(True, lw=0.3, color="#ccc")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(out, metadata={"Date": None})
     print(f"written to {out}")
 
@@ -69,14 +81,14 @@ def _points(rows: list[dict[str, Any]], method: str, panel: str, tasks: dict[str
         size = float(row["state"].removesuffix(" KiB"))
         if panel != "tasks":
             yield size, row[panel]["mean"], row[panel]["spread"]
-        elif (name := row["student"].lower().replace(" ", "-") + "-seed0") in tasks:
-            yield size, tasks[name]["student"], 0.0
+        elif (name := "-".join(re.findall("[a-z0-9]+", row["student"].lower())) + "-seed0") in tasks:
+            yield size, tasks[name], 0.0
 
 
-def _accuracies(path: Path) -> dict[str, float]:
-    """Mean accuracy over tasks of student and teacher, from what `dofla evaluate --tasks` wrote."""
+def _difference(path: Path) -> float:
+    """Of the student's accuracy to the teacher's, in points, mean over the tasks of `dofla evaluate --tasks`."""
     found = read_json(path, "an evaluation of tasks")["tasks"]["tasks"]
-    return {who: sum(task["acc"][who] for task in found) / len(found) for who in ("student", "teacher")}
+    return 100 * sum(task["acc"]["student"] - task["acc"]["teacher"] for task in found) / len(found)
 
 
 if __name__ == "__main__":
