@@ -39,12 +39,12 @@ def main(
     table = read_json(run / "quality.json", "a table of benchmarks/quality.py")
     original, *rows = table["rows"]
     # Names become those of the students' folders, as dofla.workshop makes them.
-    tasks = {path.stem.removeprefix("tasks-"): _difference(path) for path in run.glob("tasks-*.json")}
+    tasks = {path.stem.removeprefix("tasks-"): _agreement(path) for path in run.glob("tasks-*.json")}
     panels = ["gap", "recall, written"] + (["tasks"] if tasks else [])
     titles = {
         "gap": "gap, nats per token",
         "recall, written": "facts recalled, written",
-        "tasks": "tasks, points of accuracy",
+        "tasks": "tasks, the original's answer",
     }
     plt.rcParams |= {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "gap", tasks))
@@ -55,7 +55,7 @@ def main(
             if points:
                 sizes, means, spreads = zip(*points, strict=True)
                 axis.errorbar(sizes, means, spreads, marker="o", ms=4, capsize=2, color=colour, label=method)
-        teacher = original[panel]["mean"] if panel == "recall, written" else 0.0
+        teacher = original[panel]["mean"] if panel == "recall, written" else 1.0
         if panel != "gap":  # whose axis is logarithmic
             axis.axhline(teacher, ls=":", color="#555")
             axis.annotate("the original", (sizes_of_all[0], teacher), va="bottom", color="#555")
@@ -85,10 +85,13 @@ def _points(rows: list[dict[str, Any]], method: str, panel: str, tasks: dict[str
             yield size, tasks[name], 0.0
 
 
-def _difference(path: Path) -> float:
-    """Of the student's accuracy to the teacher's, in points, mean over the tasks of `dofla evaluate --tasks`."""
+def _agreement(path: Path) -> float:
+    """Share of items that student and teacher answer alike, mean over the tasks of `dofla evaluate --tasks`.
+
+    Accuracy says little of a small teacher, near chance on most tasks: it moves either way when answers change.
+    """
     found = read_json(path, "an evaluation of tasks")["tasks"]["tasks"]
-    return 100 * sum(task["acc"]["student"] - task["acc"]["teacher"] for task in found) / len(found)
+    return sum(task["acc"]["agreement"] for task in found) / len(found)
 
 
 if __name__ == "__main__":
