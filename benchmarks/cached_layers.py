@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from dofla.distill import SCHEDULES
+from dofla.hybrid import HeadCost
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.recipe import DataSpec
 from dofla.teacher import load_teacher, windows_of
+
+Model = Annotated[str, typer.Argument(help="Folder, hub name or demo.")]
+Source = Annotated[str, typer.Option(help="Text, as data.source of a recipe.")]
+Layers = Annotated[int, typer.Option(help="How many, evenly spread over the depth.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file to write.")]
 
 Calls = dict[str, list[AttentionCall]]
 """By layer, its calls on single windows, all of one length."""
@@ -29,6 +38,12 @@ def collect(model: str, dtype: str | None, source: str, length: int, windows: in
         for n in range(windows):
             run_body(teacher, text.batch([n]))
     return calls, teacher.dtype.itemsize
+
+
+def cost_of(calls: Calls, itemsize: int) -> HeadCost:
+    """What a KV head's state costs, tokens in eight bits."""
+    first = next(iter(calls.values()))[0]
+    return HeadCost.of(first.key.shape[-1], first.value.shape[-1], itemsize, "int8")
 
 
 def optimise(

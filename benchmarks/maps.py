@@ -19,12 +19,11 @@ sys.path.append(sys.path.pop(0))  # this folder last: its profile.py would hide 
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from cached_layers import Calls, collect, drawn, optimise, shown
+from cached_layers import Calls, Layers, Model, Out, Source, collect, cost_of, drawn, optimise, shown
 from far_past import Cosine, Decay, Gate, Taylor
 
 from dofla.distill.calibrate import calibrate_layer
@@ -80,12 +79,12 @@ def candidates(size: int, cost: HeadCost) -> dict[str, Candidate]:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder, hub name or demo.")] = "demo",
-    source: Annotated[str, typer.Option(help="Text, as data.source of a recipe.")] = "demo",
+    model: Model = "demo",
+    source: Source = "demo",
     length: int = 512,
     windows: int = 32,
     held_out: int = 4,
-    layers: Annotated[int, typer.Option(help="How many, evenly spread over the depth.")] = 7,
+    layers: Layers = 7,
     budget: int = 64,
     steps: int = 150,
     rows: int = 64,
@@ -94,11 +93,10 @@ def main(
     parts: Annotated[int, typer.Option(help="Of the windows, whose rows are also judged apart.")] = 1,
     row: Annotated[list[str] | None, typer.Option(help="Part of a candidate's name; default: all.")] = None,
     dtype: str | None = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    out: Out = None,
 ) -> None:
     calls, itemsize = collect(model, dtype, source, length, windows + held_out, layers)
-    first = next(iter(calls.values()))[0]
-    cost = HeadCost.of(first.key.shape[-1], first.value.shape[-1], itemsize, "int8")
+    cost = cost_of(calls, itemsize)
     size = budget * cost.feature
     print(f"{model}, {len(calls)} layers, windows of {length}, {size} bytes per KV head, {steps} steps of one window")
     heads = "".join(f"{f'to {length * (n + 1) // parts}':>8s}" for n in range(parts)) if parts > 1 else ""

@@ -17,12 +17,11 @@ sys.path.append(sys.path.pop(0))  # this folder last: its profile.py would hide 
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from cached_layers import Calls, collect, drawn, optimise, shown
+from cached_layers import Calls, Layers, Model, Out, Source, collect, cost_of, drawn, optimise, shown
 from delta_rule import Delta, Sum
 from far_past import Decay, FarPast
 from state_recall import recall_table
@@ -128,12 +127,12 @@ def far_parts(size: int, cost: HeadCost) -> dict[str, Make]:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder, hub name or demo.")] = "demo",
-    source: Annotated[str, typer.Option(help="Text, as data.source of a recipe.")] = "demo",
+    model: Model = "demo",
+    source: Source = "demo",
     length: int = 512,
     windows: int = 16,
     held_out: int = 4,
-    layers: Annotated[int, typer.Option(help="How many, evenly spread over the depth.")] = 4,
+    layers: Layers = 4,
     budget: int = 64,
     steps: int = 80,
     rows: int = 64,
@@ -141,11 +140,10 @@ def main(
     row: Annotated[list[str] | None, typer.Option(help="Name of a state of the first table; default: all.")] = None,
     recall: Annotated[bool, typer.Option(help="The second table as well.")] = True,
     dtype: str | None = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    out: Out = None,
 ) -> None:
     calls, itemsize = collect(model, dtype, source, length, windows + held_out, layers)
-    first = next(iter(calls.values()))[0]
-    cost = HeadCost.of(first.key.shape[-1], first.value.shape[-1], itemsize, "int8")
+    cost = cost_of(calls, itemsize)
     size = budget * cost.feature
     print(f"{model}, {len(calls)} layers, {size} bytes per KV head, {steps} steps")
     print(f"{'':40s} {'KL of far share':>15s} {'output error':>15s}")

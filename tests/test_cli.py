@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from command_line import call
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from dofla.cli import app, main
+from dofla.cli import app
 from dofla.curves import Curves
 from dofla.plan import LayerPlan, Plan
 from dofla.view import View
@@ -49,18 +50,6 @@ def home(tmp_path_factory):
     documents = [" ".join(WORDS[i] for i in torch.randint(60, (40,), generator=generator)) for _ in range(60)]
     (folder / "text.txt").write_text("\n\n".join(documents))
     return folder
-
-
-def call(*arguments) -> int:
-    """Run the command line in this process; returns its exit code."""
-    before, sys.argv = sys.argv, ["dofla", *map(str, arguments)]
-    try:
-        main()
-    except SystemExit as stop:
-        return stop.code or 0
-    finally:
-        sys.argv = before
-    return 0
 
 
 def profiled(home: Path, name: str) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -115,12 +116,12 @@ class Processes:
             for tensor in tensors:
                 _exchange(distributed.broadcast, tensor.data, 0)
 
-    def check_same(self, number: int, message: str) -> None:
-        """DoflaError with this ``message`` unless the number is the same in all processes."""
+    def check_same_files(self, found: int, folder: str | Path | None) -> None:
+        """DoflaError unless all processes have ``found`` as much in the folder."""
         if self.count > 1:
-            numbers = self._gathered(torch.tensor(number, device=self.device), self.count)
-            if (numbers != number).any():
-                raise DoflaError(message)
+            numbers = self._gathered(torch.tensor(found, device=self.device), self.count)
+            if (numbers != found).any():
+                raise DoflaError(f"not all processes see the same files in {folder}: choose another folder")
 
     def wait(self) -> None:
         """Until all processes are here: what the first has written before, the others can read afterwards."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 
 import pytest
 import yaml
+from command_line import call
 
 import dofla.report
-from dofla.cli import main
 from dofla.errors import DoflaError
 from dofla.lock import locked
 from dofla.report import html, look, look_closer, read_run, write_report
@@ -26,17 +25,6 @@ FIRST = "model.layers.0.self_attn"
 def copied(llama_run, tmp_path):
     """A run that a test may damage, as if it had been moved."""
     return shutil.copytree(llama_run, tmp_path / "run")
-
-
-def call(*arguments) -> int:
-    before, sys.argv = sys.argv, ["dofla", *map(str, arguments)]
-    try:
-        main()
-    except SystemExit as stop:
-        return stop.code or 0
-    finally:
-        sys.argv = before
-    return 0
 
 
 def data_of(path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dofla
-from dofla.cli import main
 from dofla.curves import Curves
 from dofla.distill import distill
 from dofla.files import write_json
@@ -97,18 +95,6 @@ def make(folder: Path, tiny: Any) -> None:
     dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
     recipe = Recipe.load(folder / "recipe.yaml", ["students=[{name: Even, strategy: hybrid}]"])
     run(recipe, folder / "run")
-
-
-def call(*words: Any) -> int:
-    """Run the command line in this process; returns its exit code."""
-    before, sys.argv = sys.argv, ["dofla", *map(str, words)]
-    try:
-        main()
-    except SystemExit as stop:
-        return stop.code or 0
-    finally:
-        sys.argv = before
-    return 0
 
 
 @dataclass(frozen=True)

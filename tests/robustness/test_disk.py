@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inputs import call
+from command_line import call
 
 from dofla import DoflaError
 from dofla.files import new_folder, read_json, replacing, write_json

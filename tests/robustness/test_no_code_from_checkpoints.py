@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inputs import call
+from command_line import call
 
 import dofla
 from dofla.teacher import load_teacher

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import typer
-from inputs import call
+from command_line import call
 
 from dofla.cli import app
 from dofla.cli.verb import OPTIONS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inputs import LENGTH, call
+from command_line import call
+from inputs import LENGTH
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 import dofla

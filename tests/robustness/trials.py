@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from command_line import call
 from hypothesis import assume
-from inputs import call
 
 REFUSED, ACCEPTED, TRACEBACK, FAULT = "refused in one line", "harmless", "tracebacks", "other faults"
 

@@ -79,8 +79,12 @@ def part_of(groups: Sequence[Mapping[str, Any]], layers: Mapping[str, LinearAtte
     return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]
 
 
-def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
-    rate = given.get(name, feature_map.learning_rates.get(name))
+def checked_rate(name: str, rate: float | None) -> float:
+    """The rate; DoflaError naming what it is of unless it is a positive number."""
     if rate is None or not 0 < rate < math.inf:
         raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
     return rate
+
+
+def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
+    return checked_rate(name, given.get(name, feature_map.learning_rates.get(name)))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.distill.calibrate import calibrate
 from dofla.distill.checkpoint import Checkpoint
-from dofla.distill.descent import SCHEDULES, Descent
+from dofla.distill.descent import SCHEDULES, Descent, checked_rate
 from dofla.distill.loop import History
 from dofla.distill.objective import Objective, hidden_windows
 from dofla.distill.places import reach_of
@@ -154,7 +154,7 @@ def distill_end_to_end(
             started = time.perf_counter()
             calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
             curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
-            together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
+            together.check_same_files(len(curve), folder)
             together.make_alike([*descent.parameters, *(x for layer in layers.values() for x in layer.buffers())])
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
@@ -204,9 +204,7 @@ def _groups(layers: Mapping[str, LinearAttention], part: Trainable, rates: Mappi
 
 def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:
     rates = _RATES[weights]
-    for name, rate in given.items():
+    for name in given:
         if name not in rates:
             raise DoflaError(f"learning_rates names {name!r}: weights={weights!r} trains {' and '.join(rates)}")
-        if not 0 < rate < math.inf:
-            raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
-    return {name: float(given.get(name, rate)) for name, rate in rates.items()}
+    return {name: float(checked_rate(name, given.get(name, rate))) for name, rate in rates.items()}

@@ -147,7 +147,7 @@ def distill(
             columns = [DIRECT] if loss == DIRECT else list(part)
             descent = Descent(part_of(groups, part), schedule, steps)
             curve = checkpoint.resume(part, descent.optimizer, columns, turn.name)
-            together.check_same(len(curve), f"not all processes see the same files in {folder}: choose another folder")
+            together.check_same_files(len(curve), folder)
             together.make_alike(tensor for layer in part.values() for tensor in layer.state_dict().values())
             done = len(curve) if part else steps  # taken before, or not to be taken
             turn.carry(together.share(batch)[0] for step in range(done) for batch in batches.of_step(step))
