@@ -11,6 +11,7 @@ and attention is the average of the values under those weights, normalised over 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
+from dofla.attention.coding import CodedTokens, Coder, Fading, Moments, Stage, stage_bytes
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
@@ -20,8 +21,13 @@ from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, ac
 __all__ = [
     "LOG_ZERO",
     "Affine",
+    "CodedTokens",
+    "Coder",
+    "Fading",
     "FeatureState",
+    "Moments",
     "PackedTokens",
+    "Stage",
     "State",
     "TokenBuffer",
     "accumulable",
@@ -33,5 +39,6 @@ __all__ = [
     "packed",
     "recurrent",
     "rounded",
+    "stage_bytes",
     "unpacked",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.chunked import chunked
+from dofla.attention.coding import Fading
 from dofla.attention.exact import ExactPart, exact_attention, merge
 from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable
 
@@ -26,6 +27,7 @@ def attend(
     state: State | None = None,
     window: int = 0,
     sinks: int = 0,
+    fading: Fading | None = None,
     causal: bool = True,
     heads: Sequence[int] | None = None,
     out: Tensor | None = None,
@@ -42,6 +44,7 @@ def attend(
         state: the past, or None at the beginning of a sequence.
         window: the last ``window`` keys, the query's own included, have exact scores.
         sinks: so do the first ``sinks`` real keys.
+        fading: stages of tokens in few bits between the window and the features; causal calls only.
         causal: False lets every query see every key; such a call has no past and leaves no state.
         heads: do only these KV heads and their queries, as ragged layers do, group by group.
         out: [B, H, L, dv], where to write the rows of those heads; needed if ``heads`` is given.
@@ -70,7 +73,7 @@ def attend(
         if before < window:
             line = state.window.then(line)
         queries = _select(query, query_heads, part)
-        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks)
+        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, fading)
         result = _write(piece.to(value.dtype), out, query_heads, part)
     if window and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
@@ -104,10 +107,17 @@ def _write(piece: Tensor, out: Tensor | None, heads: Sequence[int] | None, part:
 
 
 def _attend_causally(
-    query: Tensor, line: TokenBuffer, features: Features, scaling: float, state: State, window: int, sinks: int
+    query: Tensor,
+    line: TokenBuffer,
+    features: Features,
+    scaling: float,
+    state: State,
+    window: int,
+    sinks: int,
+    fading: Fading | None,
 ) -> tuple[Tensor, State]:
     """One segment; ``line`` is the window before it followed by its tokens."""
-    if not (window or sinks):
+    if not (window or sinks or fading):
         out, after = causal_attention(query, line, features, scaling=scaling, state=state.features)
         return out, State(after)
     length = query.shape[-2]
@@ -115,8 +125,11 @@ def _attend_causally(
     held = TokenBuffer.empty(line.key, line.value, 0) if state.sinks is None else state.sinks
     kept, buffer, visible_from = _take_sinks(held, leaving)
     exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling)
-    out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact)
-    return out, State(after, line[length:] if window else None, buffer if sinks else None)
+    near, stages = None, ()
+    if fading:
+        near, stages, kept = fading.attend(query, kept, state.stages, scaling)
+    out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact, near=near)
+    return out, State(after, line[length:] if window else None, buffer if sinks else None, stages)
 
 
 def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State:

@@ -32,13 +32,28 @@ def causal_attention(
     scaling: float,
     state: FeatureState,
     exact: ExactPart | None = None,
+    near: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, FeatureState]:
     """Causal attention of queries [B, H, L, d] to as many new tokens and to the past through features, and to an exact
-    part under the same normaliser.
+    part under the same normaliser; ``near``, output and log-normaliser of attention to yet other tokens, joins them.
 
     Returns:
         Output [B, H, L, dv] and the state after.
     """
+    if exact is not None and (near is not None or not features.features):
+        # The kernels know features beside a window and sinks, and nothing else.
+        beside = exact.widened().attend()
+        near, exact = beside if near is None else merge(near, beside), None
+    if not features.features:
+        return near[0], state
+    out, normaliser, after = _through_features(query, tokens, features, scaling, state, exact)
+    return (out if near is None else merge((out, normaliser), near)[0]), after
+
+
+def _through_features(
+    query: Tensor, tokens: TokenBuffer, features: Features, scaling: float, state: FeatureState, exact: ExactPart | None
+) -> tuple[Tensor, Tensor, FeatureState]:
+    """Output, which is that of the exact part as well; log-normaliser of the features alone; and the state after."""
     given = tokens.value
     query, key, value = (accumulable(t) for t in (query, tokens.key, given))
     tokens = TokenBuffer(key, value, tokens.log_weight)
@@ -51,23 +66,21 @@ def causal_attention(
         maps = features.affine(scaling, query.dtype)
         parts = [t for m in maps for t in (m.weight, m.bias)]
         if compiled.usable([query, key, *vectors], [*parts, *others]):
-            out, _, after = compiled.linear_attention(query, tokens, state, maps, exact)
-            return out, after
+            return compiled.linear_attention(query, tokens, state, maps, exact)
     a, b = features.log_query(query, scaling), features.log_key(key, scaling)
     if compiled.usable([a, b, *vectors], others):
-        out, _, after = compiled.linear_attention(a, TokenBuffer(b, value, tokens.log_weight), state, exact=exact)
-        return out, after
+        return compiled.linear_attention(a, TokenBuffer(b, value, tokens.log_weight), state, exact=exact)
     b = b + tokens.log_weight[:, None, :, None]
     if gpu.usable(a, b, given, state.mean):
         out, normaliser, after = gpu.linear_attention(a, b, given, state=state)
     else:
         form = recurrent if a.shape[-2] == 1 else chunked
         out, normaliser, after = form(a, b, value, state=state)
-    return (out if exact is None else merge((out, normaliser), exact.attend())[0]), after
+    return (out if exact is None else merge((out, normaliser), exact.attend())[0]), normaliser, after
 
 
 def segment(numbers: int, query: Tensor) -> int:
     """How many tokens to do at once, if each has so many log-features of queries: on a CPU few enough to stay in its
     cache, on a GPU few enough to take little of its memory."""
     at_once = 2**20 if query.device.type == "cpu" else 2**26
-    return max(at_once // numbers // 64 * 64, 128)
+    return max(at_once // max(numbers, 1) // 64 * 64, 128)

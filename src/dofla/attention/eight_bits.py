@@ -24,16 +24,16 @@ def pack(x: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors [..., d] as integers [..., d] and exponents [...], both int8: ``x ≈ integers · 2 ** exponents``."""
     x = x if x.dtype == torch.float64 else x.float()
     exponents = (torch.frexp(x.abs().amax(-1)).exponent - 7).clamp(*_EXPONENTS)
-    integers = (x * _power_of_two(-exponents)).round().clamp(-_LARGEST, _LARGEST)
+    integers = (x * power_of_two(-exponents)).round().clamp(-_LARGEST, _LARGEST)
     return integers.to(torch.int8), exponents.to(torch.int8)
 
 
 def unpack(integers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """The reverse of :func:`pack`, exactly."""
-    return (integers * _power_of_two(exponents)).to(dtype)
+    return (integers * power_of_two(exponents)).to(dtype)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """``2 ** exponents`` [..., 1] as float32 from its bits: at once, and exact whatever the library of the machine."""
     return ((exponents.unsqueeze(-1).to(torch.int32) + 127) << 23).view(torch.float32)
 

@@ -40,7 +40,9 @@ class _Tensors:
         changed = {}
         for field in fields(self):
             part = getattr(self, field.name)
-            if part is not None:
+            if isinstance(part, tuple):
+                changed[field.name] = tuple(inner.map(fn) for inner in part)
+            elif part is not None:
                 changed[field.name] = part.map(fn) if isinstance(part, _Tensors) else fn(part)
         return replace(self, **changed)
 
@@ -48,7 +50,8 @@ class _Tensors:
     def bytes(self) -> int:
         """Bytes of all tensors held, over the whole batch."""
         parts = [getattr(self, field.name) for field in fields(self)]
-        return sum(p.bytes if isinstance(p, _Tensors) else p.numel() * p.element_size() for p in parts if p is not None)
+        flat = [inner for p in parts if p is not None for inner in (p if isinstance(p, tuple) else (p,))]
+        return sum(p.bytes if isinstance(p, _Tensors) else p.numel() * p.element_size() for p in flat)
 
     def copy(self):
         """A copy that later updates of this one do not touch."""
@@ -133,13 +136,16 @@ class TokenBuffer(_Tensors):
 
 @dataclass(frozen=True)
 class State(_Tensors):
-    """Everything a layer's heads carry: the feature state, the last ``window`` tokens and the first ``sinks`` ones.
+    """Everything a layer's heads carry: the feature state, the last ``window`` tokens, the first ``sinks`` ones, and
+    between window and features those of each stage of a fading memory.
 
-    The window is a delay line in front of the feature state: a key enters ``features`` when it leaves ``window``,
-    unless it is one of the first real keys, which go to ``sinks`` instead. Both are kept as
-    :class:`dofla.attention.PackedTokens` from one call to the next where the layer says so.
+    Window and stages are delay lines in front of the feature state: a key goes to the first stage when it leaves
+    ``window``, from stage to stage as it ages, and enters ``features`` when it leaves the last, unless it is one of the
+    first real keys, which go to ``sinks`` instead. Window and sinks are kept as :class:`dofla.attention.PackedTokens`
+    from one call to the next where the layer says so, the tokens of ``stages`` as :class:`dofla.attention.CodedTokens`.
     """
 
     features: FeatureState
     window: TokenBuffer | None = None
     sinks: TokenBuffer | None = None
+    stages: tuple[_Tensors, ...] = ()

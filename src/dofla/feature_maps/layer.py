@@ -8,7 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import State, attend, exact_scores, log_kernel, packed, rounded, unpacked
+from dofla.attention import LOG_ZERO, Fading, Stage, State, attend, exact_scores, log_kernel, packed, rounded, unpacked
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 
@@ -40,6 +40,8 @@ class LinearAttention(nn.Module):
         sinks: first tokens with exact scores, likewise.
         token_dtype: ``int8``, window and sinks are kept in eight bits (all keys and values are rounded to it on
             entering, so that it does not matter which of them are kept); or ``model``, as they come.
+        stages: of each KV head, tokens and bits of the stages between window and features (:class:`Fading`).
+        value_dim: size of values, if there are stages; default that of keys.
     """
 
     def __init__(
@@ -50,22 +52,33 @@ class LinearAttention(nn.Module):
         window: int | Sequence[int] = 0,
         sinks: int | Sequence[int] = 0,
         token_dtype: str = "model",
+        stages: Sequence[Sequence[Stage]] = (),
+        value_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.features, self.token_dtype, self.hides_tokens = list(features), token_dtype, False
         window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
-        sizes = list(zip(features, window, sinks, strict=True))
+        stages = [tuple(map(tuple, own)) for own in stages] or [()] * len(features)
+        sizes = list(zip(features, window, sinks, stages, strict=True))
         self.sizes = list(dict.fromkeys(sizes))
         self.groups = [[head for head, own in enumerate(sizes) if own == size] for size in self.sizes]
         make = feature_map_class(feature_map)
         self.maps: nn.ModuleList[FeatureMap] = nn.ModuleList(
             make(len(group), head_dim, size[0]) for group, size in zip(self.groups, self.sizes, strict=True)
         )
+        self.fading: nn.ModuleDict[str, Fading] = nn.ModuleDict()
+        for n, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+            if size[3]:
+                self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, size[3])
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
         """Window and sinks of each group; none while :attr:`hides_tokens` is set."""
-        return [(0, 0) if self.hides_tokens else size[1:] for size in self.sizes]
+        return [(0, 0) if self.hides_tokens else size[1:3] for size in self.sizes]
+
+    def fading_of(self, group: int) -> Fading | None:
+        """The stages of a group, if it has any and they are not hidden."""
+        return self.fading[str(group)] if str(group) in self.fading and not self.hides_tokens else None
 
     @property
     def is_hybrid(self) -> bool:
@@ -121,6 +134,7 @@ class LinearAttention(nn.Module):
             if self.keeps_eight_bits and before is not None:
                 before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
             options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None}
+            options["fading"] = self.fading_of(n) if causal else None
             out, state = attend(query, key, value, self.maps[n], state=before, out=out, **options)
             after.append(packed(state, states[n], key.shape[-2]) if causal and self.keeps_eight_bits else state)
         return out, after if causal else []
@@ -142,15 +156,34 @@ class LinearAttention(nn.Module):
         """
         if self.keeps_eight_bits:
             key = rounded(key)
-        scores = []
-        for feature_map, (q, k, _) in zip(self.maps, self.split(query, key, key), strict=True):
-            scores.append(log_kernel(feature_map.log_query(q, scaling), feature_map.log_key(k, scaling)))
+        scores, length = [], key.shape[-2]
+        for n, (q, k, _) in enumerate(self.split(query, key, key)):
+            scores.append(self._far_scores(n, q, k, rows, scaling))
         share = query.shape[1] // key.shape[1]
         approximate = self.join(scores, share)
         if not self.is_hybrid:
             return approximate
-        near = self.seen_exactly(rows, key.shape[-2], share=share, weight=weight, causal=causal)
+        near = self.seen_exactly(rows, length, share=share, weight=weight, causal=causal)
         return torch.where(near, exact_scores(query, key, scaling), approximate)
+
+    def _far_scores(self, group: int, query: Tensor, key: Tensor, rows: Tensor, scaling: float) -> Tensor:
+        """Of a group, [B, H, R, L]: as the features see all keys, and the stages those that are in them."""
+        feature_map, fading, coded = self.maps[group], self.fading_of(group), []
+        if fading is not None:
+            coded = fading.key.chain(key)
+            key = coded[-1].to(key.dtype)
+        if feature_map.features:
+            scores = log_kernel(feature_map.log_query(query, scaling), feature_map.log_key(key, scaling))
+        else:
+            scores = query.new_full((*query.shape[:-1], key.shape[-2]), LOG_ZERO)
+        if fading is not None:
+            age = rows[:, None] - torch.arange(key.shape[-2], device=key.device)
+            start = self.exact_tokens[group][0]
+            for count, keys in zip(fading.counts, coded, strict=True):
+                seen = (age >= start) & (age < start + count)
+                scores = torch.where(seen, exact_scores(query, keys.to(query.dtype), scaling), scores)
+                start += count
+        return scores
 
     def seen_exactly(self, rows: Tensor, length: int, *, share: int, weight: Tensor | None, causal: bool) -> Tensor:
         """Which of ``length`` keys the query ``rows`` [R] see in the window or as sinks, with ``share`` query heads per

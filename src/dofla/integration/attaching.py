@@ -27,7 +27,16 @@ class AttachedLinearAttention(LinearAttention):
 
     def __init__(self, layer: LayerPlan, beside_softmax: bool) -> None:
         features, window, sinks = zip(*layer.sizes, strict=True)
-        super().__init__(layer.feature_map, features, layer.head_dim, window, sinks, layer.token_dtype)
+        super().__init__(
+            layer.feature_map,
+            features,
+            layer.head_dim,
+            window,
+            sinks,
+            layer.token_dtype,
+            layer.stages_per_head,
+            layer.value_dim,
+        )
         self.name = layer.name
         self.beside_softmax = beside_softmax
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dofla.attention import stage_bytes
+from dofla.attention.coding.levels import MOST_BITS
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost
@@ -28,7 +30,9 @@ class LayerPlan:
         sinks: first tokens kept with exact scores.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
         token_dtype: how window and sinks are kept, one of :data:`dofla.plans.hybrid.TOKEN_DTYPES`.
-        keep_softmax: leave the layer as it is; the fields above it then play no part.
+        keep_softmax: leave the layer as it is; the other fields but its shape then play no part.
+        stages: of a fading memory, between window and features, newest first: ``[tokens, bits]`` of each, bits per
+            number falling from 5 at most to 1; or such a list for each KV head.
     """
 
     name: str
@@ -41,6 +45,7 @@ class LayerPlan:
     feature_map: str = "prf"
     token_dtype: str = "model"
     keep_softmax: bool = False
+    stages: list[list] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._check_whole("kv_heads", "head_dim", "value_dim", least=1)
@@ -52,13 +57,16 @@ class LayerPlan:
             feature_map_class(self.feature_map)
         except DoflaError as error:
             raise DoflaError(f"layer {self.name}: {error}") from None
-        for what, least in (("features", 1), ("window", 0), ("sinks", 0)):
-            self._check_per_head(what, least)
+        for what, least in (("features", self.feature_map != "none"), ("window", 0), ("sinks", 0)):
+            self._check_per_head(what, int(least))
+        self._check_stages()
         if self.token_dtype not in TOKEN_DTYPES:
             raise DoflaError(
                 f"layer {self.name}: token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}"
             )
-        if self.feature_map == "none" and not all(window or sinks for _, window, sinks in self.sizes):
+        if self.feature_map == "none" and not all(
+            window or sinks or any(self.stages) for _, window, sinks in self.sizes
+        ):
             raise DoflaError(f"layer {self.name}: feature_map none sees nothing without a window or sinks: give one")
 
     def _check_whole(self, *fields: str, least: int) -> None:
@@ -83,6 +91,31 @@ class LayerPlan:
                 f"{_MOST} at most"
             )
 
+    def _check_stages(self) -> None:
+        per_head = self.stages_per_head
+        if len(per_head) != self.kv_heads:
+            raise DoflaError(
+                f"layer {self.name}: stages has {len(per_head)} lists for {self.kv_heads} KV heads: give one each"
+            )
+        for stages in per_head:
+            numbers = [number for stage in stages for number in (stage if isinstance(stage, (list, tuple)) else [None])]
+            whole = all(is_whole(count) and 1 <= count <= _MOST for count in numbers[::2])
+            bits = numbers[1::2]
+            good = len(numbers) == 2 * len(stages) and whole and all(isinstance(x, (int, float)) for x in bits)
+            if not good or bits != sorted(bits, reverse=True) or not all(1 <= x <= MOST_BITS for x in bits):
+                raise DoflaError(
+                    f"layer {self.name}: stages is {stages!r}: give [tokens, bits] of each, bits falling from "
+                    f"{MOST_BITS} at most to 1"
+                )
+        if any(per_head) and (self.head_dim % 8 or self.value_dim % 8):
+            raise DoflaError(f"layer {self.name}: stages need heads whose size is a multiple of 8: leave them out")
+
+    @property
+    def stages_per_head(self) -> list[list]:
+        """The stages of each KV head."""
+        alike = not self.stages or not isinstance(self.stages[0], (list, tuple)) or not _is_nested(self.stages[0])
+        return [self.stages] * self.kv_heads if alike else self.stages
+
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """Features, window and sinks of each KV head."""
@@ -103,7 +136,12 @@ class LayerPlan:
         if self.keep_softmax:
             return 0
         cost = self.cost(itemsize)
-        return sum(cost.total(*size) for size in self.sizes)
+        coded = sum(
+            count * stage_bytes(self.head_dim, self.value_dim, bits)
+            for stages in self.stages_per_head
+            for count, bits in stages
+        )
+        return coded + sum(cost.total(*size) for size in self.sizes)
 
 
 @dataclass
@@ -144,6 +182,8 @@ class Plan:
         layers = {}
         for layer in self.layers:
             entry = asdict(layer)
+            if not layer.stages:
+                del entry["stages"]  # as before there were any
             layers[entry.pop("name")] = entry
         return {"format": 1, "model": self.model, "made_by": self.made_by, "layers": layers}
 
@@ -177,6 +217,10 @@ class Plan:
         if path.is_dir():
             path = path / "plan.json"
         return cls.from_dict(read_json(path, "a plan"), str(path))
+
+
+def _is_nested(stages: list) -> bool:
+    return not stages or isinstance(stages[0], (list, tuple))
 
 
 def is_whole(value: object) -> bool:

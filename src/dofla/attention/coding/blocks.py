@@ -1,0 +1,54 @@
+"""A block of numbers in few bits: levels and a scale, by exact arithmetic; and how bits become bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dofla.attention.coding.levels import UNIT, borders, levels, scale_code, scale_of
+from dofla.attention.eight_bits import power_of_two
+
+_WHOLE = 256
+"""Blocks become whole numbers up to this before they are coded. Sums of products of those with levels are below 2²⁴ for
+blocks of up to 64 numbers, so float32 adds them without rounding, in any order."""
+
+
+def whole(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [..., n] as whole numbers (of float32) up to :data:`_WHOLE` and a power of two [..., 1] for each."""
+    exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent.clamp(-100, 100) - _WHOLE.bit_length() + 1
+    exponent = exponent.squeeze(-1)
+    return (x * power_of_two(-exponent)).round(), power_of_two(exponent)
+
+
+def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Blocks of whole ``numbers`` [..., n] times ``unit`` [..., 1] as codes [..., n] below 2 ** bits and the byte of a
+    scale [..., 1]: levels for the block's root mean square, then the scale of least squares for them."""
+    size = (numbers.square().sum(-1, keepdim=True) / numbers.shape[-1]).sqrt()
+    known = levels(bits).to(numbers.device)
+    standard = numbers * UNIT / size.clamp_min(1e-3)
+    codes = torch.bucketize(standard.contiguous(), borders(bits).to(numbers.device))
+    found = known[codes]
+    best = (numbers * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)
+    return codes.to(torch.uint8), scale_code(best * unit)
+
+
+def decode(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers [..., n] and their unit [..., 1], as :func:`encode` takes them."""
+    return levels(bits).to(codes.device)[codes.int()], scale_of(scale)
+
+
+_PLACES = 2 ** torch.arange(8)
+
+
+def to_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., n] of a few bits as bytes [..., bits · n / 8], one bit of all numbers after the other."""
+    planes = [(codes >> bit & 1).unflatten(-1, (-1, 8)) for bit in range(bits)]
+    places = _PLACES.to(codes.device)
+    return torch.cat([(plane * places).sum(-1) for plane in planes], -1).to(torch.uint8)
+
+
+def from_bytes(packed: Tensor, bits: int) -> Tensor:
+    """The reverse of :func:`to_bytes`."""
+    planes = packed.unflatten(-1, (bits, -1)).unsqueeze(-1)
+    digits = (planes >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1).flatten(-2)
+    return (digits << torch.arange(bits, device=packed.device, dtype=torch.uint8).unsqueeze(-1)).sum(-2).to(torch.uint8)

@@ -1,0 +1,218 @@
+"""One side of a layer, its keys or its values: where vectors are turned to, and what a stage's codes of them are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
+from dofla.attention.coding.levels import MOST_BITS, distortion
+from dofla.attention.eight_bits import pack, power_of_two
+
+_SUM = (2**24 - 1) / 127
+"""Of the absolute values of a row of the turn at most: its products with seven-bit integers then add up exactly."""
+_REGULAR = 1e-3
+"""Of the mean eigenvalue of what errors are weighed with: no direction counts for less."""
+
+
+@dataclass
+class Moments:
+    """Sums over the tokens of a calibration, per KV head; add as many batches as there are.
+
+    Attributes:
+        count: tokens.
+        total: Σ x [Hkv, d].
+        square: Σ x xᵀ [Hkv, d, d].
+    """
+
+    count: int
+    total: Tensor
+    square: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> Moments:
+        """Of vectors [Hkv, n, d]."""
+        x = x.double()
+        return cls(x.shape[1], x.sum(1), x.mT @ x)
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.square + other.square)
+
+    def __getitem__(self, heads: Sequence[int]) -> Moments:
+        """Of some heads."""
+        return Moments(self.count, self.total[list(heads)], self.square[list(heads)])
+
+    @property
+    def mean(self) -> Tensor:
+        """[Hkv, d]"""
+        return self.total / self.count
+
+    @property
+    def second(self) -> Tensor:
+        """E x xᵀ [Hkv, d, d]."""
+        return self.square / self.count
+
+    @property
+    def covariance(self) -> Tensor:
+        """[Hkv, d, d]"""
+        return self.second - self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
+
+
+class Coder(nn.Module):
+    """Codes of vectors of ``dim`` numbers, for a chain of stages of ever fewer bits.
+
+    Before :meth:`calibrate` vectors are rotated as they stand, and all blocks have the same bits.
+
+    Args:
+        heads: KV heads.
+        dim: numbers of a vector, a multiple of 8.
+        bits: of each stage, per number and in the mean over blocks, scales not counted; at most 5.
+    """
+
+    turn: Tensor
+    fineness: Tensor
+    mean: Tensor
+    bits: Tensor
+
+    def __init__(self, heads: int, dim: int, bits: Sequence[float]) -> None:
+        super().__init__()
+        self.heads, self.dim, self.stages = heads, dim, tuple(bits)
+        self.block = block_size(dim)
+        self.register_buffer("turn", torch.empty(heads, dim, dim, dtype=torch.int16))
+        self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
+        self.register_buffer("mean", torch.empty(heads, dim, dtype=torch.float32))
+        self.register_buffer("bits", torch.empty(len(bits), dim // self.block, dtype=torch.uint8))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """As before any calibration."""
+        eye = torch.eye(self.dim, dtype=torch.float64).expand(self.heads, -1, -1)
+        self._set(eye, torch.zeros(self.heads, self.dim, dtype=torch.float64), torch.ones(self.dim // self.block))
+
+    @torch.no_grad()
+    def calibrate(self, moments: Moments, weighing: Tensor | None = None) -> None:
+        """Take the mean, the directions that matter and the bits of the blocks from ``moments`` of vectors like those
+        that will be coded; ``weighing`` [Hkv, d, d] is the quadratic form an error is judged by (default: its square).
+        """
+        covariance = moments.covariance
+        eye = torch.eye(self.dim, dtype=torch.float64)
+        weighing = eye.expand_as(covariance) if weighing is None else weighing.double()
+        size = weighing.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+        values, vectors = torch.linalg.eigh(weighing + _REGULAR * size * eye)
+        root = vectors * values.sqrt().unsqueeze(1) @ vectors.mT
+        variance, directions = torch.linalg.eigh(root @ covariance @ root)
+        variance, directions = variance.flip(-1).clamp_min(0), directions.flip(-1)
+        shares = variance / variance.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+        self._set(directions.mT @ root, moments.mean, shares.mean(0).unflatten(0, (-1, self.block)).mean(-1))
+
+    def _set(self, turn: Tensor, mean: Tensor, variance: Tensor) -> None:
+        hadamard = _hadamard(self.block)
+        turn = (hadamard @ turn.unflatten(1, (-1, self.block))).flatten(1, 2)
+        most = torch.maximum(turn.abs().sum(-1) / _SUM, turn.abs().amax(-1) / (2**15 - 1))
+        fineness = torch.exp2(torch.ceil(torch.log2(most.clamp_min(1e-30))))
+        self.turn.copy_((turn / fineness.unsqueeze(-1)).round())
+        self.fineness.copy_(fineness)
+        self.mean.copy_(mean)
+        self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
+
+    def bytes_per_token(self, stage: int) -> int:
+        """Of one vector of one head."""
+        return token_bytes(self.dim, self.stages[stage])
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors [B, Hkv, L, d] as the first stage keeps them: codes [B, Hkv, L, bytes] and scales
+        [B, Hkv, L, blocks], both uint8."""
+        integers, exponent = pack(x)
+        turned = integers.float() @ self.turn.float().mT  # exact: whole numbers below 2²⁴
+        unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
+        middle = torch.einsum("hij,hj->hi", self._matrix(), self.mean.double()).float()
+        numbers, unit = whole((turned * unit - middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
+        return self._encode(numbers, unit, 0)
+
+    def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+        """What stage ``stage`` kept, as the stage after it does."""
+        return self._encode(*self._decode(codes, scales, stage), stage + 1)
+
+    def decode(self, codes: Tensor, scales: Tensor, stage: int) -> Tensor:
+        """Turned vectors [B, Hkv, L, d], float32, of codes of a stage; see :meth:`straight` and :meth:`against`."""
+        numbers, unit = self._decode(codes, scales, stage)
+        return (numbers * unit).flatten(-2)
+
+    def chain(self, x: Tensor) -> list[Tensor]:
+        """Vectors [B, Hkv, L, d] as they come back from each stage."""
+        codes, found = self.encode(x), []
+        for stage in range(len(self.stages)):
+            found.append(self.straight(self.decode(*codes, stage)))
+            if stage + 1 < len(self.stages):
+                codes = self.age(*codes, stage)
+        return found
+
+    def straight(self, turned: Tensor) -> Tensor:
+        """Vectors [B, H, L, d] that :meth:`decode` gave, or averages of such, as they were before turning."""
+        share = turned.shape[1] // self.heads
+        back = torch.linalg.inv(self._matrix()).mT.to(turned.dtype).repeat_interleave(share, 0)
+        return turned @ back + self.mean.to(turned.dtype).repeat_interleave(share, 0).unsqueeze(1)
+
+    def against(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] turned, so that their products with turned keys, and [B, H, L] added, are those with the
+        keys."""
+        share = query.shape[1] // self.heads
+        back = torch.linalg.inv(self._matrix()).to(query.dtype).repeat_interleave(share, 0)
+        mean = self.mean.to(query.dtype).repeat_interleave(share, 0)
+        return query @ back, torch.einsum("bhld,hd->bhl", query, mean)
+
+    def _matrix(self) -> Tensor:
+        return self.turn.double() * self.fineness.double().unsqueeze(-1)
+
+    def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+        codes, scales = [], []
+        for n, bits in enumerate(self.bits[stage].tolist()):
+            code, scale = encode(numbers[..., n, :], unit[..., n, :], bits)
+            codes.append(to_bytes(code, bits))
+            scales.append(scale)
+        return torch.cat(codes, -1), torch.cat(scales, -1)
+
+    def _decode(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+        found, start = [], 0
+        for n, bits in enumerate(self.bits[stage].tolist()):
+            end = start + bits * self.block // 8
+            found.append(decode(from_bytes(codes[..., start:end], bits), scales[..., n : n + 1], bits))
+            start = end
+        numbers, units = zip(*found, strict=True)
+        return torch.stack(numbers, -2), torch.stack(units, -2)
+
+
+def block_size(dim: int) -> int:
+    """16, or 8 where a vector is shorter or has no whole number of such blocks."""
+    return 16 if dim % 16 == 0 and dim >= 32 else 8
+
+
+def spread(variance: Sequence[float], bits: float) -> list[int]:
+    """Bits of each block, one at least and ``bits`` in the mean: each goes to where it takes away most error."""
+    found = [1] * len(variance)
+    for _ in range(round((bits - 1) * len(variance))):
+        gains = [
+            size * (distortion(n) - distortion(n + 1)) if n < MOST_BITS else -1.0
+            for size, n in zip(variance, found, strict=True)
+        ]
+        found[max(range(len(found)), key=gains.__getitem__)] += 1
+    return found
+
+
+def token_bytes(dim: int, bits: float) -> int:
+    """Of a vector's codes and scales."""
+    block = block_size(dim)
+    return round(bits * (dim // block)) * block // 8 + dim // block
+
+
+def _hadamard(size: int) -> Tensor:
+    """Orthogonal, all entries of one size: what a block holds spreads over all its numbers."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = 1 - 2 * torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).double()
+    return matrix * signs / size**0.5

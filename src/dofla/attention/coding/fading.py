@@ -1,0 +1,90 @@
+"""A memory that fades: stages of tokens between the window and the features, with ever fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dofla.attention.coding.coder import Coder, token_bytes
+from dofla.attention.coding.tokens import CodedTokens
+from dofla.attention.exact import exact_attention, merge
+from dofla.attention.state import TokenBuffer, accumulable
+
+Stage = tuple[int, float]
+"""How many tokens, and bits per number."""
+
+
+class Fading(nn.Module):
+    """The stages of some KV heads of a layer, newest tokens first.
+
+    Args:
+        heads: KV heads.
+        head_dim, value_dim: sizes of their keys and values, multiples of 8.
+        stages: tokens and bits of each, bits falling.
+    """
+
+    def __init__(self, heads: int, head_dim: int, value_dim: int, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self.counts = [count for count, _ in stages]
+        bits = [bits for _, bits in stages]
+        self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
+
+    def attend(
+        self, query: Tensor, leaving: TokenBuffer, held: Sequence[CodedTokens], scaling: float
+    ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens, ...], TokenBuffer]:
+        """Attention to the stages while tokens move through them.
+
+        Args:
+            query: [B, H, L, d]; query i sees the stages as they are once token i has entered.
+            leaving: L tokens that enter the first stage, one after the other.
+            held: what the stages hold before; nothing at the beginning of a sequence.
+            scaling: of the scores.
+
+        Returns:
+            Output [B, H, L, dv] and log-normaliser [B, H, L]; what the stages hold after; and the L tokens that leave
+            the last one.
+        """
+        turned, beside = self.key.against(accumulable(query))
+        turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
+        length = query.shape[-2]
+        moving = self.enter(leaving)
+        seen, after = [], []
+        for stage, count in enumerate(self.counts):
+            before = held[stage] if held else CodedTokens.empty(moving, count)
+            line = before.then(moving)
+            near = self._decoded(line[1:], stage)
+            near = TokenBuffer(F.pad(near.key, (0, 1), value=1.0), near.value, near.log_weight)
+            seen.append(exact_attention(turned, near, count - 1, 0, None, None, scaling))
+            after.append(line[length:])
+            moving = line[:length]
+            if stage + 1 < len(self.counts):
+                moving = self.aged(moving, stage)
+        out, normaliser = reduce(merge, seen)
+        return (self.value.straight(out), normaliser), tuple(after), self.straight(moving, len(self.counts) - 1)
+
+    def enter(self, tokens: TokenBuffer) -> CodedTokens:
+        """Tokens as the first stage keeps them."""
+        return CodedTokens(*self.key.encode(tokens.key), *self.value.encode(tokens.value), tokens.log_weight)
+
+    def aged(self, tokens: CodedTokens, stage: int) -> CodedTokens:
+        """Tokens of a stage as the next one keeps them."""
+        key = self.key.age(tokens.key, tokens.key_scale, stage)
+        return CodedTokens(*key, *self.value.age(tokens.value, tokens.value_scale, stage), tokens.log_weight)
+
+    def straight(self, tokens: CodedTokens, stage: int) -> TokenBuffer:
+        """Tokens of a stage as they were, as nearly as the stage remembers."""
+        turned = self._decoded(tokens, stage)
+        return TokenBuffer(self.key.straight(turned.key), self.value.straight(turned.value), turned.log_weight)
+
+    def _decoded(self, tokens: CodedTokens, stage: int) -> TokenBuffer:
+        key = self.key.decode(tokens.key, tokens.key_scale, stage)
+        return TokenBuffer(key, self.value.decode(tokens.value, tokens.value_scale, stage), tokens.log_weight)
+
+
+def stage_bytes(head_dim: int, value_dim: int, bits: float) -> int:
+    """Of a token in a stage of so many bits, a key and a value."""
+    return token_bytes(head_dim, bits) + token_bytes(value_dim, bits)

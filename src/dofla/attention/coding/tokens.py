@@ -1,0 +1,41 @@
+"""Tokens in few bits, as a state keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from dofla.attention.state import LOG_ZERO, _Tensors
+
+
+@dataclass(frozen=True)
+class CodedTokens(_Tensors):
+    """n tokens: codes and scales of keys and of values [B, Hkv, n, bytes], uint8, and ``log_weight`` [B, n], which is
+    LOG_ZERO where the place is free or the token is padding."""
+
+    key: Tensor
+    key_scale: Tensor
+    value: Tensor
+    value_scale: Tensor
+    log_weight: Tensor
+
+    def __len__(self) -> int:
+        return self.log_weight.shape[-1]
+
+    def __getitem__(self, places: slice) -> CodedTokens:
+        vectors = [getattr(self, field.name)[:, :, places] for field in fields(self)[:-1]]
+        return CodedTokens(*vectors, self.log_weight[:, places])
+
+    def then(self, later: CodedTokens) -> CodedTokens:
+        """These tokens followed by ``later``."""
+        pairs = [(getattr(self, field.name), getattr(later, field.name)) for field in fields(self)]
+        return CodedTokens(*(torch.cat(pair, 2) for pair in pairs[:-1]), torch.cat(pairs[-1], 1))
+
+    @classmethod
+    def empty(cls, like: CodedTokens, size: int) -> CodedTokens:
+        """``size`` free places for tokens like these."""
+        vectors = [getattr(like, field.name) for field in fields(like)[:-1]]
+        free = [x.new_zeros(*x.shape[:2], size, x.shape[-1]) for x in vectors]
+        return cls(*free, like.log_weight.new_full((len(like.log_weight), size), LOG_ZERO))
