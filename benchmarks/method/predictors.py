@@ -27,7 +27,7 @@ from dofla.integration.sites import evaluation_mode
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import TOKEN_SHARE
 from dofla.profiles.error_curve import rank_correlation
-from dofla.profiles.spectrum import DEFAULT_LAMBDA
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs.recipe import DataSpec
 from dofla.runs.teacher import load_teacher, windows_of
 
