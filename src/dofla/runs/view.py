@@ -209,7 +209,7 @@ _FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 
 
 def results_row(row: dict[str, Any], longest_name: int, *, several: bool, heads: bool) -> Table:
-    """A student, its figures across, in columns of a width that does not depend on the row; perhaps with their heads."""
+    """A student, its figures across, in columns as wide as for any other; perhaps with their heads."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=heads)
     table.add_column("student", no_wrap=True, min_width=max(longest_name, len("student")))
     keys = [key for key in _COLUMNS if key in row]
