@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,5 +82,7 @@ def bert_run(home) -> Path:
 def made(home: Path, model: str, data: dict, students: list[dict], seeds: list[int]) -> Path:
     folder = home / f"{model}-run"
     given = {"model": str(home / model), "seeds": seeds, "data": data, "students": students, **SIZES}
-    run(Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder, finish=report_on)
+    run(
+        Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder, finish=partial(report_on, speed=True)
+    )
     return folder

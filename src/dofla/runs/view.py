@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,13 +73,13 @@ class View:
         """A bar, for the time of the block. Without a terminal, one line at the end."""
         counts = TextColumn("{task.fields[count]} {task.fields[text]}")
         columns = (TextColumn(label), BarColumn(bar_width=20), counts, TimeRemainingColumn())
-        shown = self._status.is_terminal and not self.quiet
+        shown, started = self._status.is_terminal and not self.quiet, time.perf_counter()
         with Progress(*columns, console=self._status, transient=True, disable=not shown) as progress:
             bar = Bar(progress, progress.add_task(label, total=None, count="", text=""))
             yield bar
-            state = progress.tasks[0]
-        if not self.quiet:
-            self.note(f"{label}: {state.fields['text'] or 'done'} ({state.finished_time or state.elapsed or 0:.0f} s)")
+            text = progress.tasks[0].fields["text"]
+        if not self.quiet:  # of the whole block, which may go on after the last that the bar was told
+            self.note(f"{label}: {text or 'done'} ({time.perf_counter() - started:.0f} s)")
 
     def profile(self, profile: Profile, lam: float) -> None:
         """Degrees of freedom, layers down and KV heads across."""
