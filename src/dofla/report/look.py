@@ -26,10 +26,10 @@ from dofla.runs.demo.recall import Villagers
 from dofla.runs.workshop import Workshop, machine
 from dofla.storage.files import write_json
 
-MOST = 8
+MOST = 3
 """Students of a run that are looked at closely: those that lost least."""
 
-_POSITION_WINDOWS = 4
+_BEFORE_WINDOWS = _POSITION_WINDOWS = 4
 _RECALL_PROMPTS, _RECALL_LENGTHS = 8, (64, 128, 256, 512)
 
 Progress = Callable[[int, int, str], None]
@@ -110,7 +110,7 @@ def _linearised(model: PreTrainedModel, student: StudentRecord) -> Iterator[PreT
 def _before(
     model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
 ) -> dict[str, Any] | None:
-    """Errors of the student just linearised, on the windows and rows that it is evaluated on. Maps that start from
+    """Errors of the student just linearised, on the first of the windows that it is evaluated on. Maps that start from
     data take their scale from held-out text here, and not from the first batch of training."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")
@@ -119,7 +119,7 @@ def _before(
     options = run.recipe.evaluate
     if start == "data":
         calibrate(model, [windows.batch(batches(windows, options.batch_size)[-1])])
-    some = windows.take(options.fidelity_windows)
+    some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))
     return attention_fidelity(model, some, batch_size=options.batch_size, seed=student.seed)
 
 
