@@ -9,10 +9,6 @@ that is left once a window and sinks are taken out; the mass left; the entropy.
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import json
 from pathlib import Path
 from typing import Annotated
