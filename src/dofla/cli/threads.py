@@ -11,8 +11,8 @@ import os
 import sys
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""A thread that has done its part sleeps until the others have. Spinning, OpenMP's habit, gains next to nothing on a
-free machine and takes the core from whoever should finish."""
+"""A thread that has done its part sleeps until the others have. Spinning, OpenMP's habit, takes the core from whoever
+should finish."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _OWN = ("MALLOC_", "GLIBC_TUNABLES")
@@ -29,8 +29,8 @@ def settle() -> None:
 def keep_memory() -> bool:
     """Let freed memory stay with the process, where the C library is glibc: whether it is.
 
-    A tensor above 32 MiB otherwise comes fresh from the system each time, and half of a training step goes into having
-    its pages cleared. What is kept is no more than what was needed at once.
+    A tensor above 32 MiB otherwise comes fresh from the system each time, with pages that have to be cleared first. What
+    is kept is about what was needed at once.
     """
     if not sys.platform.startswith("linux"):
         return False
