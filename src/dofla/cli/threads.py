@@ -29,8 +29,8 @@ def settle() -> None:
 def keep_memory() -> bool:
     """Let freed memory stay with the process, where the C library is glibc: whether it is.
 
-    A tensor above 32 MiB otherwise comes fresh from the system each time, with pages that have to be cleared first. What
-    is kept is about what was needed at once.
+    A tensor above 32 MiB otherwise comes fresh from the system each time, with pages that have to be cleared first.
+    What is kept is about what was needed at once.
     """
     if not sys.platform.startswith("linux"):
         return False
