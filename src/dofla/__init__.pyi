@@ -7,6 +7,7 @@ from .distillation.trials import measure_curves
 from .errors import DoflaError
 from .evaluation.run import evaluate
 from .integration.checkpoint import load, merge_lora, save_adapter
+from .integration.fading import fade
 from .integration.profiler import profile
 from .integration.prompt_state import load_state, read_prompt, save_state
 from .integration.sampled import sample_features
@@ -31,6 +32,7 @@ __all__ = [
     "distill",
     "distill_end_to_end",
     "evaluate",
+    "fade",
     "linearize",
     "load",
     "load_state",

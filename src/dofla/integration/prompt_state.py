@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dofla.attention import FeatureState, PackedTokens, State, TokenBuffer
+from dofla.attention import CodedTokens, FeatureState, PackedTokens, State, TokenBuffer
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
@@ -52,9 +52,9 @@ def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: 
             raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
         for group, state in enumerate(entry.states):
             for part in _PARTS:
-                bundle = getattr(state, part)
-                for field in fields(bundle) if bundle is not None else ():
-                    tensors[f"{index}.{group}.{part}.{field.name}"] = getattr(bundle, field.name)
+                tensors |= _tensors(getattr(state, part), f"{index}.{group}.{part}")
+            for number, tokens in enumerate(state.stages):
+                tensors |= _tensors(tokens, f"{index}.{group}.stages.{number}")
     metadata = {"format": "2", "plan": json.dumps(plan_of(model).to_dict()["layers"])}
     write_tensors(path, tensors, metadata)
 
@@ -83,16 +83,23 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     for layer in linear_layers(model).values():
         index = model.get_submodule(layer.name).layer_idx
         entry = linear_entry(cache, index, beside_softmax=False)
-        entry.states = [_state(tensors, f"{index}.{n}", layer, *own) for n, own in enumerate(layer.exact_tokens)]
+        entry.states = [_state(tensors, f"{index}.{n}", layer, n) for n in range(len(layer.groups))]
         entry.tokens, entry.is_initialized, entry.handed_over = input_ids.shape[1], True, False
     return input_ids, cache
 
 
-def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, window: int, sinks: int) -> State:
+def _tensors(bundle: FeatureState | TokenBuffer | PackedTokens | CodedTokens | None, where: str) -> dict[str, Tensor]:
+    return {f"{where}.{field.name}": getattr(bundle, field.name) for field in fields(bundle)} if bundle is not None else {}
+
+
+def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group: int) -> State:
+    (window, sinks), fading = layer.exact_tokens[group], layer.fading_of(group)
     tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
     bundles = {"features": FeatureState, "window": window and tokens, "sinks": sinks and tokens}
-    parts = {}
-    for part, bundle in bundles.items():
-        if bundle:
-            parts[part] = bundle(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(bundle)))
-    return State(**parts)
+
+    def bundle(kind: type, part: str):
+        return kind(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(kind)))
+
+    parts = {part: bundle(kind, part) for part, kind in bundles.items() if kind}
+    stages = range(len(fading.counts)) if fading else ()
+    return State(**parts, stages=tuple(bundle(CodedTokens, f"stages.{number}") for number in stages))

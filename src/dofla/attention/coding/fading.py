@@ -56,7 +56,7 @@ class Fading(nn.Module):
         for stage, count in enumerate(self.counts):
             before = held[stage] if held else CodedTokens.empty(moving, count)
             line = before.then(moving)
-            near = self._decoded(line[1:], stage)
+            near = self._decoded(line[1:], stage, turned.dtype)
             near = TokenBuffer(F.pad(near.key, (0, 1), value=1.0), near.value, near.log_weight)
             seen.append(exact_attention(turned, near, count - 1, 0, None, None, scaling))
             after.append(line[length:])
@@ -64,7 +64,7 @@ class Fading(nn.Module):
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
         out, normaliser = reduce(merge, seen)
-        return (self.value.straight(out), normaliser), tuple(after), self.straight(moving, len(self.counts) - 1)
+        return (self.value.straight(out), normaliser), tuple(after), self.straight(moving, len(self.counts) - 1, turned.dtype)
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""
@@ -75,14 +75,15 @@ class Fading(nn.Module):
         key = self.key.age(tokens.key, tokens.key_scale, stage)
         return CodedTokens(*key, *self.value.age(tokens.value, tokens.value_scale, stage), tokens.log_weight)
 
-    def straight(self, tokens: CodedTokens, stage: int) -> TokenBuffer:
+    def straight(self, tokens: CodedTokens, stage: int, dtype: torch.dtype = torch.float32) -> TokenBuffer:
         """Tokens of a stage as they were, as nearly as the stage remembers."""
-        turned = self._decoded(tokens, stage)
+        turned = self._decoded(tokens, stage, dtype)
         return TokenBuffer(self.key.straight(turned.key), self.value.straight(turned.value), turned.log_weight)
 
-    def _decoded(self, tokens: CodedTokens, stage: int) -> TokenBuffer:
+    def _decoded(self, tokens: CodedTokens, stage: int, dtype: torch.dtype) -> TokenBuffer:
         key = self.key.decode(tokens.key, tokens.key_scale, stage)
-        return TokenBuffer(key, self.value.decode(tokens.value, tokens.value_scale, stage), tokens.log_weight)
+        value = self.value.decode(tokens.value, tokens.value_scale, stage)
+        return TokenBuffer(key.to(dtype), value.to(dtype), tokens.log_weight)
 
 
 def stage_bytes(head_dim: int, value_dim: int, bits: float) -> int:

@@ -1,8 +1,8 @@
-"""The directions that matter to a student's coded tokens, measured in one softmax pass over a few windows."""
+"""A memory that fades, at once: the directions that matter to coded tokens, measured in one pass over a few windows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,10 +12,61 @@ from transformers.pytorch_utils import Conv1D
 
 from dofla.attention import Moments
 from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linear_layers
+from dofla.integration.sites import attention_sites, check_kept, evaluation_mode
+from dofla.integration.surgery import describe, linear_layers, linearize, restore
+from dofla.plans.fading import fade_evenly
+from dofla.plans.hybrid import HeadCost
+from dofla.plans.plan import LayerPlan, Plan
+
+
+def fade(
+    model: PreTrainedModel,
+    tokens: TokenWindows | Tensor | Mapping[str, Tensor],
+    *,
+    budget: int = 64,
+    keep_softmax: Collection[str] = (),
+    batch_size: int = 4,
+) -> PreTrainedModel:
+    """Give a causal model a memory that fades, in place and without training: tokens lose bits as they age, and are
+    forgotten at the end.
+
+    Args:
+        model: any causal model that :func:`dofla.linearize` takes.
+        tokens: a dozen windows of any text, to measure the means and directions of keys and values on.
+        budget: the bytes of so many features per KV head, the same for all.
+        keep_softmax: layers to leave as they are.
+        batch_size: windows per forward pass.
+
+    Returns:
+        ``model`` itself. :func:`dofla.restore` undoes it.
+
+    Raises:
+        DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
+            for a token of each kind; heads whose size is no multiple of 8.
+    """
+    sites, layers = attention_sites(model), []
+    check_kept(sites, keep_softmax)
+    for site in sites.values():
+        shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
+        if site.name in keep_softmax:
+            layers.append(LayerPlan(*shape, keep_softmax=True))
+        elif not site.linear_time:
+            if not site.causal:
+                raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
+            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
+            size = fade_evenly(budget, site.head_dim, site.value_dim, cost)
+            layers.append(LayerPlan(*shape, 0, size.window, size.sinks, "none", "int8", stages=size.stages))
+    plan = Plan(layers, describe(model)["name"], {"strategy": "fading", "budget": budget})
+    linearize(model, plan)
+    try:
+        measure_directions(model, tokens, batch_size=batch_size)
+    except BaseException:
+        restore(model)
+        raise
+    return model
 
 
 @torch.no_grad()
@@ -56,8 +107,9 @@ def measure_directions(
         )
 
     with evaluation_mode(student), recording(student, layers, look), _outputs(student, layers, answered) as outputs:
-        for batch_number, part in enumerate(batches(windows, batch_size)):
+        for part in batches(windows, batch_size):
             run_body(student, windows.batch(part))
+            batch_number += 1
     for name, layer in layers.items():
         queries, keys, values = found[name]
         weighing = _weighing(outputs.get(name), *values.total.shape)
