@@ -24,9 +24,9 @@ from dofla.data import TokenWindows
 from dofla.distill import distill, distill_end_to_end, measure_curves, tracked
 from dofla.distill.tracking import Progress
 from dofla.errors import DoflaError
-from dofla.files import read_json, replacing, write_json
+from dofla.files import new_folder, read_json, replacing, write_json
 from dofla.hybrid import FEATURE_MAP
-from dofla.integration.checkpoint import apply_adapter, save_adapter
+from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
@@ -178,10 +178,14 @@ class Workshop:
             apply_adapter(self.model, home / "adapter")
         else:
             self._train(spec, seed, home)
-            save_adapter(self.model, home / "adapter")
+            self._save(home / "adapter")
         if spec.end_to_end:
             self._train_end_to_end(spec, seed, home / END_TO_END)
-            save_adapter(self.model, home / END_TO_END / "adapter")
+            self._save(home / END_TO_END / "adapter")
+
+    def _save(self, adapter: Path) -> None:
+        with new_folder(adapter) as folder:
+            write_adapter(self.model, folder)
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.start == "leverage":

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dofla.cli.options import Dtype, Seed
+from dofla.cli.options import BaseModel, Dtype, Seed
 from dofla.cli.verb import current_view
 from dofla.finetune.loop import FineTuneResult
 from dofla.finetune.run import MODEL, run_finetune
@@ -36,6 +36,7 @@ def finetune(
     ] = False,
     mixed_precision: Annotated[str, typer.Option(help="no or bf16.")] = "no",
     forward_batch: Annotated[int, typer.Option(help="Items per forward pass.")] = 16,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def finetune(
         items=items,
         test_items=test_items,
         changes={key: value for key, value in given.items() if value is not None},
+        base_model=base_model,
         dtype=dtype,
         seed=seed,
         view=view,

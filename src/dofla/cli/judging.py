@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.options import (
+    BaseModel,
     BatchSize,
     Data,
     Dtype,
@@ -46,6 +47,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Items per task; default all.")] = None,
     harness: Annotated[bool, typer.Option("--harness", help="Put task files through lm-eval, too.")] = False,
     padded: Padded = False,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def evaluate(
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
     view = current_view()
-    model, tokenizer = open_student(student, dtype)
+    model, tokenizer = open_student(student, dtype, base_model)
     figures: dict[str, Any] = {}
     if data is not None:
         spec = DataSpec(data, length, windows, split="validation", padded=padded)
@@ -88,13 +90,14 @@ def probe(
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 1,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """See what a student still does with its context: all probes, or those named."""
     refuse_existing(out)
     view = current_view()
-    model, tokenizer = open_student(student, dtype)
+    model, tokenizer = open_student(student, dtype, base_model)
     tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed)
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
     options = {"lengths": lengths or (128, 256, 512), "count": count, "prompts": count, "new_tokens": new_tokens}

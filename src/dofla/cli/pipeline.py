@@ -32,7 +32,7 @@ from dofla.distill import distill as train
 from dofla.distill import measure_curves, tracked
 from dofla.errors import DoflaError
 from dofla.files import new_folder
-from dofla.integration.checkpoint import write_adapter
+from dofla.integration.checkpoint import warn_of_local_base, write_adapter
 from dofla.integration.profiler import profile as make_profile
 from dofla.integration.surgery import linearize
 from dofla.lock import locked
@@ -229,6 +229,7 @@ def distill(
         with new_folder(adapter) as folder:
             write_adapter(student, folder)
             tokenizer.save_pretrained(folder)
+    warn_of_local_base(student, adapter)
     view.losses(history)
     view.say(f"\nadapter written to {adapter}")
     last = dict(zip(history.layers, history.losses[-1].tolist(), strict=True))

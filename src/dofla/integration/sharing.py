@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dofla.checksums import renew_checksum
 from dofla.errors import DoflaError, about
 from dofla.files import read_json, write_json
-from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, save_adapter
+from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, base_of, save_adapter
 from dofla.integration.hub import hub_name, upload
 from dofla.integration.model_card import write_card
 from dofla.integration.quantizer import METHOD, DoflaConfig
@@ -107,7 +107,7 @@ def push_adapter(
     Raises:
         DoflaError: not linearised, or its base model is not on the hub, as far as its name tells.
     """
-    plan, base = plan_of(student), student.config._name_or_path
+    plan, base = plan_of(student), base_of(student)
     if not hub_name(base):
         raise DoflaError(
             f"the adapter's base model is {base or 'nameless'!r}, which others do not have: "
