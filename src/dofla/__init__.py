@@ -15,20 +15,21 @@ After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")``
 """
 
 import dofla.integration  # noqa: F401 - registers dofla with transformers
-from dofla.allocate import allocate
-from dofla.curves import Curves
-from dofla.data import TokenWindows, token_windows
-from dofla.distill import distill, distill_end_to_end, measure_curves, tracked
+from dofla.data import TokenWindows
+from dofla.distillation import distill, distill_end_to_end, measure_curves, tracked
 from dofla.errors import DoflaError
-from dofla.evaluate import evaluate
+from dofla.evaluation import evaluate
 from dofla.integration.checkpoint import load, merge_lora, save_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
 from dofla.integration.sampled import sample_features
+from dofla.integration.self_samples import token_windows
 from dofla.integration.sharing import note, push_adapter
 from dofla.integration.surgery import linearize, restore, softmax
-from dofla.plan import LayerPlan, Plan
-from dofla.profile import Profile
+from dofla.plans.allocate import allocate
+from dofla.plans.curves import Curves
+from dofla.plans.plan import LayerPlan, Plan
+from dofla.profiles.profile import Profile
 
 __version__ = "0.1.0"
 

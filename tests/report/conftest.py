@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, sync_playwright
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dofla.recipe import Recipe
-from dofla.run import run
+from dofla.runs.recipe import Recipe
+from dofla.runs.run import run
 
 WORDS = [f"w{n}" for n in range(60)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

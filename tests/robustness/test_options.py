@@ -48,15 +48,15 @@ def test_quiet_says_nothing(profiling, capsys, before):
 def test_verbose_says_what_is_done(profiling, capsys, made):
     assert call(*profiling, "-v") == 0
     out, err = capsys.readouterr()
-    assert f"dofla.teacher: loading {made / 'model'}" in err
+    assert f"dofla.runs.teacher: loading {made / 'model'}" in err
     assert "4 windows of 16 tokens" in err
-    assert "dofla.files: wrote" not in err
-    assert "dofla.teacher" not in out
+    assert "dofla.storage.files: wrote" not in err
+    assert "dofla.runs.teacher" not in out
 
 
 def test_debug_says_everything(profiling, capsys):
     assert call(*profiling, "--debug") == 0
-    assert "dofla.files: wrote" in capsys.readouterr().err
+    assert "dofla.storage.files: wrote" in capsys.readouterr().err
 
 
 def test_the_log_is_as_it_was_afterwards(profiling):

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from dofla.cli.options import BaseModel, Dtype, Seed
 from dofla.cli.verb import current_view
-from dofla.finetune.loop import FineTuneResult
-from dofla.finetune.run import MODEL, run_finetune
+from dofla.runs.finetune import MODEL, run_finetune
+from dofla.tasks.finetune.loop import FineTuneResult
 
 
 def finetune(

@@ -21,17 +21,17 @@ from dofla.cli.options import (
 )
 from dofla.cli.verb import current_view
 from dofla.data import TokenWindows
-from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
-from dofla.evaluate import evaluate as measure
-from dofla.evaluate.probe import PROBES
-from dofla.evaluate.probe import probe as look_closer
-from dofla.evaluate.view_probe import probe_view
-from dofla.files import write_json
+from dofla.evaluation import evaluate as measure
+from dofla.evaluation.probe import PROBES
+from dofla.evaluation.probe import probe as look_closer
+from dofla.evaluation.view_probe import probe_view
 from dofla.integration.surgery import describe
-from dofla.recipe import DataSpec
+from dofla.runs.demo.recall import Villagers
+from dofla.runs.recipe import DataSpec
+from dofla.runs.teacher import open_student, windows_of
+from dofla.storage.files import write_json
 from dofla.tasks import evaluate_tasks
-from dofla.teacher import open_student, windows_of
 
 
 def evaluate(

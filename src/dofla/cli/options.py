@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dofla.errors import DoflaError
-from dofla.files import cannot_write
+from dofla.storage.files import cannot_write
 
 
 def _seed(value: int) -> int:

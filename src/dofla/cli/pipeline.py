@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.allocate import allocate as make_plan
 from dofla.cli.options import (
     BatchSize,
     Data,
@@ -27,24 +26,25 @@ from dofla.cli.options import (
     refuse_existing,
 )
 from dofla.cli.verb import current_view
-from dofla.curves import Curves
-from dofla.distill import distill as train
-from dofla.distill import measure_curves, tracked
+from dofla.distillation import distill as train
+from dofla.distillation import measure_curves, tracked
 from dofla.errors import DoflaError
-from dofla.files import new_folder
 from dofla.integration.checkpoint import warn_of_local_base, write_adapter
 from dofla.integration.profiler import profile as make_profile
 from dofla.integration.surgery import linearize
-from dofla.lock import locked
-from dofla.plan import Plan
-from dofla.profile import Profile
-from dofla.recipe import DataSpec, Recipe
+from dofla.plans.allocate import allocate as make_plan
+from dofla.plans.curves import Curves
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import Profile
+from dofla.profiles.spectrum import DEFAULT_LAMBDA
 from dofla.report import write_plan_page, write_profile_page
-from dofla.run import run as run_recipe
-from dofla.spectrum import DEFAULT_LAMBDA
-from dofla.teacher import load_teacher, windows_of
+from dofla.runs.recipe import DataSpec, Recipe
+from dofla.runs.run import run as run_recipe
+from dofla.runs.teacher import load_teacher, windows_of
+from dofla.storage.files import new_folder
+from dofla.storage.lock import locked
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
 Html = Annotated[Path | None, typer.Option(help="Page to write as well, with sliders for tolerance and budget.")]
 
 

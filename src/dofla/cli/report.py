@@ -9,7 +9,7 @@ import typer
 
 from dofla.cli.verb import current_view
 from dofla.report import REPORT, write_report
-from dofla.view import size
+from dofla.runs.view import size
 
 
 def report(

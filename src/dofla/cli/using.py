@@ -12,11 +12,11 @@ from torch import Tensor
 from dofla.cli.options import BaseModel, Dtype, Seed, StudentArgument
 from dofla.cli.verb import current_view
 from dofla.data import read_documents
-from dofla.distill.steps import check_numbers
+from dofla.distillation.steps import check_numbers
 from dofla.errors import DoflaError, about
 from dofla.integration.prompt_state import load_state, read_prompt, save_state
 from dofla.integration.reading import check_readable
-from dofla.teacher import open_student
+from dofla.runs.teacher import open_student
 
 
 def generate(

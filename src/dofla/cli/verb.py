@@ -19,8 +19,8 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 from dofla.errors import DoflaError
-from dofla.processes import is_first
-from dofla.view import View
+from dofla.runs.view import View
+from dofla.storage.processes import is_first
 
 _SAID = "What is said"
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_SAID)]

@@ -15,8 +15,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
-from dofla.plan import Plan
-from dofla.record import Record
+from dofla.integration.record import Record
+from dofla.plans.plan import Plan
 
 METHOD = "dofla"
 

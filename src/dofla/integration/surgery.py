@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 
 from dofla.attention import State
 from dofla.errors import DoflaError
-from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
+from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.hub import origin
 from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
+from dofla.integration.record import Record
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept
 from dofla.integration.streaming.layers import in_memory
 from dofla.integration.trained import original_weights, put_back
-from dofla.layer import LinearAttention
-from dofla.plan import LayerPlan, Plan
-from dofla.record import Record
+from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
+from dofla.plans.plan import LayerPlan, Plan
 
 
 class AttachedLinearAttention(LinearAttention):
@@ -102,7 +102,7 @@ def even_plan(
 
     Args:
         model: its shapes, and its dtype.
-        budget: in features per KV head, whose bytes are spent as :func:`dofla.hybrid.split` says.
+        budget: in features per KV head, whose bytes are spent as :func:`dofla.plans.hybrid.split` says.
         share: of the bytes, what goes to exact tokens.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
         token_dtype: how exact tokens are kept; default eight bits, but for an encoder.

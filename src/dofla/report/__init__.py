@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import dofla
-from dofla.curves import Curves
 from dofla.errors import DoflaError
-from dofla.lock import locked
-from dofla.plan import Plan
-from dofla.profile import Profile
+from dofla.plans.curves import Curves
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import Profile
 from dofla.report.html import write_page
 from dofla.report.look import look_closer, missing
 from dofla.report.page import layers_of, model_title, run_data
 from dofla.report.runs import RunRecord, read_run
 from dofla.report.tables import slider_tables
 from dofla.report.verdict import RULE
-from dofla.view import View
-from dofla.workshop import Workshop
+from dofla.runs.view import View
+from dofla.runs.workshop import Workshop
+from dofla.storage.lock import locked
 
 REPORT = "report.html"
 

@@ -9,7 +9,8 @@ compare(teacher, student)
 
 from dofla.tasks.compare import Pair, compare, win_and_tie
 from dofla.tasks.harness import harness_folder, run_harness
-from dofla.tasks.items import Item, Task, load_task
+from dofla.tasks.items import Item, Task
+from dofla.tasks.reading import load_task
 from dofla.tasks.run import evaluate_tasks
 from dofla.tasks.scores import METRICS, TaskScores
 from dofla.tasks.scoring import score
