@@ -27,7 +27,7 @@ from dofla.integration.surgery import plan_of, record_of
 from dofla.plans.curves import Curves
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
-from dofla.report import write_report
+from dofla.report import report_on, write_report
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 from dofla.runs.teacher import load_teacher, load_tokenizer
@@ -94,7 +94,7 @@ def make(folder: Path, tiny: Any) -> None:
     document = torch.arange(1, 11).unsqueeze(0)
     dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
     recipe = Recipe.load(folder / "recipe.yaml", ["students=[{name: Even, strategy: hybrid}]"])
-    run(recipe, folder / "run")
+    run(recipe, folder / "run", finish=report_on)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from dofla.plans.curves import Curves
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.profiles.spectrum import DEFAULT_LAMBDA
-from dofla.report import write_plan_page, write_profile_page
+from dofla.report import report_on, write_plan_page, write_profile_page
 from dofla.runs.recipe import DataSpec, Recipe
 from dofla.runs.run import run as run_recipe
 from dofla.runs.teacher import load_teacher, windows_of
@@ -260,6 +260,6 @@ def demo(
 def _run(path: Path, change: list[str] | None, track: list[str] | None, out: Path) -> dict[str, Any]:
     recipe, view = Recipe.load(path, change), current_view()
     recipe.track += track or []
-    results = run_recipe(recipe, out, view)
+    results = run_recipe(recipe, out, view, report_on)
     view.say(f"\neverything is in {out}")
     return {"folder": out, **results}

@@ -7,7 +7,8 @@ Measured, over several seeds, for features drawn in each of :data:`METHODS`:
   divergence in nats and total variation, means over the queries. This is what attention sees: K enters it normalised.
 
 Theory (`dofla.profiles.theory`; arXiv 2507.03340, sections 2 and 3): the least error that any kernel of rank M has
-(Eckart and Young), what Theorem 3 guarantees for M draws from q_λ at its best λ and t, and the M it asks for at given λ, t, δ.
+(Eckart and Young), what Theorem 3 guarantees for M draws from q_λ at its best λ and t, and the M it asks for at
+given λ, t, δ.
 
 M independent draws with alpha = 1/q have the mean squared relative error V/M, V = E_q[(‖φ‖² / q)²] / ‖Σ‖_HS² − 1,
 where ‖φ‖² = (1/J) Σ_j φ(x_j; z)². For q = 1 it is known: E_z[φ_i² φ_j²] = exp(2s|x_i + x_j|² − s|x_i|² − s|x_j|²).

@@ -52,6 +52,12 @@ def write_report(
     return write_page(out, _page([run_data(run) for run in runs]))
 
 
+def report_on(workshop: Workshop) -> Path:
+    """Write ``report.html`` beside what the workshop has made; see :func:`write_report`."""
+    folder = workshop.folder
+    return write_report([folder], folder / REPORT, workshop=workshop, view=workshop.view)
+
+
 def _look(run: RunRecord, workshop: Workshop | None, view: View) -> None:
     try:
         # Whoever brings a workshop holds the folder already.

@@ -1,4 +1,4 @@
-"""Running a recipe: profile, then per student allocate, linearise, distil, evaluate, and a report; all into one folder.
+"""Running a recipe: profile, then per student allocate, linearise, distil, evaluate; all into one folder.
 
 The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
 """
@@ -6,13 +6,13 @@ The folder is the state of the run: whatever is finished in it is not done again
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dofla.evaluation import evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
-from dofla.report import REPORT, write_report
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
@@ -23,22 +23,32 @@ from dofla.storage.processes import is_first
 RECIPE, RESULTS = "recipe.yaml", "results.json"
 
 
-def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[str, Any]:
+def run(
+    recipe: Recipe,
+    folder: str | Path,
+    view: View | None = None,
+    finish: Callable[[Workshop], object] | None = None,
+) -> dict[str, Any]:
     """Execute a recipe into ``folder`` and return the results (also written there as results.json).
 
     Args:
         recipe: what to do.
         folder: new, or that of an earlier run of the same recipe, which then goes on.
         view: where progress and tables go; silent by default.
+        finish: called at the end with the workshop, while the folder is still locked and the model at hand; for
+            instance :func:`dofla.report.report_on`.
 
     Raises:
         DoflaError: bad input of any kind, or a folder that holds something else or that another process works in.
     """
     with locked(folder):
-        return _run(recipe, Path(folder), view or View(quiet=True))
+        workshop, results = _run(recipe, Path(folder), view or View(quiet=True))
+        if finish and is_first():
+            finish(workshop)
+    return results
 
 
-def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
+def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, Any]]:
     claim(folder, RECIPE, recipe.to_dict())
     workshop = Workshop(recipe, folder, view)
     view.profile(workshop.profile(), recipe.lam)
@@ -49,9 +59,7 @@ def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
     view.results(results)
-    if is_first():
-        write_report([folder], folder / REPORT, workshop=workshop, view=view)
-    return results
+    return workshop, results
 
 
 def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.lora import add_factors, lora_factors, low_rank
-from dofla.integration.surgery import AttachedLinearAttention
 
 
 @contextmanager
