@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dofla.cli.options import BaseModel, Dtype, Seed
 from dofla.cli.verb import current_view
 from dofla.runs.finetune import MODEL, run_finetune
-from dofla.tasks.finetune.loop import FineTuneResult
 
 
 def finetune(
@@ -62,22 +59,6 @@ def finetune(
         mixed_precision=mixed_precision,
         forward_batch=forward_batch,
     )
-    view.console.print(epochs_table(result))
+    view.show(result)
     view.say(f"\nmodel of epoch {result.kept} written to {out / MODEL}")
-    return {"model": out / MODEL, "accuracy": result.accuracy, **asdict(result)}
-
-
-def epochs_table(result: FineTuneResult) -> Table:
-    """Epochs down; the kept one has a star."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("epoch", "loss", "accuracy", "per character", "training", "testing"):
-        table.add_column(title, justify="right")
-    for number, epoch in enumerate(result.epochs, start=1):
-        table.add_row(
-            f"{'*' if number == result.kept else ''}{number}",
-            f"{epoch.loss:.4f}",
-            *("" if share is None else f"{share:.4f}" for share in (epoch.accuracy, epoch.accuracy_norm)),
-            f"{epoch.train_seconds:.0f} s",
-            f"{epoch.test_seconds:.0f} s",
-        )
-    return table
+    return {"model": out / MODEL, "accuracy": result.accuracy, **result.to_dict()}

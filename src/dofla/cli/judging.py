@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,6 @@ from dofla.errors import DoflaError
 from dofla.evaluation import evaluate as measure
 from dofla.evaluation.probe import PROBES
 from dofla.evaluation.probe import probe as look_closer
-from dofla.evaluation.view_probe import probe_view
 from dofla.integration.surgery import describe
 from dofla.runs.demo.recall import Villagers
 from dofla.runs.recipe import DataSpec
@@ -63,14 +63,15 @@ def evaluate(
         spec = DataSpec(data, length, windows, split="validation", padded=padded)
         tokens: TokenWindows = windows_of(spec, model, tokenizer, seed=seed)
         with view.progress("evaluate") as progress:
-            figures = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
-        view.evaluation(figures)
+            result = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
+        view.show(result)
+        figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:
             options = {"limit": limit, "harness": harness, "seed": seed, "progress": progress}
             found = evaluate_tasks(model, tokenizer, names, **options)
-        view.tasks(found)
-        figures = {**(figures or {"model": describe(model)}), "tasks": found}
+        view.show(found)
+        figures = {**(figures or {"model": describe(model)}), "tasks": found.to_dict()}
     if out is not None:
         write_json(out, figures)
     return figures
@@ -102,12 +103,13 @@ def probe(
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
     options = {"lengths": lengths or (128, 256, 512), "count": count, "prompts": count, "new_tokens": new_tokens}
     options |= {"batch_size": batch_size, "seed": seed, "recall_text": Villagers(tokenizer) if data == "demo" else None}
-    record: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in [name for name in PROBES if flags[name]] or PROBES:
         with view.progress(name) as progress:
-            record |= look_closer(model, tokenizer, tokens, wanted=[name], progress=progress, **options)
-    for part in probe_view(record):
-        view.console.print(part)
+            result = look_closer(model, tokenizer, tokens, wanted=[name], progress=progress, **options)
+        found[name] = getattr(result, name)
+    result = replace(result, **found)
+    view.show(result)
     if out is not None:
-        write_json(out, record)
-    return record
+        write_json(out, result.to_dict())
+    return result.to_dict()

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.verb import current_view
+from dofla.display import size
 from dofla.report import REPORT, write_report
-from dofla.runs.view import size
 
 
 def report(

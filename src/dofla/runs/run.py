@@ -13,6 +13,7 @@ from typing import Any
 from dofla.evaluation import evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
+from dofla.runs.comparison import comparison
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
@@ -58,7 +59,7 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
-    view.results(results)
+    view.show(*comparison(results))
     return workshop, results
 
 
@@ -69,7 +70,7 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, 
     windows = workshop.validation()
     with workshop.student(spec, seed) as model:
         with workshop.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
-            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress)
+            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress).to_dict()
         figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
         if options.prompts and model.can_generate():
             figures["samples"] = continuations(model, workshop.tokenizer, windows, **options.samples)
