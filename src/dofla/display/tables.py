@@ -61,7 +61,7 @@ class Result:
 def as_text(parts: Iterable[Part]) -> str:
     """Without colours, in :data:`WIDTH` columns."""
     out = StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
+    console = Console(file=out, width=WIDTH, color_system=None, markup=False, force_terminal=False, force_jupyter=False)
     for part in parts:
         console.print(_renderable(part))
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))

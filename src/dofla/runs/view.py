@@ -29,12 +29,12 @@ class View:
 
     def __init__(self, quiet: bool = False, results: bool = True) -> None:
         self.quiet, self._answers = quiet, results
-        self.console = Console(quiet=quiet or not results, highlight=False)
-        self._status = Console(stderr=True, highlight=False)
+        self.console = Console(quiet=quiet or not results, highlight=False, markup=False)
+        self._status = Console(stderr=True, highlight=False, markup=False)
 
     def say(self, text: str) -> None:
         """One line."""
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def answer(self, text: str) -> None:
         """A text that was asked for, which is shown even when quiet."""
@@ -44,12 +44,12 @@ class View:
     def show(self, *parts: Part | Result | Text) -> None:
         """Tables, results and lines, one below the other."""
         for part in parts:
-            self.console.print(part, markup=False)
+            self.console.print(part)
 
     def note(self, text: str) -> None:
         """A line beside the progress."""
         with tqdm.external_write_mode(sys.stderr):
-            self._status.print(text, markup=False, soft_wrap=True)
+            self._status.print(text, soft_wrap=True)
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Bar]:
