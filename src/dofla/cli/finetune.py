@@ -9,7 +9,6 @@ import typer
 
 from dofla.cli.options import BaseModel, Dtype, Seed
 from dofla.cli.verb import current_view
-from dofla.runs.finetune import MODEL, run_finetune
 
 
 def finetune(
@@ -38,6 +37,8 @@ def finetune(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Teach a model, softmax or linear, a multiple-choice task."""
+    from dofla.runs.finetune import MODEL, run_finetune
+
     given = {"learning_rate": learning_rate, "batch_size": batch_size, "epochs": epochs, "keep": keep}
     view = current_view()
     result = run_finetune(

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rich.console import Console
 from tqdm.auto import tqdm
 
 from dofla.storage.processes import is_first
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 _taken: ContextVar[bool] = ContextVar("dofla_bar", default=False)
 """Whether there is a bar already, or none is wanted: what is called within shows none of its own."""
@@ -91,13 +93,13 @@ def reporting(label: str, progress: Callable | bool | None, way: Callable) -> It
             _taken.reset(token)
 
 
-def reports_progress(label: str, way: Callable = Bar.__call__) -> Callable[[Callable], Callable]:
+def reports_progress(label: str, way: Callable = Bar.__call__) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function with an argument ``progress``, which may be True, the default, for a bar: within the
     function it is a function to call, or None."""
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
-        def reported(*args: Any, progress: Callable | bool | None = True, **given: Any) -> Any:
+        def reported(*args: Any, progress: Callable | bool | None = True, **given: Any) -> R:
             with reporting(label, progress, way) as report:
                 return function(*args, progress=report, **given)
 

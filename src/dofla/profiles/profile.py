@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dofla.errors import DoflaError
-from dofla.profiles.spectrum import DEFAULT_LAMBDA, NORMALIZATIONS, Spectrum, degrees_of_freedom
+from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 from dofla.storage.files import new_folder, read_json, write_json
 from dofla.storage.tensors import read_tensors, write_tensors
