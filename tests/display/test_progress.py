@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import redirect_stderr
 from io import StringIO
 
@@ -21,10 +22,10 @@ class Terminal(StringIO):
 
 
 def seen_of(work, *arguments, **options):
-    """What a terminal shows meanwhile."""
+    """What a terminal shows meanwhile, without the seconds."""
     with redirect_stderr(Terminal()) as shown:
         work(*arguments, **options)
-    return shown.getvalue()
+    return re.sub(r" \[[\d:?]+<[\d:?]+\]", "", shown.getvalue())
 
 
 @reports_progress("outer")

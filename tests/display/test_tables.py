@@ -109,7 +109,7 @@ def test_what_the_tables_of_results_hold():
     assert re.search(r"500000 +effect$", curves, re.M)
     assert re.search(r"61\.778 +4\.000$", curves, re.M)
     assert re.search(r"2\.0000 +0\.5000$", history, re.M)
-    assert history.splitlines()[-1] == "20 steps, 3 s"
+    assert history.splitlines()[-1] == "means of the first and the last 2 of 20 steps"
 
 
 @pytest.mark.parametrize(("count", "shown"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**30, "3.00 GiB")])

@@ -26,7 +26,7 @@ class Bar:
 
     def __init__(self, label: str, shown: bool) -> None:
         self.text = ""
-        form = "{desc} {bar:20} {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
+        form = "{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
         options = {"desc": label, "bar_format": form, "leave": False, "dynamic_ncols": True, "disable": not shown}
         self._bar = tqdm(**options)
 

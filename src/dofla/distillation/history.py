@@ -37,7 +37,7 @@ class History(Result):
         for name, first, last in means:
             shown.add_row(name, f"{first:.4f}", f"{last:.4f}")
         yield shown
-        yield f"{len(self.losses)} steps, {self.seconds:.0f} s"
+        yield f"means of the first and the last {tenth} of {len(self.losses)} steps"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
