@@ -16,8 +16,9 @@ from transformers import (
 )
 
 import dofla
-from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors
+from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
 from dofla.integration.surgery import linear_layers, plan_of
+from dofla.runs.demo import teacher_path
 from dofla.storage.checksums import CHECKSUMS
 
 
@@ -135,6 +136,20 @@ def test_a_base_that_is_known_to_be_on_the_hub_is_named_as_there(base, tmp_path,
     for name in ("first", "second"):
         assert json.loads((tmp_path / name / ADAPTER).read_text())["base_model"] == "owner/name"
     assert not caplog.messages
+
+
+def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
+    """So that the adapter opens wherever the package is."""
+    model = dofla.linearize(load_model(teacher_path()))
+    dofla.save_adapter(model, tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"]
+    assert named == "package:dofla/runs/demo/teacher"
+    assert not caplog.messages
+    assert_same_student(dofla.load(tmp_path / "adapter"), model)
+    with pytest.raises(
+        dofla.DoflaError, match="the package no_such is not installed: pip install no-such; --base-model"
+    ):
+        dofla.load(tmp_path / "adapter", base_model="package:no_such/folder")
 
 
 def test_the_base_of_a_standalone_student_is_its_folder_whatever_that_was_made_from(base, tmp_path):

@@ -16,6 +16,7 @@ from dofla.errors import DoflaError, about
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
+from dofla.integration.packages import packaged_name, packaged_path
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
@@ -65,7 +66,8 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
 
     Args:
         model: a linearised model. Its base model is named as on the hub where that is known: it was opened by that name
-            or from the hub's cache, or :func:`dofla.note` was told. Otherwise the folder is, with a warning.
+            or from the hub's cache, or :func:`dofla.note` was told. Otherwise its folder is named, with a warning
+            unless that is in an installed package.
         folder: a new folder.
 
     Raises:
@@ -92,7 +94,8 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def base_of(model: PreTrainedModel) -> str:
-    """What a student's adapter names as its base model: a name of the hub if one is known, otherwise a folder."""
+    """What a student's adapter names as its base model: a name of the hub if one is known, or a folder, by the package
+    that it is in if there is one."""
     place = model.config._name_or_path
     if not (place and Path(place).exists()):
         return place
@@ -100,13 +103,14 @@ def base_of(model: PreTrainedModel) -> str:
     of_folder = read_json(config, "a config").get("quantization_config") if config.exists() else None
     # A standalone student may have weights that its own base has not.
     standalone = of_folder is not None and of_folder.get("quant_method") == METHOD
-    return (not standalone and record_of(model).base_model) or str(Path(place).resolve())
+    known = "" if standalone else record_of(model).base_model
+    return known or packaged_name(place) or str(Path(place).resolve())
 
 
 def warn_of_local_base(model: PreTrainedModel, adapter: str | Path) -> None:
     """Log a warning if others could not open the student's ``adapter``."""
     base = base_of(model)
-    if is_first() and not hub_name(base):
+    if is_first() and not (hub_name(base) or packaged_name(packaged_path(base))):
         logger.warning(
             "others cannot open %s, whose base model is %s: "
             "dofla.note(%r, base_model='owner/name') names it as on the hub",
@@ -148,7 +152,8 @@ def load_any(
     if not (base and isinstance(base, (str, Path))):
         raise DoflaError(f"{folder / ADAPTER} names no base model: {_GIVE_IT}")
     try:
-        model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
+        place = packaged_path(str(base))
+        model = load_model(place, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
     except DoflaError as error:
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / "plan.json"):

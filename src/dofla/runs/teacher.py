@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import load, load_any, load_model
+from dofla.integration.packages import packaged_path
 from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
 from dofla.runs.demo import teacher_path
@@ -104,16 +104,7 @@ def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
 
 def resolve_model(name: str) -> str:
     """The folder or hub name that a recipe's ``model`` stands for."""
-    if name == "demo":
-        return str(teacher_path())
-    if not name.startswith("package:"):
-        return name
-    package, _, inside = name.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        project = package.replace("_", "-")
-        raise DoflaError(f"model {name!r}: the package {package} is not installed: pip install {project}")
-    return str(Path(spec.origin).parent / inside)
+    return str(teacher_path()) if name == "demo" else packaged_path(name)
 
 
 def dtype_of(name: str) -> torch.dtype:

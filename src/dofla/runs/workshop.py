@@ -189,9 +189,9 @@ class Workshop:
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.start == "leverage":
-            sample_features(
-                self.model, self.training().take(self.recipe.profile.windows), lam=self.recipe.lam, seed=seed
-            )
+            windows = self.training().take(self.recipe.profile.windows)
+            with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
+                sample_features(self.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
         elif spec.start not in ("data", "random"):
             raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose data, random or leverage")
         if not spec.trained:
