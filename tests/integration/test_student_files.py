@@ -146,10 +146,9 @@ def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
     assert named == "package:dofla/runs/demo/teacher"
     assert not caplog.messages
     assert_same_student(dofla.load(tmp_path / "adapter"), model)
-    with pytest.raises(
-        dofla.DoflaError, match="the package no_such is not installed: pip install no-such; --base-model"
-    ):
-        dofla.load(tmp_path / "adapter", base_model="package:no_such/folder")
+    for package in ("no_such", "__main__", "os.path", ""):
+        with pytest.raises(dofla.DoflaError, match=rf"the package {package} is not installed: .*; --base-model"):
+            dofla.load(tmp_path / "adapter", base_model=f"package:{package}/folder")
 
 
 def test_the_base_of_a_standalone_student_is_its_folder_whatever_that_was_made_from(base, tmp_path):
