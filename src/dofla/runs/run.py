@@ -13,7 +13,7 @@ from typing import Any
 from dofla.evaluation import evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
-from dofla.runs.comparison import comparison
+from dofla.runs.comparison import closing, student_row
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
@@ -57,9 +57,10 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
     for student in recipe.students:
         runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
+        view.show(*student_row(rows[-1], [x.name for x in recipe.students], recipe.seeds))
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
-    view.show(*comparison(results))
+    view.show(*closing(results))
     return workshop, results
 
 

@@ -57,7 +57,7 @@ class View:
         started = time.perf_counter()
         with showing(label, self._status.is_terminal and not self.quiet) as bar:
             yield bar
-        if not self.quiet:
+        if not self.quiet:  # of the whole block, which may go on after the last that the bar was told
             self.note(f"{label}: {bar.text or 'done'} ({time.perf_counter() - started:.0f} s)")
 
     def profile(self, profile: Profile, lam: float) -> None:
