@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from dofla.cli import app
 from dofla.plans.curves import Curves
 from dofla.plans.plan import LayerPlan, Plan
+from dofla.runs.comparison import student_row
+from dofla.runs.view import View
 
 WORDS = [f"w{n}" for n in range(60)]
 
