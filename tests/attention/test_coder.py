@@ -154,6 +154,7 @@ def test_bits_go_where_variance_is(variance, bits):
 @pytest.mark.parametrize(("dim", "bits"), [(16, 2.5), (24, 3.0), (64, 2.5), (64, 4.0), (80, 3.2), (256, 1.5)])
 def test_bytes_are_those_that_are_counted(dim, bits):
     coder = Coder(1, dim, (bits,))
+    coder.reset()
     codes, scales = coder.encode(vectors(heads=1, length=3, dim=dim))
     assert codes.shape[-1] + scales.shape[-1] == coder.bytes_per_token(0)
     assert stage_bytes(dim, dim, bits) == 2 * coder.bytes_per_token(0)

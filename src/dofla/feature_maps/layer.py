@@ -94,6 +94,8 @@ class LinearAttention(nn.Module):
         """Draw all parameters anew, in the order of the groups."""
         for feature_map in self.maps:
             feature_map.reset_parameters(generator)
+        for fading in self.fading.values():
+            fading.reset()
 
     @without_autocast
     def forward(

@@ -64,7 +64,7 @@ class Moments:
 class Coder(nn.Module):
     """Codes of vectors of ``dim`` numbers, for a chain of stages of ever fewer bits.
 
-    Before :meth:`calibrate` vectors are rotated as they stand, and all blocks have the same bits.
+    What it turns by is undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, says so.
 
     Args:
         heads: KV heads.
@@ -85,11 +85,10 @@ class Coder(nn.Module):
         self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
         self.register_buffer("mean", torch.empty(heads, dim, dtype=torch.float32))
         self.register_buffer("bits", torch.empty(len(bits), dim // self.block, dtype=torch.uint8))
-        self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """As before any calibration."""
+        """Take vectors as they stand, all blocks with the same bits."""
         eye = torch.eye(self.dim, dtype=torch.float64).expand(self.heads, -1, -1)
         self._set(eye, torch.zeros(self.heads, self.dim, dtype=torch.float64), torch.ones(self.dim // self.block))
 

@@ -33,6 +33,11 @@ class Fading(nn.Module):
         bits = [bits for _, bits in stages]
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
 
+    def reset(self) -> None:
+        """Of both coders."""
+        self.key.reset()
+        self.value.reset()
+
     def attend(
         self, query: Tensor, leaving: TokenBuffer, held: Sequence[CodedTokens], scaling: float
     ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens, ...], TokenBuffer]:
@@ -64,7 +69,11 @@ class Fading(nn.Module):
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
         out, normaliser = reduce(merge, seen)
-        return (self.value.straight(out), normaliser), tuple(after), self.straight(moving, len(self.counts) - 1, turned.dtype)
+        return (
+            (self.value.straight(out), normaliser),
+            tuple(after),
+            self.straight(moving, len(self.counts) - 1, turned.dtype),
+        )
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""
