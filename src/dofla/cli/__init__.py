@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dofla import __version__
+from dofla.cli.fade import fade
 from dofla.cli.finetune import finetune
 from dofla.cli.judging import evaluate, probe
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
@@ -31,7 +32,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (profile, curves, allocate, distill, evaluate, probe, generate, finetune, run, report, reproduce, demo):
+VERBS = (profile, curves, allocate, distill, fade, evaluate, probe, generate, finetune, run, report, reproduce, demo)
+for verb in VERBS:
     app.command()(as_verb(verb))
 
 

@@ -147,6 +147,8 @@ def _row(layer: LayerPlan, dtype: torch.dtype) -> list[Any]:
         ", ".join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1])) for sizes in zip(*layer.sizes, strict=True)
     )
     exact = "8 bits" if layer.token_dtype == "int8" else str(dtype).removeprefix("torch.")
+    if layer.stages_in_words:
+        exact += f", then {layer.stages_in_words}"
     size = f"{layer.state_bytes(dtype.itemsize):,}"
     return [_cell(layer.name), features, window, sinks, exact, layer.feature_map, "no", size]
 

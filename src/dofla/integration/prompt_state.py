@@ -89,9 +89,9 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
 
 
 def _tensors(bundle: FeatureState | TokenBuffer | PackedTokens | CodedTokens | None, where: str) -> dict[str, Tensor]:
-    return (
-        {f"{where}.{field.name}": getattr(bundle, field.name) for field in fields(bundle)} if bundle is not None else {}
-    )
+    if bundle is None:
+        return {}
+    return {f"{where}.{field.name}": getattr(bundle, field.name) for field in fields(bundle)}
 
 
 def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group: int) -> State:

@@ -120,6 +120,12 @@ class LayerPlan:
         return [self.stages] * self.kv_heads if alike else self.stages
 
     @property
+    def stages_in_words(self) -> str:
+        """``40 @ 4 bits, 208 @ 3 bits``; with several such lists where KV heads differ."""
+        words = [", ".join(f"{count} @ {bits:g} bits" for count, bits in stages) for stages in self.stages_per_head]
+        return "; ".join(words if len(set(words)) > 1 else words[:1])
+
+    @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """Features, window and sinks of each KV head."""
         fields = (self.features, self.window, self.sinks)
@@ -183,14 +189,18 @@ class Plan(Result):
     def parts(self) -> Iterator[Part]:
         """What each layer becomes, with bars, and the bytes of all."""
         most = max((max(x.features_per_head) for x in self.layers if not x.keep_softmax), default=1)
-        shown = table("layer", "features", "window", "sinks", gap=1, widest=30)
+        fading = ["" if layer.keep_softmax else layer.stages_in_words for layer in self.layers]
+        titles = ("features", "window", *(("stages",) if any(fading) else ()), "sinks")
+        shown = table("layer", *titles, gap=1, widest=30)
         shown.add_column("")
-        for layer in self.layers:
+        for layer, stages in zip(self.layers, fading, strict=True):
             if layer.keep_softmax:
-                shown.add_row(layer.name, "softmax", "", "", "")
+                shown.add_row(layer.name, "softmax", *[""] * len(titles))
                 continue
             sizes = [str(x[0]) if len(set(x)) == 1 else f"{min(x)}-{max(x)}" for x in zip(*layer.sizes, strict=True)]
-            bar = Text("━" * max(1, round(24 * max(layer.features_per_head) / most)), style="cyan")
+            if any(fading):
+                sizes.insert(2, stages)
+            bar = Text("━" * max(1, round(24 * max(layer.features_per_head) / max(most, 1))), style="cyan")
             shown.add_row(layer.name, *sizes, bar)
         yield shown
         yield f"state per sequence: {size(self.state_bytes())} in float32, whatever the context"

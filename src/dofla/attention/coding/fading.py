@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -62,18 +63,15 @@ class Fading(nn.Module):
             before = held[stage] if held else CodedTokens.empty(moving, count)
             line = before.then(moving)
             near = self._decoded(line[1:], stage, turned.dtype)
-            near = TokenBuffer(F.pad(near.key, (0, 1), value=1.0), near.value, near.log_weight)
+            near = replace(near, key=F.pad(near.key, (0, 1), value=1.0))
             seen.append(exact_attention(turned, near, count - 1, 0, None, None, scaling))
             after.append(line[length:])
             moving = line[:length]
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
         out, normaliser = reduce(merge, seen)
-        return (
-            (self.value.straight(out), normaliser),
-            tuple(after),
-            self.straight(moving, len(self.counts) - 1, turned.dtype),
-        )
+        left = self.straight(moving, len(self.counts) - 1, turned.dtype)
+        return (self.value.straight(out), normaliser), tuple(after), left
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""

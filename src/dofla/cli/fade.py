@@ -1,0 +1,47 @@
+"""The verb ``dofla fade``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dofla.cli.options import Dtype, KeepSoftmax, ModelArgument, Out, Seed
+from dofla.cli.verb import current_view
+
+
+def fade(
+    model: ModelArgument,
+    out: Out,
+    budget: Annotated[int, typer.Option(help="Bytes, as so many features per KV head.")] = 64,
+    data: Annotated[
+        str, typer.Option(help="Text to measure directions on, as for dofla profile; default the model's own samples.")
+    ] = "self",
+    windows: Annotated[int, typer.Option(help="Windows of it.")] = 12,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    keep_softmax: KeepSoftmax = None,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+) -> dict[str, Any]:
+    """Give a model a memory that fades, at once: no training."""
+    from dofla.integration.checkpoint import warn_of_local_base, write_adapter
+    from dofla.integration.fading import fade as make
+    from dofla.integration.surgery import plan_of
+    from dofla.runs.recipe import DataSpec
+    from dofla.runs.teacher import load_teacher, windows_of
+    from dofla.storage.files import new_folder
+
+    view = current_view()
+    with new_folder(out) as folder:
+        student, tokenizer = load_teacher(model, dtype)
+        with view.progress("directions"):
+            tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed)
+            make(student, tokens, budget=budget, keep_softmax=keep_softmax or ())
+        write_adapter(student, folder)
+        tokenizer.save_pretrained(folder)
+    warn_of_local_base(student, out)
+    plan = plan_of(student)
+    view.show(plan)
+    view.say(f"\nadapter written to {out}")
+    return {"adapter": out, "state_bytes": plan.state_bytes(student.dtype), **plan.to_dict()}
