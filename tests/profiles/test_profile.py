@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 import dofla
 from dofla import Profile
 from dofla.errors import DoflaError
-from dofla.integration.profiler import MASS_FIRST, MASS_LAST, Reservoir
+from dofla.integration.estimators import Reservoir
+from dofla.integration.profiler import MASS_FIRST, MASS_LAST
 from dofla.integration.recorder import AttentionCall, recording
 from dofla.profiles.profile import HeadStatistics, LayerProfile, SkippedLayer
 from dofla.profiles.spectrum import Spectrum, degrees_of_freedom, gram_spectrum
