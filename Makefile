@@ -18,6 +18,7 @@ test-long: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 # The site, in build/docs; a broken link is an error. The variable silences a word about other software.
 docs: venv

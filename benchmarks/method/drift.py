@@ -5,10 +5,6 @@ python benchmarks/method/drift.py
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import torch
 import typer
 

@@ -12,10 +12,6 @@ All candidates have the bytes of the same number of features per KV head; exact 
 
 from __future__ import annotations
 
-import sys
-
-sys.path.append(sys.path.pop(0))  # this folder last: its profile.py would hide the standard library's
-
 import json
 import time
 from dataclasses import dataclass

@@ -9,10 +9,6 @@ that is left once a window and sinks are taken out; the mass left; the entropy.
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import json
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +23,7 @@ from dofla.integration.sites import evaluation_mode
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import TOKEN_SHARE
 from dofla.profiles.error_curve import rank_correlation
-from dofla.profiles.spectrum import DEFAULT_LAMBDA
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs.recipe import DataSpec
 from dofla.runs.teacher import load_teacher, windows_of
 

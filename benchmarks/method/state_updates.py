@@ -11,10 +11,6 @@ counts as recalled if the answer is nearest to it.
 
 from __future__ import annotations
 
-import sys
-
-sys.path.append(sys.path.pop(0))  # this folder last: its profile.py would hide the standard library's
-
 import json
 import statistics
 from collections.abc import Callable

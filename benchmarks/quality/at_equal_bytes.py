@@ -11,9 +11,6 @@ again, so a long run can be done in pieces; the tables are written there as Mark
 from __future__ import annotations
 
 import sys
-
-HERE = sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +56,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/quality-MODEL.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the file; repeatable.")] = None,
 ) -> None:
-    data = read_yaml(Path(HERE) / f"{model}.yaml") | {"seeds": list(range(seeds))}
+    data = read_yaml(Path(__file__).parent / f"{model}.yaml") | {"seeds": list(range(seeds))}
     for each in change or []:
         apply_change(data, each)
     study = Quality.from_dict(data, f"{model}.yaml")

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -10,10 +10,6 @@ instead of the compiled kernels.
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import json
 import time
 from collections.abc import Callable

@@ -9,10 +9,6 @@ windows, and the ratios are to the plain step (forward and backward of the softm
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import json
 import time
 from typing import Annotated

@@ -9,10 +9,6 @@ calls, so that a call too short for Python to keep up with counts as long as Pyt
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import json
 from collections.abc import Callable
 from typing import Annotated

@@ -21,10 +21,6 @@ the row tells of a measurement whose threads waited for a processor that others 
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import ctypes
 import json
 import math
@@ -32,6 +28,7 @@ import platform
 import resource
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass

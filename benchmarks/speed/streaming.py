@@ -11,14 +11,11 @@ end with is shown.
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
-
 import itertools
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path

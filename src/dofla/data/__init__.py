@@ -1,4 +1,7 @@
-"""Text and token files → windows of tokens: what every room above takes. Knows nothing of models."""
+"""Text and token files → windows of tokens, the one thing that all measuring, training and judging reads.
+
+Knows tokenizers by what they do, and no model: a model's own samples are drawn in ``integration``.
+"""
 
 from dofla.data.documents import read_documents
 from dofla.data.packing import text_windows

@@ -1,4 +1,8 @@
-"""Training the feature maps against the softmax attention they replace, and whole students towards their teacher."""
+"""Training the feature maps against the softmax attention they replace, and whole students towards their teacher.
+
+Also what the losses tell without training: how close each layer is, and the error curves that plans are made from.
+Knows students and windows, and no recipe.
+"""
 
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.descent import SCHEDULES

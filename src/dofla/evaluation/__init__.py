@@ -1,5 +1,8 @@
 """What linearising cost: loss and next-token distributions, attention layer by layer, sentence embeddings; and what it
-cost in use: loss by position, recall, generation."""
+cost in use: loss by position, recall, generation.
+
+Every figure has student and teacher side by side, by one code path. Knows students, and not how they were made.
+"""
 
 from dofla.evaluation.generation import generation_figures
 from dofla.evaluation.passkey import passkey_figures

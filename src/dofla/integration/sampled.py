@@ -17,7 +17,7 @@ from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
 from dofla.profiles.sampling import leverage_features
-from dofla.profiles.spectrum import DEFAULT_LAMBDA
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 
 def sample_features(

@@ -20,7 +20,7 @@ from dofla.plans.curves import Curves, Shape, Size, choose
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan, Plan, is_whole
 from dofla.profiles.profile import LayerProfile, Profile
-from dofla.profiles.spectrum import DEFAULT_LAMBDA, check_lambda
+from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from dofla.errors import DoflaError
 from dofla.feature_maps.projections import orthogonal_gaussian
 from dofla.profiles import theory
 from dofla.profiles.sampling import leverage_features
-from dofla.profiles.spectrum import DEFAULT_LAMBDA
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 METHODS = ("iid", "orthogonal", "leverage", "leverage gaussian")

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from dofla.errors import DoflaError
+from dofla.profiles.tolerance import check_lambda
 
 NORMALIZATIONS = ("trace", "top", "mean", "none")
-DEFAULT_LAMBDA = 2.0**-8
-"""With unit trace no head can show more than 1/λ degrees of freedom. 2⁻⁸ leaves room for 256, the range of the paper's
-Table 2; at 2⁻⁴, the paper's choice for GPT-2 on its own unstated scale, every head would be squeezed below 16."""
 SUBSAMPLES = 8
 """Parts into which the paper's sample is divided to see how far it can be trusted."""
 
@@ -144,9 +142,3 @@ def _degrees(eigenvalues: Tensor, log_scale: float, lam: float, normalization: s
         raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
     # σ/(σ+λ) as a sigmoid of logs: the raw scale exp(log_scale) overflows on real heads.
     return torch.sigmoid(values.log() - log_unit - math.log(lam)).sum(-1)
-
-
-def check_lambda(lam: float) -> None:
-    """Raise DoflaError unless λ is a positive finite number."""
-    if not (lam > 0 and math.isfinite(lam)):
-        raise DoflaError(f"lambda is {lam}: it must be a positive number, for instance {DEFAULT_LAMBDA}")

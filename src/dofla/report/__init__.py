@@ -1,4 +1,7 @@
-"""The page: what became of a model, what it cost, and everything needed to repeat it, in one HTML file."""
+"""The page: what became of a model, what it cost, and everything needed to repeat it, in one HTML file.
+
+Reads the folders that ``runs`` leaves, and measures what a reader wants to see and they do not hold.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from dofla.errors import DoflaError
-from dofla.profiles.spectrum import DEFAULT_LAMBDA
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 
 

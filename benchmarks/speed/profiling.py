@@ -1,16 +1,12 @@
 """Seconds to profile a GPT-2-small-shaped model: 12 layers, 12 heads, J = 1,024, 64 sequences of 1,024 tokens.
 
-    python benchmarks/speed/profile.py
+    python benchmarks/speed/profiling.py
 
 The paper reports 105 s for its Algorithm 1 on GPT-2 (Table 12), on a GPU. Also printed: the same forward passes alone,
 as the model computes them with softmax attention, so that what measuring adds can be read as a ratio.
 """
 
 from __future__ import annotations
-
-import sys
-
-sys.path.pop(0)  # this folder, whose profile.py would hide the standard library's
 
 import json
 import time
