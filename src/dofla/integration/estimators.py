@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dofla.errors import DoflaError
 from dofla.integration.recorder import AttentionCall
 from dofla.profiles.spectrum import Spectrum, attention_spectrum, gram_spectrum
 
@@ -39,7 +40,7 @@ class AttentionRows:
         self.rows = max(1, min(_ROWS, samples // count))
         self.windows = set(torch.randperm(windows, generator=generator)[:count].tolist())
         self.generator = generator
-        self.values: list[Tensor] = []  # [Hkv, R] of each window
+        self.values: list[Tensor] = []  # [Hkv, R] of each window, R smaller where it is shorter
         self.retries: set[str] = set()
 
     def add(self, call: AttentionCall, part: Sequence[int]) -> None:
@@ -59,13 +60,16 @@ class AttentionRows:
         member = torch.randint(call.query.shape[1] // kv_heads, (len(rows),), generator=self.generator)
         weights = call.log_weights(rows.to(call.key.device)).exp()[0].unflatten(0, (kv_heads, -1))
         values, retry = attention_spectrum(weights[:, member, torch.arange(len(rows))].cpu())
-        self.values.append(torch.nn.functional.pad(values, (0, self.rows - len(rows))))
+        self.values.append(values)
         self.retries |= {retry} if retry else set()
 
     def spectra(self, scaling: float) -> list[Spectrum]:
         """Of each KV head [W, R]; the scaling is in the attention already."""
-        retry = max(self.retries, default=None)
-        return [Spectrum(values, 0.0, retry) for values in torch.stack(self.values, dim=1)]
+        if not self.values:
+            raise DoflaError("the windows that were looked at hold padding alone: give real tokens")
+        widest, retry = max(values.shape[1] for values in self.values), max(self.retries, default=None)
+        filled = [torch.nn.functional.pad(values, (0, widest - values.shape[1])) for values in self.values]
+        return [Spectrum(values, 0.0, retry) for values in torch.stack(filled, dim=1)]
 
 
 class Reservoir:

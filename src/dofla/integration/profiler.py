@@ -161,10 +161,10 @@ def profile(
         tokens=windows.tokens,
         source=windows.source,
         seed=seed,
-        estimator=estimator,
         normalization=normalization,
         skipped=skipped,
         dtype=str(model.dtype).removeprefix("torch."),
+        estimator=estimator,
     )
 
 

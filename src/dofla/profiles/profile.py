@@ -76,10 +76,10 @@ class Profile:
     tokens: int
     source: str
     seed: int
-    estimator: str = "paper"  # of the degrees of freedom, see dofla.profile
     normalization: str = "trace"
     skipped: list[SkippedLayer] = field(default_factory=list)
     dtype: str = "float32"  # of the model, and so of the tokens in a window
+    estimator: str = "attention"  # of the degrees of freedom, see dofla.profile
 
     @property
     def itemsize(self) -> int:

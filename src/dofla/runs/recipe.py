@@ -34,6 +34,7 @@ class ProfileSpec:
     samples: int = 1024
     windows: int = 64
     batch_size: int = 4
+    estimator: str = "attention"
     normalization: str = "trace"
 
 

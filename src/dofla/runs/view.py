@@ -19,9 +19,6 @@ from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.tasks.view import critical_line, curve_table, tasks_table
 
-_HEADS_PER_TABLE = 13
-_SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
-
 
 class Bar:
     """What :meth:`View.progress` yields: called with (done, total, text), or in one of the ways the library reports."""
@@ -81,23 +78,8 @@ class View:
             self.note(f"{label}: {state.fields['text'] or 'done'} ({state.finished_time or state.elapsed or 0:.0f} s)")
 
     def profile(self, profile: Profile, lam: float) -> None:
-        """Degrees of freedom, layers down and KV heads across."""
-        dof = profile.dof(lam)
-        top = max(max(row) for row in dof)
-        heads = max(len(row) for row in dof)
-        for start in range(0, heads, _HEADS_PER_TABLE):
-            shown = range(start, min(start + _HEADS_PER_TABLE, heads))
-            table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-            table.add_column("layer", justify="right")
-            for head in shown:
-                table.add_column(str(head), justify="right")
-            for n, row in enumerate(dof):
-                table.add_row(str(n), *(_shaded(row[h], top) if h < len(row) else Text("") for h in shown))
-            kind = f"λ = {lam:.3g}, {profile.normalization} normalised, J = {profile.samples}"
-            self.console.print(f"\nDegrees of freedom, layer × KV head ({kind})")
-            self.console.print(table)
-        for layer in profile.skipped:
-            self.say(f"  left softmax: {layer.name} ({layer.reason})")
+        """Degrees of freedom and their standard errors, layers down and KV heads across."""
+        self.console.print(profile.table(lam))
 
     def plan(self, plan: Plan) -> None:
         """What each layer becomes, with bars."""
@@ -229,8 +211,3 @@ def size(count: int) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
-
-
-def _shaded(value: float, top: float) -> Text:
-    shade = _SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * value / top))]
-    return Text(f"{value:.1f}" if value < 100 else f"{value:.0f}", style=shade)
