@@ -74,7 +74,7 @@ def test_an_error_shows_where_it_comes_from_only_when_asked(capsys):
 
 
 def test_a_fault_of_doflas_own_is_one_line_and_exit_code_1(monkeypatch, made, capsys):
-    monkeypatch.setattr("dofla.cli.using.open_student", lambda *_: 1 / 0)
+    monkeypatch.setattr("dofla.runs.teacher.open_student", lambda *_: 1 / 0)
     assert call("generate", made / "adapter", "--prompt", "w1") == 1
     error = capsys.readouterr().err
     assert error == "dofla: unexpected ZeroDivisionError: division by zero (a fault of dofla's: --debug shows where)\n"
@@ -115,7 +115,7 @@ def test_a_generated_text_is_shown_even_when_quiet(made, capsys):
 
 def test_numbers_that_json_does_not_have_are_null(made, monkeypatch, capsys):
     monkeypatch.setattr(
-        "dofla.cli.judging.measure", lambda *_, **__: {"layers": {"a": {"kl": float("inf"), "output_error": 1.0}}}
+        "dofla.evaluation.evaluate", lambda *_, **__: {"layers": {"a": {"kl": float("inf"), "output_error": 1.0}}}
     )
     found = results(capsys, "evaluate", made / "adapter", "--data", made / "text.txt", "--length", 16)
     assert found["layers"]["a"] == {"kl": None, "output_error": 1.0}
