@@ -178,19 +178,19 @@ def test_an_unknown_normalization_lists_the_known_ones():
 
 
 @quick
-@given(seed=seeds, rows=st.integers(1, 12), columns=st.integers(1, 12), lam=lams)
-def test_degrees_of_freedom_of_attention_are_those_of_its_absolute_value(seed, rows, columns, lam):
+@given(
+    seed=seeds,
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 12),
+    lam=st.floats(-4.0, 1.0).map(lambda exponent: 10.0**exponent),
+)
+def test_degrees_of_freedom_of_attention_are_those_of_the_inner_products_of_its_rows(seed, rows, columns, lam):
     attention = some_vectors(seed, rows, columns, 2.0).softmax(-1)
     values, retry = attention_spectrum(attention)
     assert retry is None
-    # |A| = (A Aᵀ)^½ through the eigenvectors, and the trace written out.
-    squares, vectors = torch.linalg.eigh(attention @ attention.mT)
-    sigma = vectors @ torch.diag(squares.clamp_min(0).sqrt()) @ vectors.mT
-    sigma = sigma / sigma.trace()
+    sigma = torch.tensor([[(a * b).sum() for b in attention] for a in attention]) / rows
     expected = torch.linalg.solve(sigma + lam * torch.eye(rows, dtype=sigma.dtype), sigma).trace().item()
-    # Where A Aᵀ is singular its eigenvalues are off by eps, and their roots by the root of that, each over λ.
-    tolerance = rows * math.sqrt(rows * torch.finfo(torch.float64).eps) / lam
-    assert degrees_of_freedom(Spectrum(values, 0.0), lam) == pytest.approx(expected, abs=tolerance)
+    assert degrees_of_freedom(Spectrum(values, 0.0), lam, "mean") == pytest.approx(expected, rel=1e-8)
 
 
 def test_attention_to_one_token_each_has_as_many_degrees_as_rows_and_attention_to_all_has_one():
@@ -198,8 +198,10 @@ def test_attention_to_one_token_each_has_as_many_degrees_as_rows_and_attention_t
     alone, _ = attention_spectrum(torch.eye(16))
     even, _ = attention_spectrum(torch.full((16, 40), 1 / 40))
     assert degrees_of_freedom(Spectrum(alone, 0.0), lam) == pytest.approx(16 / (1 + 16 * lam))
-    # Fifteen of its singular values are zero but for rounding: roots of 16 eps, relative to λ.
-    assert degrees_of_freedom(Spectrum(even, 0.0), lam) == pytest.approx(1 / (1 + lam), abs=15 * 16**0.5 * 2e-8 / lam)
+    assert degrees_of_freedom(Spectrum(even, 0.0), lam) == pytest.approx(1 / (1 + lam))
+    # Divided by the number of rows, each row counts with its own weight: 1 on a single token, 1/40 on forty.
+    assert degrees_of_freedom(Spectrum(alone, 0.0), lam, "mean") == pytest.approx(16 / (1 + 16 * lam))
+    assert degrees_of_freedom(Spectrum(even, 0.0), lam, "mean") == pytest.approx(1 / (1 + 40 * lam))
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -214,7 +216,7 @@ def test_windows_are_averaged_and_rows_of_zeros_count_for_nothing(normalization)
     filled, _ = attention_spectrum(torch.nn.functional.pad(attention, (0, 0, 0, 3)))
     if normalization != "mean":  # which divides by the number of rows
         found = degrees_of_freedom(Spectrum(filled, 0.0), 0.01, normalization)
-        assert found == pytest.approx(sum(each) / 5, abs=3 * 1e-6)
+        assert found == pytest.approx(sum(each) / 5, rel=1e-9)
 
 
 def attention_of(scores: torch.Tensor, seed: int, windows: int, rows: int = 24, columns: int = 48) -> Spectrum:
@@ -247,7 +249,7 @@ def test_a_key_of_enormous_length_flips_the_papers_estimate_and_not_that_of_atte
     assert flipped < 1.1
     query = torch.randn(64, 8, generator=generator, dtype=torch.float64)
     rows = [(8**-0.5 * query @ x.mT).softmax(-1) for x in (vectors, outlier)]
-    calm, moved = (degrees_of_freedom(Spectrum(attention_spectrum(x)[0], 0.0), 2.0**-8) for x in rows)
+    calm, moved = (degrees_of_freedom(Spectrum(attention_spectrum(x)[0], 0.0), 2.0**-8, "mean") for x in rows)
     # Some rows look at the outlier alone, and are one direction together; the others stay.
     assert moved > calm / 2
 

@@ -45,7 +45,9 @@ def profile(
     estimator: Annotated[
         str, typer.Option(help="Of what: attention, or the kernel's Gram matrix: paper.")
     ] = "attention",
-    normalization: Annotated[str, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none.")] = "trace",
+    normalization: Annotated[
+        str | None, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none; default by estimator.")
+    ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
     keep_softmax: KeepSoftmax = None,
     padded: Padded = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from dofla.profiles.spectrum import Spectrum, attention_spectrum, gram_spectrum
 
 _ROWS = 64
 """Rows of attention per window."""
-_WINDOWS = 4
+_WINDOWS = 8
 """Windows at least, if there are so many: a few samples are spread over them rather than all from one."""
 
 
 class Estimator(Protocol):
-    """Of one layer."""
+    """Of one layer; ``normalization`` is how its Gram matrices are brought to a scale unless somebody says."""
+
+    normalization: ClassVar[str]
 
     def add(self, call: AttentionCall, part: Sequence[int]) -> None:
         """Look at a call on the windows of these numbers."""
@@ -30,10 +32,12 @@ class Estimator(Protocol):
 
 
 class AttentionRows:
-    """Rows of a layer's attention, a few at random of each of some windows, and their singular values.
+    """Rows of a layer's attention, a few at random of each of some windows, and the Gram matrices of these rows.
 
     Each row is that of a query head drawn at random from its group. Windows and rows are the same for all heads.
     """
+
+    normalization = "mean"
 
     def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
         count = min(windows, max(_WINDOWS, samples // _ROWS))
@@ -68,7 +72,11 @@ class AttentionRows:
         if not self.values:
             raise DoflaError("the windows that were looked at hold padding alone: give real tokens")
         widest, retry = max(values.shape[1] for values in self.values), max(self.retries, default=None)
-        filled = [torch.nn.functional.pad(values, (0, widest - values.shape[1])) for values in self.values]
+        # A matrix of fewer rows is filled up with zeros, and scaled so that a row weighs the same in all of them.
+        filled = [
+            torch.nn.functional.pad(values * (widest / values.shape[1]), (0, widest - values.shape[1]))
+            for values in self.values
+        ]
         return [Spectrum(values, 0.0, retry) for values in torch.stack(filled, dim=1)]
 
 
@@ -112,6 +120,8 @@ class Reservoir:
 
 class QueriesAndKeys:
     """A reservoir of a layer's queries and keys, and the Gram matrix of the attention kernel on them: the paper's."""
+
+    normalization = "trace"
 
     def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
         self.reservoir = Reservoir(samples, generator)

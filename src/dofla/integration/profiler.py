@@ -90,7 +90,7 @@ def profile(
     samples: int = 1024,
     batch_size: int = 4,
     estimator: str = "attention",
-    normalization: str = "trace",
+    normalization: str | None = None,
     keep_softmax: Sequence[str] = (),
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
@@ -103,13 +103,13 @@ def profile(
     Args:
         model: the teacher, in any dtype; runs without gradients.
         tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
-        samples: J, per KV head: rows of attention, 64 of each of J / 64 windows (at least 4, and fewer rows, of a few
-            samples); or vectors in one Gram matrix.
+        samples: J, per KV head: rows of attention, 64 of each of J / 64 windows (of less than 512 samples fewer rows,
+            of 8 windows); or vectors in one Gram matrix.
         batch_size: windows per forward pass.
-        estimator: ``attention``, the singular values of the attention matrix of single windows; ``paper``, the
-            eigenvalues of the kernel's Gram matrix on queries and keys of all the text, as Algorithm 1 has it, which
-            differ much from draw to draw.
-        normalization: of the Gram matrix, see :func:`dofla.profiles.spectrum.degrees_of_freedom`.
+        estimator: ``attention``, the Gram matrix of a window's rows of attention; ``paper``, that of the kernel on
+            queries and keys of all the text, as Algorithm 1 has it, which differs much from draw to draw.
+        normalization: of the Gram matrix, see :func:`dofla.profiles.spectrum.degrees_of_freedom`; default ``mean`` for
+            attention, whose rows have a scale, and ``trace`` for the paper's kernel, which has none.
         keep_softmax: attention modules to leave out, for instance those that linear attention cannot express.
         seed: of the sample.
         progress: called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
@@ -120,6 +120,7 @@ def profile(
     """
     if estimator not in ESTIMATORS:
         raise DoflaError(f"unknown estimator {estimator!r}: choose one of {', '.join(ESTIMATORS)}")
+    normalization = normalization or ESTIMATORS[estimator].normalization
     if normalization not in NORMALIZATIONS:
         raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
     if samples < 2:

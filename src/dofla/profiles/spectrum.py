@@ -62,17 +62,16 @@ def gram_spectrum(vectors: Tensor, scaling: float) -> Spectrum:
 
 
 def attention_spectrum(attention: Tensor) -> tuple[Tensor, str | None]:
-    """Singular values of matrices of attention weights, and how the solver was helped, if it was.
+    """Eigenvalues of ``A Aᵀ``, the inner products of rows of attention, and how the solver was helped, if it was.
 
     Args:
-        attention: [..., R, L], rows of weights; a row of zeros counts for nothing.
+        attention: A [..., R, L], rows of weights.
 
     Returns:
         [..., R] float64, descending.
     """
     attention = attention.double()
-    squares, retry = _eigenvalues(attention @ attention.mT)
-    return squares.sqrt(), retry
+    return _eigenvalues(attention @ attention.mT)
 
 
 def _eigenvalues(gram: Tensor) -> tuple[Tensor, str | None]:

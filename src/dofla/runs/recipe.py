@@ -35,7 +35,7 @@ class ProfileSpec:
     windows: int = 64
     batch_size: int = 4
     estimator: str = "attention"
-    normalization: str = "trace"
+    normalization: str | None = None
 
 
 @dataclass
