@@ -105,28 +105,36 @@ def subsamples(head: Head, samples: int, lam: float, generator: torch.Generator,
 
 
 def across_text(head: Head, samples: int, lam: float, generator: torch.Generator) -> float:
-    """Singular values of attention of queries to keys, both from anywhere in the text."""
+    """Rows of attention of queries to keys, both from anywhere in the text."""
     keys, queries = head.key.flatten(0, 1), head.query.transpose(1, 2).flatten(0, 2)
     keys = keys[torch.randperm(len(keys), generator=generator)[: samples // 2]].double()
     queries = queries[torch.randperm(len(queries), generator=generator)[: samples // 2]].double()
     values, _ = attention_spectrum((head.scaling * queries @ keys.mT).softmax(-1))
-    return degrees_of_freedom(Spectrum(values, 0.0), lam)
+    return degrees_of_freedom(Spectrum(values, 0.0), lam, "mean")
 
 
 def in_windows(
-    head: Head, samples: int, lam: float, generator: torch.Generator, *, squared: bool = False, near: int = 0
+    head: Head,
+    samples: int,
+    lam: float,
+    generator: torch.Generator,
+    *,
+    power: float = 1.0,
+    root: bool = False,
+    near: int = 0,
+    normalization: str = "mean",
 ) -> float:
-    """Singular values of the attention of windows, the default; squared, the Gram matrix of their rows; with ``near``,
-    of what is left without the last tokens and two first, λ relative to a row's whole weight."""
+    """Rows of attention of windows, the default; of their Gram matrix to a ``power``; of the ``root`` of the weights,
+    which gives all rows the same length; without the ``near`` last tokens and two first."""
     found = []
     for window in torch.randperm(len(head.key), generator=generator)[: max(1, samples // ROWS)].tolist():
         attention, rows = head.rows(window, generator)
         if near:
             columns = torch.arange(attention.shape[1])
             attention = attention * ((columns <= rows[:, None] - near) & (columns > 1))
-        values, _ = attention_spectrum(attention)
-        found.append(values.square() if squared else values)
-    return degrees_of_freedom(Spectrum(torch.stack(found), 0.0), lam, "mean" if near else "trace")
+        values, _ = attention_spectrum(attention.sqrt() if root else attention)
+        found.append(values**power)
+    return degrees_of_freedom(Spectrum(torch.stack(found), 0.0), lam, normalization)
 
 
 ESTIMATES: dict[str, Estimate] = {
@@ -137,10 +145,12 @@ ESTIMATES: dict[str, Estimate] = {
     "kernel, half tempered": partial(kernel, power=0.5),
     "kernel, unit diagonal": partial(kernel, power=1.0),
     "kernel, keys alone": keys_alone,
-    "attention across the text": across_text,
-    "attention of windows, squared": partial(in_windows, squared=True),
-    "attention of windows": in_windows,
-    "the same, beyond 32 last, 2 first": partial(in_windows, near=32),
+    "rows of attention across the text": across_text,
+    "rows of attention (default)": in_windows,
+    "the same, unit trace": partial(in_windows, normalization="trace"),
+    "its square root, unit trace": partial(in_windows, power=0.5, normalization="trace"),
+    "roots of the weights": partial(in_windows, root=True),
+    "default, beyond 32 last, 2 first": partial(in_windows, near=32),
 }
 
 
