@@ -123,11 +123,12 @@ def in_windows(
     root: bool = False,
     near: int = 0,
     normalization: str = "mean",
+    more: int = 1,
 ) -> float:
     """Rows of attention of windows, the default; of their Gram matrix to a ``power``; of the ``root`` of the weights,
     which gives all rows the same length; without the ``near`` last tokens and two first."""
     found = []
-    for window in torch.randperm(len(head.key), generator=generator)[: max(1, samples // ROWS)].tolist():
+    for window in torch.randperm(len(head.key), generator=generator)[: more * samples // ROWS].tolist():
         attention, rows = head.rows(window, generator)
         if near:
             columns = torch.arange(attention.shape[1])
@@ -146,11 +147,12 @@ ESTIMATES: dict[str, Estimate] = {
     "kernel, unit diagonal": partial(kernel, power=1.0),
     "kernel, keys alone": keys_alone,
     "rows of attention across the text": across_text,
-    "rows of attention (default)": in_windows,
-    "the same, unit trace": partial(in_windows, normalization="trace"),
+    "rows of attention": in_windows,
+    "the same, 8 times the rows (default)": partial(in_windows, more=8),
+    "rows of attention, unit trace": partial(in_windows, normalization="trace"),
     "its square root, unit trace": partial(in_windows, power=0.5, normalization="trace"),
     "roots of the weights": partial(in_windows, root=True),
-    "default, beyond 32 last, 2 first": partial(in_windows, near=32),
+    "beyond 32 last, 2 first, 8 times": partial(in_windows, near=32, more=8),
 }
 
 
@@ -210,7 +212,7 @@ def main(
             kept.write_text(json.dumps(measure(teacher, text, kind, budget, steps, held)), encoding="utf-8")
         costs[kind] = {key: list(chain(*of.values())) for key, of in json.loads(kept.read_text("utf-8")).items()}
     heads = heads_of(teacher, windows_of(DataSpec(source, 512, windows), teacher, tokenizer, seed=0))
-    print(f"{'':34s} {'DoF, 5/50/95 %':>17s} {'spread':>7s} {'worst':>6s}" + "".join(f"{k:>17s}" for k in costs))
+    print(f"{'':36s} {'DoF, 5/50/95 %':>17s} {'spread':>7s} {'worst':>6s}" + "".join(f"{k:>17s}" for k in costs))
     record = {}
     for name, estimate in ESTIMATES.items():
         found = torch.tensor(
@@ -226,7 +228,7 @@ def main(
         record[name] = {"dof": levels, "spread": spread.median().item(), "worst": spread.max().item(), **pairs}
         shown = "/".join(f"{level:.1f}" for level in levels)
         correlations = "".join(f"{kl:10.2f} {harm:6.2f}" for kl, harm in pairs.values())
-        print(f"{name:34s} {shown:>17s} {spread.median():7.3f} {spread.max():6.2f}{correlations}", flush=True)
+        print(f"{name:36s} {shown:>17s} {spread.median():7.3f} {spread.max():6.2f}{correlations}", flush=True)
     print("spread: relative standard deviation over seeds, median and worst head")
     print("rank correlation over KV heads with attention KL and with harm, of features alone and beside a window")
     (out / "estimators.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

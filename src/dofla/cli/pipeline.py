@@ -38,7 +38,9 @@ def profile(
     model: ModelArgument,
     data: Data,
     out: Out,
-    samples: Annotated[int, typer.Option(help="Rows of attention per KV head (J); of the paper's: vectors.")] = 1024,
+    samples: Annotated[
+        int | None, typer.Option(help="Rows of attention per KV head (J), 4096; of the paper's: vectors, 1024.")
+    ] = None,
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 4,

@@ -20,8 +20,9 @@ _WINDOWS = 8
 
 
 class Estimator(Protocol):
-    """Of one layer; ``normalization`` is how its Gram matrices are brought to a scale unless somebody says."""
+    """Of one layer. How many samples it takes, and how its Gram matrices are brought to a scale, if nobody says."""
 
+    samples: ClassVar[int]
     normalization: ClassVar[str]
 
     def add(self, call: AttentionCall, part: Sequence[int]) -> None:
@@ -37,7 +38,7 @@ class AttentionRows:
     Each row is that of a query head drawn at random from its group. Windows and rows are the same for all heads.
     """
 
-    normalization = "mean"
+    samples, normalization = 4096, "mean"
 
     def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
         count = min(windows, max(_WINDOWS, samples // _ROWS))
@@ -121,7 +122,7 @@ class Reservoir:
 class QueriesAndKeys:
     """A reservoir of a layer's queries and keys, and the Gram matrix of the attention kernel on them: the paper's."""
 
-    normalization = "trace"
+    samples, normalization = 1024, "trace"
 
     def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
         self.reservoir = Reservoir(samples, generator)

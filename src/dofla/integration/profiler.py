@@ -87,7 +87,7 @@ def profile(
     model: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
-    samples: int = 1024,
+    samples: int | None = None,
     batch_size: int = 4,
     estimator: str = "attention",
     normalization: str | None = None,
@@ -104,7 +104,7 @@ def profile(
         model: the teacher, in any dtype; runs without gradients.
         tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
         samples: J, per KV head: rows of attention, 64 of each of J / 64 windows (of less than 512 samples fewer rows,
-            of 8 windows); or vectors in one Gram matrix.
+            of 8 windows), 4096 by default; or vectors in one Gram matrix, 1024, which takes longer.
         batch_size: windows per forward pass.
         estimator: ``attention``, the Gram matrix of a window's rows of attention; ``paper``, that of the kernel on
             queries and keys of all the text, as Algorithm 1 has it, which differs much from draw to draw.
@@ -123,8 +123,9 @@ def profile(
     normalization = normalization or ESTIMATORS[estimator].normalization
     if normalization not in NORMALIZATIONS:
         raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
+    samples = ESTIMATORS[estimator].samples if samples is None else samples
     if samples < 2:
-        raise DoflaError(f"samples is {samples}: at least 2 are needed, 1024 is the default")
+        raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
     windows = as_windows(tokens)

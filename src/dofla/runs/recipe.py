@@ -31,7 +31,7 @@ class DataSpec:
 class ProfileSpec:
     """How the teacher is measured; ``windows`` is how many of the training windows are read."""
 
-    samples: int = 1024
+    samples: int | None = None
     windows: int = 64
     batch_size: int = 4
     estimator: str = "attention"
