@@ -156,16 +156,20 @@ ESTIMATES: dict[str, Estimate] = {
 }
 
 
-def measure(model: PreTrainedModel, windows: TokenWindows, kind: str, budget: int, steps: int, held: int) -> dict:
+def measure(
+    model: PreTrainedModel, windows: TokenWindows, kind: str, budget: int, steps: int, batch: int, held: int
+) -> dict:
     """Of each KV head, by layer: KL of its attention after a short fit, and harm when it alone is linear."""
     feature_map, share = KINDS[kind]
     border = len(windows) - held
     training, judging = (as_windows(windows.batch(range(a, b))) for a, b in ((0, border), (border, len(windows))))
     student = dofla.linearize(model, even_plan(model, budget, share=share, feature_map=feature_map), seed=0)
     try:
-        dofla.distill(student, training, loss="softmax", steps=steps, batch_size=2, rows=64, seed=0)
+        dofla.distill(student, training, loss="softmax", steps=steps, batch_size=batch, rows=64, seed=0)
         with evaluation_mode(student):
-            errors = {n: e["head_kl"] for n, e in attention_fidelity(student, judging, batch_size=2, seed=0).items()}
+            errors = {
+                n: e["head_kl"] for n, e in attention_fidelity(student, judging, batch_size=batch, seed=0).items()
+            }
         effects = _effects(student, judging, errors, None)
     finally:
         dofla.restore(model)
@@ -199,6 +203,8 @@ def main(
     lam: float = 2.0**-8,
     budget: int = 32,
     steps: int = 60,
+    batch_size: int = 4,
+    fit: Annotated[int, typer.Option(help="Windows of the short fits.")] = 128,
     held: Annotated[int, typer.Option(help="Windows on which harm is measured.")] = 8,
     dtype: str | None = None,
 ) -> None:
@@ -207,9 +213,9 @@ def main(
     for kind, (feature_map, _) in KINDS.items():
         kept = out / f"{feature_map}.json"
         if not kept.exists():
-            text = windows_of(DataSpec(train, 512, 2 * steps + held), teacher, tokenizer, seed=0)
+            text = windows_of(DataSpec(train, 512, fit + held), teacher, tokenizer, seed=0)
             out.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(measure(teacher, text, kind, budget, steps, held)), encoding="utf-8")
+            kept.write_text(json.dumps(measure(teacher, text, kind, budget, steps, batch_size, held)), encoding="utf-8")
         costs[kind] = {key: list(chain(*of.values())) for key, of in json.loads(kept.read_text("utf-8")).items()}
     heads = heads_of(teacher, windows_of(DataSpec(source, 512, windows), teacher, tokenizer, seed=0))
     print(f"{'':36s} {'DoF, 5/50/95 %':>17s} {'spread':>7s} {'worst':>6s}" + "".join(f"{k:>17s}" for k in costs))
