@@ -98,7 +98,7 @@ class Profile:
 
     def table(self, lam: float = DEFAULT_LAMBDA) -> Group:
         """Degrees of freedom ± standard errors, layers down and KV heads across, in 80 columns; and which to doubt."""
-        kind = f"λ = {lam:.3g}, {self.normalization} normalised, {self.estimator}, J = {self.samples}"
+        kind = f"{self.estimator}, {self.normalization}; λ = {lam:.3g}, J = {self.samples}"
         dof, errors = self.dof(lam), self.dof_errors(lam)
         lines = [*doubtful(dof, errors), *(f"  left softmax: {x.name} ({x.reason})" for x in self.skipped)]
         return Group(degrees_table(kind, dof, errors), *(Text(line) for line in lines))
