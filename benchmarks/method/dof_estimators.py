@@ -207,6 +207,7 @@ def main(
     fit: Annotated[int, typer.Option(help="Windows of the short fits.")] = 128,
     held: Annotated[int, typer.Option(help="Windows on which harm is measured.")] = 8,
     dtype: str | None = None,
+    only: Annotated[list[str] | None, typer.Option(help="Estimates by name; default all.")] = None,
 ) -> None:
     teacher, tokenizer = load_teacher(model, dtype)
     costs = {}
@@ -220,7 +221,7 @@ def main(
     heads = heads_of(teacher, windows_of(DataSpec(source, 512, windows), teacher, tokenizer, seed=0))
     print(f"{'':36s} {'DoF, 5/50/95 %':>17s} {'spread':>7s} {'worst':>6s}" + "".join(f"{k:>17s}" for k in costs))
     record = {}
-    for name, estimate in ESTIMATES.items():
+    for name, estimate in ((name, ESTIMATES[name]) for name in only or ESTIMATES):
         found = torch.tensor(
             [[estimate(head, samples, lam, torch.Generator().manual_seed(s)) for s in range(seeds)] for head in heads]
         )
