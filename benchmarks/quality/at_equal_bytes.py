@@ -124,10 +124,8 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
 
     def recall(model: PreTrainedModel) -> dict[str, Any]:
         windows = bench.workshop.validation()
-        size = bench.study.probe.batch_size
-        return probe(
-            model, bench.workshop.tokenizer, windows, wanted=["recall"], recall_text=text, batch_size=size, **sizes
-        )
+        options = {"recall_text": text, "batch_size": bench.study.probe.batch_size, **sizes}
+        return probe(model, bench.workshop.tokenizer, windows, wanted=["recall"], **options).to_dict()
 
     runs = bench.evaluations(spec, seeds)
     return (

@@ -6,14 +6,15 @@ import math
 
 import pytest
 
-from dofla.profiles.table import degrees_table, doubtful, text
+from dofla.display import as_text
+from dofla.profiles.table import degrees_tables, doubtful
 
 
 @pytest.mark.parametrize("heads", [1, 6, 7, 8, 12, 13, 32])
 @pytest.mark.parametrize("error", [0.04, 12.3, 456.0, math.nan])
 def test_a_table_fits_80_columns_and_shows_every_head_once(heads, error):
     dof = [[100.0 * layer + head + 0.5 for head in range(heads)] for layer in range(3)]
-    shown = text(degrees_table("of a test", dof, [[error] * heads] * 3))
+    shown = as_text(degrees_tables("of a test", dof, [[error] * heads] * 3))
     assert max(map(len, shown.splitlines())) <= 80
     for value in (n for row in dof for n in row):
         written = f"{value:.1f}" if value < 100 else f"{value:.0f}"
@@ -22,7 +23,7 @@ def test_a_table_fits_80_columns_and_shows_every_head_once(heads, error):
 
 
 def test_a_layer_with_fewer_heads_leaves_its_cells_empty():
-    lines = text(degrees_table("of a test", [[1.0], [2.0, 3.0]], [[0.1], [0.2, 0.3]])).splitlines()
+    lines = as_text(degrees_tables("of a test", [[1.0], [2.0, 3.0]], [[0.1], [0.2, 0.3]])).strip().splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["layer", "0", "1"],
         ["0", "1.0", "±", "0.1"],

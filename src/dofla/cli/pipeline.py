@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +135,7 @@ def allocate(
     measured = Profile.load(profile)
     plan = make_plan(measured, budget, strategy, feature_map, keep_softmax=keep_softmax or (), **options)
     view = current_view()
-    view.plan(plan)
+    view.show(plan)
     plan.save(out)
     if html is not None:
         known = {} if curves is None else {curves: options["curves"]}
@@ -183,10 +182,10 @@ def curves(
             seed=seed,
             progress=bar.stage,
         )
-    view.curves(result)
+    view.show(result)
     result.save(out)
     view.say(f"written to {out}")
-    return {"curves": out, **asdict(result)}
+    return {"curves": out, **result.to_dict()}
 
 
 def distill(
@@ -214,7 +213,7 @@ def distill(
     """Train the feature maps, layer by layer, against the model's own softmax attention."""
     from dofla.distillation import distill as train
     from dofla.distillation import tracked
-    from dofla.integration.checkpoint import write_adapter
+    from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.surgery import linearize
     from dofla.plans.plan import Plan
     from dofla.runs.recipe import DataSpec
@@ -251,7 +250,8 @@ def distill(
         with new_folder(adapter) as folder:
             write_adapter(student, folder)
             tokenizer.save_pretrained(folder)
-    view.losses(history)
+    warn_of_local_base(student, adapter)
+    view.show(history)
     view.say(f"\nadapter written to {adapter}")
     last = dict(zip(history.layers, history.losses[-1].tolist(), strict=True))
     return {"adapter": adapter, "seconds": history.seconds, "settings": history.settings, "last_losses": last}

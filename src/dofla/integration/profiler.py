@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.recorder import AttentionCall, recording, run_body
@@ -83,6 +84,7 @@ class Tally:
         return result
 
 
+@reports_progress("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -93,7 +95,7 @@ def profile(
     normalization: str | None = None,
     keep_softmax: Sequence[str] = (),
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | bool = True,
 ) -> Profile:
     """Measure the degrees of freedom of a softmax model's attention (arXiv 2507.03340, Algorithm 1, steps 1 to 3).
 
@@ -112,7 +114,8 @@ def profile(
             attention, whose rows have a scale, and ``trace`` for the paper's kernel, which has none.
         keep_softmax: attention modules to leave out, for instance those that linear attention cannot express.
         seed: of the sample.
-        progress: called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
 
     Raises:
         DoflaError: no attention the interface reaches; a layer that cannot be linearised and is not in

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group
-from rich.text import Text
 from torch import Tensor
 
+from dofla.display import Part, Result
 from dofla.errors import DoflaError
 from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom, standard_error
-from dofla.profiles.table import degrees_table, doubtful, text
+from dofla.profiles.table import degrees_tables, doubtful
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 from dofla.storage.files import new_folder, read_json, write_json
@@ -63,7 +61,7 @@ class SkippedLayer:
 
 
 @dataclass
-class Profile:
+class Profile(Result):
     """All layers that can be linearised, how they were measured, and of which model.
 
     ``profile.dof()`` and ``profile.dof_errors()`` are instant for any λ and any normalisation, since the eigenvalues
@@ -96,18 +94,13 @@ class Profile:
         chosen = normalization or self.normalization
         return [[standard_error(s, lam, chosen) for s in layer.spectra] for layer in self.layers]
 
-    def table(self, lam: float = DEFAULT_LAMBDA) -> Group:
-        """Degrees of freedom ± standard errors, layers down and KV heads across, in 80 columns; and which to doubt."""
+    def parts(self, lam: float = DEFAULT_LAMBDA) -> Iterator[Part]:
+        """Degrees of freedom ± standard errors, layers down and KV heads across, and which of them to doubt."""
         kind = f"{self.estimator}, {self.normalization}; λ = {lam:.3g}, J = {self.samples}"
         dof, errors = self.dof(lam), self.dof_errors(lam)
-        lines = [*doubtful(dof, errors), *(f"  left softmax: {x.name} ({x.reason})" for x in self.skipped)]
-        return Group(degrees_table(kind, dof, errors), *(Text(line) for line in lines))
-
-    def __str__(self) -> str:
-        return text(self.table())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        yield from degrees_tables(kind, dof, errors)
+        yield from doubtful(dof, errors)
+        yield from (f"  left softmax: {x.name} ({x.reason})" for x in self.skipped)
 
     def save(self, folder: str | Path) -> Path:
         """Write ``profile.json`` and ``spectra.safetensors`` into a new folder; DoflaError if it exists."""

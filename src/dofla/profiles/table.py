@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from dofla.display import Part, table
 
 DOUBT = 0.25
 """Share of a value above which its standard error is worth a warning."""
@@ -20,24 +19,18 @@ _HEADS_PER_TABLE = {True: 6, False: 13}
 _SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
 
 
-def degrees_table(kind: str, dof: Rows, errors: Rows) -> Group:
+def degrees_tables(kind: str, dof: Rows, errors: Rows) -> Iterator[Part]:
     """Layers down and KV heads across, in several tables where there are many heads; ``kind`` says how measured."""
     heads, top = max(len(row) for row in dof), max(max(row) for row in dof)
     known = any(error == error for row in errors for error in row)
-    tables = -(-heads // _HEADS_PER_TABLE[known])
-    width = -(-heads // tables)
-    parts: list[RenderableType] = []
+    width = -(-heads // -(-heads // _HEADS_PER_TABLE[known]))
     for start in range(0, heads, width):
         shown = range(start, min(start + width, heads))
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("layer", justify="right")
-        for head in shown:
-            table.add_column(str(head), justify="right", no_wrap=True)
+        made = table("layer", *map(str, shown), gap=1)
         for n, row in enumerate(dof):
-            cells = (_shaded(row[h], errors[n][h], top) if h < len(row) else Text("") for h in shown)
-            table.add_row(str(n), *cells)
-        parts += [Text(f"\nDegrees of freedom, layer × KV head ({kind})"), table]
-    return Group(*parts)
+            made.add_row(str(n), *(_shaded(row[h], errors[n][h], top) if h < len(row) else "" for h in shown))
+        yield f"\nDegrees of freedom, layer × KV head ({kind})"
+        yield made
 
 
 def doubtful(dof: Rows, errors: Rows) -> list[str]:
@@ -59,13 +52,6 @@ def doubtful(dof: Rows, errors: Rows) -> list[str]:
             return [*lines, shown + rest]
         shown += name + ("; " if n + 1 < len(named) else "")
     return [*lines, shown]
-
-
-def text(shown: RenderableType) -> str:
-    """What a terminal of 80 columns without colours would show."""
-    console = Console(file=io.StringIO(), width=80, highlight=False, color_system=None)
-    console.print(shown)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").split("\n"))
 
 
 def _few(heads: Sequence[int]) -> str:

@@ -114,7 +114,7 @@ class Bench:
                 spec,
                 seed,
                 "evaluation",
-                lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed),
+                lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed).to_dict(),
             )
             for seed in (self.study.seeds if seeds is None else seeds)
         ]

@@ -82,7 +82,7 @@ def _probed(bench: Bench, student: StudentSpec) -> list[dict[str, Any]]:
 
     def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
         windows = workshop.validation()
-        return probe(model, workshop.tokenizer, windows, wanted=wanted, recall_text=text, seed=seed, **sizes)
+        return probe(model, workshop.tokenizer, windows, wanted=wanted, recall_text=text, seed=seed, **sizes).to_dict()
 
     return [
         bench.of_student(student, seed, "probe", lambda model, seed=seed: measure(model, seed))
