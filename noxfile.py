@@ -17,7 +17,7 @@ import nox
 
 HERE = Path(__file__).parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
-TESTS = ["tests/integration", "tests/distill", "tests/attention"]
+TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
 
 nox.options.sessions = ["tests"]
 nox.options.reuse_existing_virtualenvs = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
-from dofla import teacher
-from dofla.demo.documents import recall_documents
+from dofla.runs import teacher
+from dofla.runs.demo.documents import recall_documents
 
 
 def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

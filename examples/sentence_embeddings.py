@@ -13,8 +13,8 @@ from transformers import pipeline
 
 import dofla
 from dofla.data import TokenWindows
-from dofla.demo.documents import recall_documents
-from dofla.teacher import load_teacher
+from dofla.runs.demo.documents import recall_documents
+from dofla.runs.teacher import load_teacher
 
 SENTENCES = ["The farmer feeds his cows.", "A man gives hay to cattle.", "The pilot landed in the storm."]
 

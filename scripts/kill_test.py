@@ -29,8 +29,8 @@ import psutil
 import torch
 
 from dofla.cli import main
-from dofla.files import read_json
-from dofla.tensors import read_tensors
+from dofla.storage.files import read_json
+from dofla.storage.tensors import read_tensors
 
 RECIPE = """
 model: demo

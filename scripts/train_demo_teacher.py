@@ -2,7 +2,8 @@
 
     python scripts/train_demo_teacher.py --stories ../shared/data/stories-train.txt.gz
 
-Story files hold documents separated by one blank line. The documents that need recall come from `dofla.demo.documents`.
+Story files hold documents separated by one blank line. The documents that need recall come from
+`dofla.runs.demo.documents`.
 """
 
 import gzip
@@ -25,7 +26,7 @@ from recall_initialisation import initialise_for_recall
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from dofla.demo.documents import recall_documents, recall_prompts
+from dofla.runs.demo.documents import recall_documents, recall_prompts
 
 END = "<|endoftext|>"
 LARGEST_FILE = 8_000_000
@@ -44,7 +45,9 @@ def main(
     arch: Annotated[Arch, typer.Option(help="Model family.")] = Arch.llama,
     stories: Annotated[Path, typer.Option(help="Training stories.")] = Path("../shared/data/stories-train.txt.gz"),
     validation: Annotated[Path, typer.Option(help="Held-out stories.")] = Path("../shared/data/stories-val.txt.gz"),
-    out: Annotated[Path, typer.Option(help="Folder to write; replaced when done.")] = Path("src/dofla/demo/teacher"),
+    out: Annotated[Path, typer.Option(help="Folder to write; replaced when done.")] = Path(
+        "src/dofla/runs/demo/teacher"
+    ),
     vocabulary: int = 2048,
     hidden: int = 256,
     intermediate: int = 640,

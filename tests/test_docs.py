@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.cli import app
 from dofla.cli.pipeline import RECIPES
-from dofla.demo import teacher_path
-from dofla.demo.documents import recall_documents
-from dofla.recipe import Recipe
+from dofla.runs.demo import teacher_path
+from dofla.runs.demo.documents import recall_documents
+from dofla.runs.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

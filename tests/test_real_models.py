@@ -15,9 +15,9 @@ import dofla
 from dofla.attention import compiled
 from dofla.attention.backends import causal_attention
 from dofla.data import TokenWindows
-from dofla.demo.documents import recall_documents
 from dofla.integration.cache import cache_bytes
-from dofla.teacher import load_teacher
+from dofla.runs.demo.documents import recall_documents
+from dofla.runs.teacher import load_teacher
 
 ROOT = Path(__file__).parents[1]
 attend_module = importlib.import_module("dofla.attention.attend")  # the package has a function of that name

@@ -14,49 +14,18 @@ or, with every layer given the state that it needs,
 After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")`` loads the student.
 """
 
-import dofla.integration  # noqa: F401 - registers dofla with transformers
-from dofla.allocate import allocate
-from dofla.curves import Curves
-from dofla.data import TokenWindows, token_windows
-from dofla.distill import distill, distill_end_to_end, measure_curves, tracked
-from dofla.errors import DoflaError
-from dofla.evaluate import evaluate
-from dofla.integration.checkpoint import load, merge_lora, save_adapter
-from dofla.integration.profiler import profile
-from dofla.integration.prompt_state import load_state, read_prompt, save_state
-from dofla.integration.sampled import sample_features
-from dofla.integration.sharing import note, push_adapter
-from dofla.integration.surgery import linearize, restore, softmax
-from dofla.plan import LayerPlan, Plan
-from dofla.profile import Profile
+import importlib
+
+import lazy_loader
+import wrapt
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Curves",
-    "DoflaError",
-    "LayerPlan",
-    "Plan",
-    "Profile",
-    "TokenWindows",
-    "allocate",
-    "distill",
-    "distill_end_to_end",
-    "evaluate",
-    "linearize",
-    "load",
-    "load_state",
-    "measure_curves",
-    "merge_lora",
-    "note",
-    "profile",
-    "push_adapter",
-    "read_prompt",
-    "restore",
-    "sample_features",
-    "save_adapter",
-    "save_state",
-    "softmax",
-    "token_windows",
-    "tracked",
-]
+# What is exported stands in __init__.pyi. Each name is imported when it is first used, so that `import dofla` costs
+# nothing; transformers learns of dofla as soon as it can hold a model, whoever imports it.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+@wrapt.when_imported("transformers.modeling_utils")
+def _register(_: object) -> None:
+    importlib.import_module("dofla.integration")

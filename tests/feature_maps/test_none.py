@@ -14,9 +14,9 @@ from torch.testing import assert_close
 import dofla
 from dofla.attention import LOG_ZERO
 from dofla.errors import DoflaError
+from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.surgery import linear_layers
-from dofla.layer import LinearAttention
-from dofla.plan import LayerPlan
+from dofla.plans.plan import LayerPlan
 
 SCALING, KV_HEADS, SHARE, DIM = 0.7, 2, 2, 4
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ from making import SCALING, assert_unbiased, estimates, make, rows, vectors
 from torch.testing import assert_close
 
 from dofla.attention import naive_attention
-from dofla.layer import LinearAttention
+from dofla.feature_maps.layer import LinearAttention
 
 PERFORMERS = ["performer", "performer_iid", "performer_redrawn"]
 

@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import dofla
-from dofla.checksums import CHECKSUMS
 from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.standardised import StandardisedMap
 from dofla.integration.checkpoint import WEIGHTS, feature_map_tensors
 from dofla.integration.surgery import linear_layers
+from dofla.storage.checksums import CHECKSUMS
 
 MAPS = sorted(set(FEATURE_MAPS) - {"prf", "none"})
 """The positive random features that nearly all other tests run with are tested in every family there."""

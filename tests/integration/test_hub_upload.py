@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dofla
 from dofla.cli import app
 from dofla.integration.surgery import is_linearized, plan_of, record_of
-from dofla.teacher import open_model
+from dofla.runs.teacher import open_model
 
 CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "checksums.json", "README.md"}
 ADAPTER = {"dofla_adapter.json", "feature_maps.safetensors", "plan.json", "record.json", "README.md"}

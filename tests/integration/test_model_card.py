@@ -15,15 +15,15 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import dofla
-from dofla import workshop
 from dofla.data import TokenWindows
 from dofla.integration.model_card import by_hand, write_card
+from dofla.integration.record import Record, without_folders
 from dofla.integration.surgery import plan_of, record_of
-from dofla.plan import Plan
-from dofla.recipe import Recipe
-from dofla.record import Record, without_folders
-from dofla.run import run
-from dofla.teacher import load_teacher
+from dofla.plans.plan import Plan
+from dofla.runs import workshop
+from dofla.runs.recipe import Recipe
+from dofla.runs.run import run
+from dofla.runs.teacher import load_teacher
 
 FIGURES = {
     "source": "/home/me/my_text.txt.gz (validation)",

@@ -14,7 +14,7 @@ from dofla.integration.profiler import Reservoir
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linear_layers
-from dofla.sampling import leverage_features
+from dofla.profiles.sampling import leverage_features
 
 RAGGED = [6, 10]
 FEW = {"samples": 40, "candidates": 64}

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 import dofla
-from dofla.checksums import CHECKSUMS
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors
 from dofla.integration.surgery import linear_layers, plan_of
+from dofla.storage.checksums import CHECKSUMS
 
 
 @torch.no_grad()

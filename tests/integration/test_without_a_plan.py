@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.hybrid import FEATURE_BYTES, HeadCost, split
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import answering, even_plan, linear_layers, plan_of
+from dofla.plans.hybrid import FEATURE_BYTES, HeadCost, split
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -12,8 +12,9 @@ from playwright.sync_api import Browser, sync_playwright
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dofla.recipe import Recipe
-from dofla.run import run
+from dofla.report import report_on
+from dofla.runs.recipe import Recipe
+from dofla.runs.run import run
 
 WORDS = [f"w{n}" for n in range(60)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -80,5 +81,5 @@ def bert_run(home) -> Path:
 def made(home: Path, model: str, data: dict, students: list[dict], seeds: list[int]) -> Path:
     folder = home / f"{model}-run"
     given = {"model": str(home / model), "seeds": seeds, "data": data, "students": students, **SIZES}
-    run(Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder)
+    run(Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder, finish=report_on)
     return folder

@@ -12,11 +12,11 @@ from command_line import call
 
 import dofla.report
 from dofla.errors import DoflaError
-from dofla.lock import locked
 from dofla.report import html, look, look_closer, read_run, write_report
 from dofla.report.page import run_data
 from dofla.report.runs import LOOK
-from dofla.workshop import Workshop
+from dofla.runs.workshop import Workshop
+from dofla.storage.lock import locked
 
 FIRST = "model.layers.0.self_attn"
 

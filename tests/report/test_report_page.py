@@ -16,13 +16,13 @@ import torch
 
 import dofla
 from dofla.cli import main
-from dofla.curves import Curves, LayerCurve, Point
 from dofla.errors import DoflaError
-from dofla.plan import Plan
-from dofla.profile import HeadStatistics, LayerProfile, Profile
+from dofla.plans.curves import Curves, LayerCurve, Point
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
+from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
 from dofla.report.html import LIMIT
-from dofla.spectrum import Spectrum
 
 SECTIONS = ["answer", "bytes", "layers", "attention", "texts", "speed", "frontier", "repeat"]
 

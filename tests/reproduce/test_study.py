@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dofla.errors import DoflaError
-from dofla.finetune import settings_for
 from dofla.reproduce.methods import STRATEGIES, baselines, paper_methods
 from dofla.reproduce.study import SCALES, STUDIES, Study
+from dofla.tasks.finetune import settings_for
 
 NAMES = sorted(path.stem for path in STUDIES.glob("*.yaml"))
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dofla.reproduce import Figure, Table
 from dofla.reproduce.view import show
-from dofla.view import View
+from dofla.runs.view import View
 
 
 def table(columns=4, rows=3, name="a name"):

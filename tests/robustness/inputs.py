@@ -20,19 +20,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dofla
-from dofla.curves import Curves
-from dofla.distill import distill
-from dofla.files import write_json
+from dofla.distillation import distill
 from dofla.integration.checkpoint import LORA, WEIGHTS, feature_map_tensors
+from dofla.integration.record import RECORD
 from dofla.integration.surgery import plan_of, record_of
-from dofla.plan import Plan
-from dofla.profile import Profile
-from dofla.recipe import Recipe
-from dofla.record import RECORD
-from dofla.report import write_report
-from dofla.run import run
-from dofla.tasks.items import load_task
-from dofla.teacher import load_teacher, load_tokenizer
+from dofla.plans.curves import Curves
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import Profile
+from dofla.report import report_on, write_report
+from dofla.runs.recipe import Recipe
+from dofla.runs.run import run
+from dofla.runs.teacher import load_teacher, load_tokenizer
+from dofla.storage.files import write_json
+from dofla.tasks.reading import load_task
 
 WORDS = [f"w{n}" for n in range(60)]
 LENGTH = 16
@@ -94,7 +94,7 @@ def make(folder: Path, tiny: Any) -> None:
     document = torch.arange(1, 11).unsqueeze(0)
     dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
     recipe = Recipe.load(folder / "recipe.yaml", ["students=[{name: Even, strategy: hybrid}]"])
-    run(recipe, folder / "run")
+    run(recipe, folder / "run", finish=report_on)
 
 
 @dataclass(frozen=True)

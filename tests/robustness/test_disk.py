@@ -15,9 +15,9 @@ import torch
 from command_line import call
 
 from dofla import DoflaError
-from dofla.files import new_folder, read_json, replacing, write_json
-from dofla.lock import locked
-from dofla.tensors import read_tensors, write_tensors
+from dofla.storage.files import new_folder, read_json, replacing, write_json
+from dofla.storage.lock import locked
+from dofla.storage.tensors import read_tensors, write_tensors
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from command_line import call
 
 import dofla
-from dofla.teacher import load_teacher
+from dofla.runs.teacher import load_teacher
 
 MODULE = """
 import pathlib

@@ -48,15 +48,15 @@ def test_quiet_says_nothing(profiling, capsys, before):
 def test_verbose_says_what_is_done(profiling, capsys, made):
     assert call(*profiling, "-v") == 0
     out, err = capsys.readouterr()
-    assert f"dofla.teacher: loading {made / 'model'}" in err
+    assert f"dofla.runs.teacher: loading {made / 'model'}" in err
     assert "4 windows of 16 tokens" in err
-    assert "dofla.files: wrote" not in err
-    assert "dofla.teacher" not in out
+    assert "dofla.storage.files: wrote" not in err
+    assert "dofla.runs.teacher" not in out
 
 
 def test_debug_says_everything(profiling, capsys):
     assert call(*profiling, "--debug") == 0
-    assert "dofla.files: wrote" in capsys.readouterr().err
+    assert "dofla.storage.files: wrote" in capsys.readouterr().err
 
 
 def test_the_log_is_as_it_was_afterwards(profiling):
@@ -74,7 +74,7 @@ def test_an_error_shows_where_it_comes_from_only_when_asked(capsys):
 
 
 def test_a_fault_of_doflas_own_is_one_line_and_exit_code_1(monkeypatch, made, capsys):
-    monkeypatch.setattr("dofla.cli.using.open_student", lambda *_: 1 / 0)
+    monkeypatch.setattr("dofla.runs.teacher.open_student", lambda *_: 1 / 0)
     assert call("generate", made / "adapter", "--prompt", "w1") == 1
     error = capsys.readouterr().err
     assert error == "dofla: unexpected ZeroDivisionError: division by zero (a fault of dofla's: --debug shows where)\n"
@@ -115,7 +115,7 @@ def test_a_generated_text_is_shown_even_when_quiet(made, capsys):
 
 def test_numbers_that_json_does_not_have_are_null(made, monkeypatch, capsys):
     monkeypatch.setattr(
-        "dofla.cli.judging.measure", lambda *_, **__: {"layers": {"a": {"kl": float("inf"), "output_error": 1.0}}}
+        "dofla.evaluation.evaluate", lambda *_, **__: {"layers": {"a": {"kl": float("inf"), "output_error": 1.0}}}
     )
     found = results(capsys, "evaluate", made / "adapter", "--data", made / "text.txt", "--length", 16)
     assert found["layers"]["a"] == {"kl": None, "output_error": 1.0}

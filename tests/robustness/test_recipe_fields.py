@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trials import Trials
 
 from dofla import DoflaError
-from dofla.recipe import Recipe, StudentSpec
 from dofla.reproduce.study import Study
+from dofla.runs.recipe import Recipe, StudentSpec
 
 VALUES = (-1, 0, 0.5, 2**40, 1e300, float("nan"), "x", "", [], {}, None, True)
 LASTING = ("windows", "steps", "epochs", "samples", "new_tokens", "prompts")
@@ -41,7 +41,7 @@ def changes_to(section: str, name: str, value: object) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("section", ["", *Recipe.sections, "students"])
 def test_every_field_of_a_recipe(made, tmp_path, capsys, monkeypatch, section):
-    monkeypatch.setattr("dofla.run.write_report", lambda *_, **__: None)  # its timings take most of a run
+    monkeypatch.setattr("dofla.cli.pipeline.report_on", lambda _: None)  # its timings take most of a run
     trials = Trials("fields of recipes")
     for name in fields_of(section):
         for value in VALUES:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 
 import dofla
 from dofla.integration.reading import check_readable
-from dofla.teacher import load_teacher, load_tokenizer
+from dofla.runs.teacher import load_teacher, load_tokenizer
 
 TEXT = ["--length", LENGTH, "--windows", 4, "--samples", 16]
 

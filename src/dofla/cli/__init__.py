@@ -1,4 +1,8 @@
-"""The command line: one verb per step, files in between."""
+"""The command line: one verb per step, files in between.
+
+Each verb imports what it works with when it is called: help, the version and a mistyped option need neither torch nor
+transformers, and do not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 
 from dofla import __version__
@@ -60,7 +63,11 @@ def main() -> None:
     except (DoflaError, OSError) as error:
         _fail(error, str(error), 2)
     except Exception as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        if (
+            isinstance(error, MemoryError)
+            or type(error).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in str(error)
+        ):
             _fail(error, "not enough memory: give a smaller batch size or length, or a smaller model", 2)
         _fail(error, f"unexpected {type(error).__name__}: {error} (a fault of dofla's: --debug shows where)", 1)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dofla.cli.options import Dtype, Seed
 from dofla.cli.verb import current_view
-from dofla.finetune.loop import FineTuneResult
-from dofla.finetune.run import MODEL, run_finetune
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dofla.tasks.finetune.loop import FineTuneResult
 
 
 def finetune(
@@ -40,6 +42,8 @@ def finetune(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Teach a model, softmax or linear, a multiple-choice task."""
+    from dofla.runs.finetune import MODEL, run_finetune
+
     given = {"learning_rate": learning_rate, "batch_size": batch_size, "epochs": epochs, "keep": keep}
     view = current_view()
     result = run_finetune(
@@ -67,6 +71,8 @@ def finetune(
 
 def epochs_table(result: FineTuneResult) -> Table:
     """Epochs down; the kept one has a star."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("epoch", "loss", "accuracy", "per character", "training", "testing"):
         table.add_column(title, justify="right")

@@ -19,18 +19,7 @@ from dofla.cli.options import (
     refuse_existing,
 )
 from dofla.cli.verb import current_view
-from dofla.data import TokenWindows
-from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
-from dofla.evaluate import evaluate as measure
-from dofla.evaluate.probe import PROBES
-from dofla.evaluate.probe import probe as look_closer
-from dofla.evaluate.view_probe import probe_view
-from dofla.files import write_json
-from dofla.integration.surgery import describe
-from dofla.recipe import DataSpec
-from dofla.tasks import evaluate_tasks
-from dofla.teacher import open_student, windows_of
 
 
 def evaluate(
@@ -50,6 +39,13 @@ def evaluate(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Compare a student with the softmax model it was, on held-out text and on tasks."""
+    from dofla.evaluation import evaluate as measure
+    from dofla.integration.surgery import describe
+    from dofla.runs.recipe import DataSpec
+    from dofla.runs.teacher import open_student, windows_of
+    from dofla.storage.files import write_json
+    from dofla.tasks import evaluate_tasks
+
     refuse_existing(out)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if data is None and not names:
@@ -59,7 +55,7 @@ def evaluate(
     figures: dict[str, Any] = {}
     if data is not None:
         spec = DataSpec(data, length, windows, split="validation", padded=padded)
-        tokens: TokenWindows = windows_of(spec, model, tokenizer, seed=seed)
+        tokens = windows_of(spec, model, tokenizer, seed=seed)
         with view.progress("evaluate") as progress:
             figures = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
         view.evaluation(figures)
@@ -92,6 +88,14 @@ def probe(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """See what a student still does with its context: all probes, or those named."""
+    from dofla.evaluation.probe import PROBES
+    from dofla.evaluation.probe import probe as look_closer
+    from dofla.evaluation.view_probe import probe_view
+    from dofla.runs.demo.recall import Villagers
+    from dofla.runs.recipe import DataSpec
+    from dofla.runs.teacher import open_student, windows_of
+    from dofla.storage.files import write_json
+
     refuse_existing(out)
     view = current_view()
     model, tokenizer = open_student(student, dtype)

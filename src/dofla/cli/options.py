@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from dofla.errors import DoflaError
-from dofla.files import cannot_write
 
 
 def _seed(value: int) -> int:
@@ -52,4 +51,6 @@ def refuse_existing(path: Path | None) -> None:
     if not path.parent.is_dir():
         raise DoflaError(f"cannot write {path}: there is no folder {path.parent}: make it first")
     if not os.access(path.parent, os.W_OK):
+        from dofla.storage.files import cannot_write
+
         raise cannot_write(path, errno.EACCES)

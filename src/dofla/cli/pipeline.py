@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.allocate import allocate as make_plan
 from dofla.cli.options import (
     BatchSize,
     Data,
@@ -27,24 +26,10 @@ from dofla.cli.options import (
     refuse_existing,
 )
 from dofla.cli.verb import current_view
-from dofla.curves import Curves
-from dofla.distill import distill as train
-from dofla.distill import measure_curves, tracked
 from dofla.errors import DoflaError
-from dofla.files import new_folder
-from dofla.integration.checkpoint import write_adapter
-from dofla.integration.profiler import profile as make_profile
-from dofla.integration.surgery import linearize
-from dofla.lock import locked
-from dofla.plan import Plan
-from dofla.profile import Profile
-from dofla.recipe import DataSpec, Recipe
-from dofla.report import write_plan_page, write_profile_page
-from dofla.run import run as run_recipe
-from dofla.spectrum import DEFAULT_LAMBDA
-from dofla.teacher import load_teacher, windows_of
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
 Html = Annotated[Path | None, typer.Option(help="Page to write as well, with sliders for tolerance and budget.")]
 
 
@@ -66,6 +51,12 @@ def profile(
     html: Html = None,
 ) -> dict[str, Any]:
     """Measure the degrees of freedom of every attention head."""
+    from dofla.integration.profiler import profile as make_profile
+    from dofla.report import write_profile_page
+    from dofla.runs.recipe import DataSpec
+    from dofla.runs.teacher import load_teacher, windows_of
+    from dofla.storage.files import new_folder
+
     refuse_existing(html)
     view = current_view()
     with new_folder(out) as folder:
@@ -120,6 +111,11 @@ def allocate(
     html: Html = None,
 ) -> dict[str, Any]:
     """Give each layer its state: features, a window, sinks."""
+    from dofla.plans.allocate import allocate as make_plan
+    from dofla.plans.curves import Curves
+    from dofla.profiles.profile import Profile
+    from dofla.report import write_plan_page
+
     refuse_existing(out)
     refuse_existing(html)
     options = {"lam": lam, "over_heads": over_heads, "per_head": per_head, "window": window, "sinks": sinks}
@@ -154,6 +150,10 @@ def curves(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Measure what each layer loses at several sizes, and what that does to the model."""
+    from dofla.distillation import measure_curves
+    from dofla.runs.recipe import DataSpec
+    from dofla.runs.teacher import load_teacher, windows_of
+
     refuse_existing(out)
     view = current_view()
     teacher, tokenizer = load_teacher(model, dtype)
@@ -200,6 +200,16 @@ def distill(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Train the feature maps, layer by layer, against the model's own softmax attention."""
+    from dofla.distillation import distill as train
+    from dofla.distillation import tracked
+    from dofla.integration.checkpoint import write_adapter
+    from dofla.integration.surgery import linearize
+    from dofla.plans.plan import Plan
+    from dofla.runs.recipe import DataSpec
+    from dofla.runs.teacher import load_teacher, windows_of
+    from dofla.storage.files import new_folder
+    from dofla.storage.lock import locked
+
     adapter = out / "adapter"
     if adapter.exists():
         raise DoflaError(f"{adapter} exists already: this distillation is finished; choose another folder")
@@ -257,8 +267,12 @@ def demo(
 
 
 def _run(path: Path, change: list[str] | None, track: list[str] | None, out: Path) -> dict[str, Any]:
+    from dofla.report import report_on
+    from dofla.runs.recipe import Recipe
+    from dofla.runs.run import run as run_recipe
+
     recipe, view = Recipe.load(path, change), current_view()
     recipe.track += track or []
-    results = run_recipe(recipe, out, view)
+    results = run_recipe(recipe, out, view, report_on)
     view.say(f"\neverything is in {out}")
     return {"folder": out, **results}

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.verb import current_view
-from dofla.report import REPORT, write_report
-from dofla.view import size
 
 
 def report(
@@ -19,6 +17,9 @@ def report(
     ] = None,
 ) -> dict[str, Any]:
     """Write a page about one or more runs, one HTML file that needs no network."""
+    from dofla.report import REPORT, write_report
+    from dofla.runs.view import size
+
     view = current_view()
     path = write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT)), view=view)
     view.say(f"{path} ({size(path.stat().st_size)})")

@@ -10,24 +10,25 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.verb import current_view
-from dofla.reproduce.run import TABLES
-from dofla.reproduce.run import reproduce as make_tables
-from dofla.reproduce.study import Study
+
+NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, probe, 3, 6"
+"""Of :data:`dofla.reproduce.TABLES`."""
 
 
 def reproduce(
     model: Annotated[
         str, typer.Option(help="gpt2, pythia-1b, smollm2-135m, minilm, demo; or any folder or hub name.")
     ] = "demo",
-    table: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(TABLES)}, or all (the default); repeatable.")
-    ] = None,
+    table: Annotated[list[str] | None, typer.Option(help=f"{NAMES}, or all (the default); repeatable.")] = None,
     seeds: Annotated[int, typer.Option(help="Seeds, from 0.")] = 3,
     scale: Annotated[str, typer.Option(help="full, or small: what a laptop can do.")] = "full",
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/reproduce-MODEL-SCALE. It goes on.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value of the study; repeatable.")] = None,
 ) -> dict[str, Any]:
     """Make the paper's tables for a model, beside the published figures."""
+    from dofla.reproduce.run import reproduce as make_tables
+    from dofla.reproduce.study import Study
+
     study = Study.of(model, scale, seeds, change)
     name = "-".join(re.findall("[a-z0-9]+", Path(model).name.lower()))
     folder = out or Path("runs") / f"reproduce-{name}-{scale}"

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import Tensor
 
 from dofla.cli.options import Dtype, Seed, StudentArgument
 from dofla.cli.verb import current_view
-from dofla.data import read_documents
-from dofla.distill.steps import check_numbers
 from dofla.errors import DoflaError, about
-from dofla.integration.prompt_state import load_state, read_prompt, save_state
-from dofla.integration.reading import check_readable
-from dofla.teacher import open_student
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def generate(
@@ -33,6 +29,12 @@ def generate(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Continue a text with a student."""
+    import torch
+
+    from dofla.distillation.steps import check_numbers
+    from dofla.integration.reading import check_readable
+    from dofla.runs.teacher import open_student
+
     check_numbers(new_tokens=new_tokens)
     model, tokenizer = open_student(student, dtype)
     ids, options = _tokens(tokenizer, prompt, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
@@ -70,6 +72,9 @@ def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
 
 def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:
     """The tokens and the cache to go on from, read from ``path`` or, the first time, from ``document``."""
+    from dofla.data import read_documents
+    from dofla.integration.prompt_state import load_state, read_prompt, save_state
+
     if path is None:
         if document is not None:
             raise DoflaError(f"--document {document} needs --prompt-state FILE, where its state is kept")

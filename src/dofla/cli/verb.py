@@ -13,14 +13,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from transformers.utils import logging as transformers_logging
 
 from dofla.errors import DoflaError
-from dofla.processes import is_first
-from dofla.view import View
+
+if TYPE_CHECKING:
+    from dofla.runs.view import View
 
 _SAID = "What is said"
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_SAID)]
@@ -72,6 +72,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
 
     @wraps(function)
     def command(ctx: typer.Context, **given: Any) -> None:
+        from dofla.storage.processes import is_first
+
         manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
         with _showing(manner):
             for name, value in given.items():
@@ -103,6 +105,11 @@ def _check(name: str, value: Any) -> None:
 @contextmanager
 def _showing(manner: Manner) -> Iterator[None]:
     """Within the block there is a view, and what is logged is shown on it."""
+    from transformers.utils import logging as transformers_logging
+
+    from dofla.runs.view import View
+    from dofla.storage.processes import is_first
+
     MANNER.set(manner)
     _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()

@@ -1,8 +1,10 @@
-"""Text, token files and the model's own samples → windows of tokens."""
+"""Text and token files → windows of tokens, the one thing that all measuring, training and judging reads.
+
+Knows tokenizers by what they do, and no model: a model's own samples are drawn in ``integration``.
+"""
 
 from dofla.data.documents import read_documents
-from dofla.data.packing import token_windows
-from dofla.data.sampling import self_sample
+from dofla.data.packing import text_windows
 from dofla.data.windows import Images, TokenWindows, as_windows, batches, predicted
 
 __all__ = [
@@ -12,6 +14,5 @@ __all__ = [
     "batches",
     "predicted",
     "read_documents",
-    "self_sample",
-    "token_windows",
+    "text_windows",
 ]

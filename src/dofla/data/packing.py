@@ -6,7 +6,6 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,19 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from dofla.data.documents import Source, describe, files_of, read_documents
-from dofla.data.sampling import self_sample, separator_id
 from dofla.data.windows import TokenWindows
 from dofla.errors import DoflaError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 # Enough text per call for a fast tokenizer to use its threads, little enough that few windows stay cheap.
 _BATCH_CHARACTERS = 1 << 18
 _SHORTEST_LINE = 20
 
 
-def token_windows(
+def text_windows(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -34,50 +32,12 @@ def token_windows(
     windows: int | None = None,
     split: str = "train",
     holdout: float = 0.05,
-    seed: int = 0,
     text_field: str = "text",
     padded: bool = False,
-    model: PreTrainedModel | None = None,
 ) -> TokenWindows:
-    """Windows of tokens from any source, in the order of its documents; the same each time.
-
-    Packed windows are for causal models: before each document stands one separator, the first of bos, eos, cls, sep
-    that the tokenizer has, if any; the stream is cut into windows, and the tail that fills none is dropped. Padded ones
-    are for encoders: each document is a window, or, if it has several lines, each line above 20 characters is; with
-    special tokens, truncated at ``length``, padded on the right to the longest of the result.
-
-    Args:
-        source: what :func:`dofla.data.read_documents` takes; or a .safetensors file whose tensor ``input_ids`` [N, L]
-            holds unpadded tokens, L ≥ length, each row cut into L // length windows; or the word ``self``, samples of
-            ``model`` itself.
-        tokenizer: of the model that the windows are for.
-        length: tokens per window; of padded ones, at most.
-        windows: how many at most; None takes all the source has (``self`` needs a number).
-        split: ``train``, ``validation`` or ``all``. A document (a row of a token file) is in validation if a hash of
-            its text is below ``holdout``: membership depends on nothing else. For ``self`` each split is a stream of
-            random numbers of its own.
-        holdout: fraction in [0, 1) of the documents that are for validation.
-        seed: of the samples that ``self`` draws, and of nothing else.
-        text_field: where the text stands in records.
-        padded: one text per window instead of packed ones.
-        model: to sample from, for ``self``.
-
-    Returns:
-        At most ``windows`` windows, input_ids [N, length]; padded ones with a mask and their texts.
-
-    Raises:
-        DoflaError: bad arguments; a bad source, or one with too little text for one window.
-    """
-    if length < 2:
-        raise DoflaError(f"length: {length}; windows need 2 tokens or more")
-    if windows is not None and windows < 1:
-        raise DoflaError(f"windows: {windows}; ask for 1 or more, or None for all")
-    keep = _membership(split, holdout)
-    if source == "self":
-        if model is None or windows is None:
-            raise DoflaError(f'source "self": no {"model" if model is None else "number of windows"} given; give one')
-        samples = self_sample(model, tokenizer, count=windows, length=length, seed=_stream(seed, split))
-        return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
+    """Windows of tokens from text or token files; see :func:`dofla.token_windows`."""
+    check_cut(length, windows)
+    keep = membership(split, holdout)
     name = f"{describe(source)} ({split})"
     if (path := _token_file(source)) is not None:
         return _from_token_file(path, name, length, windows, keep)
@@ -86,7 +46,22 @@ def token_windows(
     return make(documents, tokenizer, name, length, windows)
 
 
-def _membership(split: str, holdout: float) -> Callable[[bytes], bool]:
+def check_cut(length: int, windows: int | None) -> None:
+    """DoflaError unless windows of this length and number can be cut."""
+    if length < 2:
+        raise DoflaError(f"length: {length}; windows need 2 tokens or more")
+    if windows is not None and windows < 1:
+        raise DoflaError(f"windows: {windows}; ask for 1 or more, or None for all")
+
+
+def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that stands before a document: the first of bos, eos, cls, sep that the tokenizer has, if any."""
+    candidates = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
+    return next((token for token in candidates if token is not None), None)
+
+
+def membership(split: str, holdout: float) -> Callable[[bytes], bool]:
+    """Whether a document, as bytes, is in the split; DoflaError for a split or a fraction that there is not."""
     if not 0 <= holdout < 1:
         raise DoflaError(f"holdout: {holdout}; give a fraction from 0 up to but not including 1")
     if split == "all":
@@ -101,7 +76,8 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-def _stream(seed: int, split: str) -> int:
+def stream_seed(seed: int, split: str) -> int:
+    """The seed of a split's own stream of random numbers."""
     return _hash(f"{split} {seed}".encode()) >> 1  # torch seeds are signed 64-bit numbers
 
 

@@ -1,4 +1,7 @@
-"""Feature maps, one small file each. To add one: write the file, add a line to ``FEATURE_MAPS``."""
+"""Feature maps, one small file each, and the layer that holds those of its heads.
+
+To add one: write the file, add a line to ``FEATURE_MAPS``. Knows the arithmetic of attention, and no model.
+"""
 
 from __future__ import annotations
 

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dofla.checksums import check_checksums
 from dofla.errors import DoflaError, about
-from dofla.files import new_folder, read_json, write_json
 from dofla.integration.hub import fetch
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
+from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
 from dofla.integration.streaming import device_map
 from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
-from dofla.plan import Plan
-from dofla.processes import processes
-from dofla.record import RECORD, Record
-from dofla.tensors import read_tensors, write_tensors
+from dofla.plans.plan import Plan
+from dofla.storage.checksums import check_checksums
+from dofla.storage.files import new_folder, read_json, write_json
+from dofla.storage.processes import processes
+from dofla.storage.tensors import read_tensors, write_tensors
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dofla.extras import extra
 from dofla.integration.trained import keep_original
+from dofla.storage.extras import extra
 
 _A, _B = ".lora_A", ".lora_B"
 _ADAPTER = "default"  # peft's name for it

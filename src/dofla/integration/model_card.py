@@ -14,9 +14,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto import modeling_auto
 
 import dofla
-from dofla.files import replacing
-from dofla.plan import LayerPlan, Plan
-from dofla.record import Figure, Record
+from dofla.integration.record import Figure, Record
+from dofla.plans.plan import LayerPlan, Plan
+from dofla.storage.files import replacing
 
 README = "README.md"
 _TEMPLATE = Path(__file__).with_suffix(".md")

@@ -15,8 +15,8 @@ from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, evaluation_mode
 from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
-from dofla.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
-from dofla.spectrum import NORMALIZATIONS, gram_spectrum
+from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
+from dofla.profiles.spectrum import NORMALIZATIONS, gram_spectrum
 
 MASS_FIRST = (1, 4)
 MASS_LAST = (4, 8, 16, 32)
@@ -141,7 +141,7 @@ def profile(
         tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
         samples: J, vectors per KV head.
         batch_size: windows per forward pass.
-        normalization: of the Gram matrix, see :func:`dofla.spectrum.degrees_of_freedom`.
+        normalization: of the Gram matrix, see :func:`dofla.profiles.spectrum.degrees_of_freedom`.
         keep_softmax: attention modules to leave out, for instance those that linear attention cannot express.
         seed: of the reservoir.
         progress: called with (stage, done, total) after each batch ("reading") and each layer ("spectra").

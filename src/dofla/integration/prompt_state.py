@@ -12,11 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dofla.attention import FeatureState, PackedTokens, State, TokenBuffer
 from dofla.errors import DoflaError
+from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
 from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
-from dofla.layer import LinearAttention
-from dofla.tensors import read_tensors, write_tensors
+from dofla.storage.tensors import read_tensors, write_tensors
 
 _PARTS = ("features", "window", "sinks")
 

@@ -14,9 +14,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.errors import DoflaError
+from dofla.integration.attaching import attach, renamed, softmax_implementation
 from dofla.integration.interface import LINEAR
-from dofla.plan import Plan
-from dofla.record import Record
+from dofla.integration.record import Record
+from dofla.plans.plan import Plan
 
 METHOD = "dofla"
 
@@ -47,8 +48,6 @@ class DoflaQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        from dofla.integration.surgery import attach, renamed, softmax_implementation
-
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)
         attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}

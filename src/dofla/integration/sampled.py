@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, as_windows, batches
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
+from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.profiler import Reservoir
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import AttachedLinearAttention, linear_layers
-from dofla.sampling import leverage_features
-from dofla.spectrum import DEFAULT_LAMBDA
+from dofla.integration.surgery import linear_layers
+from dofla.profiles.sampling import leverage_features
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 
 def sample_features(
@@ -34,8 +35,8 @@ def sample_features(
     """Draw z and alpha of every ``prf`` head from the optimal density (arXiv 2507.03340, section 2, Theorem 3).
 
     The model runs with softmax attention and a reservoir keeps ``samples`` queries and keys per KV head; then each
-    head's features are drawn by :func:`dofla.sampling.leverage_features`, one head independent of the others. If
-    anything fails, no feature has changed.
+    head's features are drawn by :func:`dofla.profiles.sampling.leverage_features`, one head independent of the
+    others. If anything fails, no feature has changed.
 
     This is the estimate of K that Theorem 3 is about, and near K at the vectors it was drawn for. Attention sees K
     normalised over keys, and there the rows of short queries count as much as those of long ones, which have nearly
@@ -47,7 +48,7 @@ def sample_features(
         lam: λ, relative to the trace of each head's operator.
         samples: J, vectors per KV head.
         candidates: of which each head's features are chosen.
-        proposal: a name in :data:`dofla.sampling.PROPOSALS`.
+        proposal: a name in :data:`dofla.profiles.sampling.PROPOSALS`.
         batch_size: windows per forward pass.
         seed: of the reservoir and of the draws.
         progress: called with (stage, done, total) after each batch ("reading") and each layer ("drawing").

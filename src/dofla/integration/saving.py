@@ -17,12 +17,12 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard
 from transformers import PreTrainedModel
 
-from dofla.checksums import write_checksums
-from dofla.files import replacing
 from dofla.integration.hub import has_own_card, licence_of
 from dofla.integration.model_card import README, by_hand, write_card
 from dofla.integration.quantizer import DoflaConfig
-from dofla.record import Record
+from dofla.integration.record import Record
+from dofla.storage.checksums import write_checksums
+from dofla.storage.files import replacing
 
 _own_card: ContextVar[bytes | None] = ContextVar("dofla_own_card", default=None)
 """The README.md that a person has put into the folder being saved to."""

@@ -10,16 +10,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dofla.checksums import renew_checksum
 from dofla.errors import DoflaError, about
-from dofla.files import read_json, write_json
 from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, save_adapter
 from dofla.integration.hub import hub_name, upload
 from dofla.integration.model_card import write_card
 from dofla.integration.quantizer import METHOD, DoflaConfig
+from dofla.integration.record import RECORD, Record
 from dofla.integration.surgery import plan_of, record_of
-from dofla.plan import Plan
-from dofla.record import RECORD, Record
+from dofla.plans.plan import Plan
+from dofla.storage.checksums import renew_checksum
+from dofla.storage.files import read_json, write_json
 
 
 def note(

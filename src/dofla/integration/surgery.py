@@ -1,60 +1,25 @@
-"""Attaching feature maps to a model in place, and taking them off again."""
+"""Turning a model into a student in place, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dofla.attention import State
 from dofla.errors import DoflaError
-from dofla.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
-from dofla.integration.cache import hand_over_cache
+from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation
 from dofla.integration.hub import hub_name
 from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
+from dofla.integration.record import Record
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept
-from dofla.integration.streaming.layers import in_memory
 from dofla.integration.trained import original_weights, put_back
-from dofla.layer import LinearAttention
-from dofla.plan import LayerPlan, Plan
-from dofla.record import Record
-
-
-class AttachedLinearAttention(LinearAttention):
-    """Linear attention as the submodule ``dofla`` of an attention module.
-
-    Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
-    half-precision log-feature would be off by whole factors.
-    """
-
-    def __init__(self, layer: LayerPlan, beside_softmax: bool) -> None:
-        features, window, sinks = zip(*layer.sizes, strict=True)
-        super().__init__(layer.feature_map, features, layer.head_dim, window, sinks, layer.token_dtype)
-        self.name = layer.name
-        self.beside_softmax = beside_softmax
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        def move_only(t: Tensor) -> Tensor:
-            moved = fn(t)
-            return moved if moved.dtype == t.dtype else t.to(moved.device)
-
-        return super()._apply(move_only, recurse)
-
-    # accelerate brings offloaded weights back when their module is called, and maps never are.
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
-        with in_memory(self):
-            return super().forward(*args, **kwargs)
-
-    def log_scores(self, *args: Any, **kwargs: Any) -> Tensor:
-        with in_memory(self):
-            return super().log_scores(*args, **kwargs)
+from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
+from dofla.plans.plan import LayerPlan, Plan
 
 
 def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int = 64, seed: int = 0) -> PreTrainedModel:
@@ -102,7 +67,7 @@ def even_plan(
 
     Args:
         model: its shapes, and its dtype.
-        budget: in features per KV head, whose bytes are spent as :func:`dofla.hybrid.split` says.
+        budget: in features per KV head, whose bytes are spent as :func:`dofla.plans.hybrid.split` says.
         share: of the bytes, what goes to exact tokens.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
         token_dtype: how exact tokens are kept; default eight bits, but for an encoder.
@@ -123,43 +88,6 @@ def even_plan(
             layers.append(LayerPlan(*shape, *even_size(budget, cost, share), feature_map, kept_as))
     made_by = {"strategy": "hybrid", "budget": budget, "share": share}
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
-
-
-def softmax_implementation(model: PreTrainedModel) -> str:
-    """The attention a model not yet linearised runs with. Ours in its place (asked for when loading, or taken over
-    with the config of a student) says nothing; then it is the model's default."""
-    name = model.config._attn_implementation
-    return model.get_correct_attn_implementation(None) if name == LINEAR else name
-
-
-def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
-    """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
-    attached = []
-    linear = [layer for layer in plan.layers if not layer.keep_softmax]
-    for layer in linear:
-        try:
-            module = model.get_submodule(layer.name)
-        except AttributeError:
-            raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
-        module.dofla = AttachedLinearAttention(layer, beside_softmax=len(linear) < len(plan.layers))
-        device = next(module.parameters()).device
-        module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
-        module.dofla.train(module.training)
-        module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
-        attached.append(module.dofla)
-    return attached
-
-
-def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
-    """The plan with the names its layers have in ``model``, which may be the body alone of the model it was made
-    for, or the same body under another head."""
-    prefix = f"{model.base_model_prefix}."
-    modules = dict(model.named_modules())
-    layers = []
-    for layer in plan.layers:
-        names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
-        layers.append(replace(layer, name=next((name for name in names if name in modules), layer.name)))
-    return replace(plan, layers=layers)
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,4 +1,7 @@
-"""The page: what became of a model, what it cost, and everything needed to repeat it, in one HTML file."""
+"""The page: what became of a model, what it cost, and everything needed to repeat it, in one HTML file.
+
+Reads the folders that ``runs`` leaves, and measures what a reader wants to see and they do not hold.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import dofla
-from dofla.curves import Curves
 from dofla.errors import DoflaError
-from dofla.lock import locked
-from dofla.plan import Plan
-from dofla.profile import Profile
+from dofla.plans.curves import Curves
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import Profile
 from dofla.report.html import write_page
 from dofla.report.look import look_closer, missing
 from dofla.report.page import layers_of, model_title, run_data
 from dofla.report.runs import RunRecord, read_run
 from dofla.report.tables import slider_tables
 from dofla.report.verdict import RULE
-from dofla.view import View
-from dofla.workshop import Workshop
+from dofla.runs.view import View
+from dofla.runs.workshop import Workshop
+from dofla.storage.lock import locked
 
 REPORT = "report.html"
 
@@ -50,6 +53,12 @@ def write_report(
         if missing(run):
             _look(run, workshop, view)
     return write_page(out, _page([run_data(run) for run in runs]))
+
+
+def report_on(workshop: Workshop) -> Path:
+    """Write ``report.html`` beside what the workshop has made; see :func:`write_report`."""
+    folder = workshop.folder
+    return write_report([folder], folder / REPORT, workshop=workshop, view=workshop.view)
 
 
 def _look(run: RunRecord, workshop: Workshop | None, view: View) -> None:

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dofla.errors import DoflaError
-from dofla.files import replacing
+from dofla.storage.files import replacing
 
 LIMIT = 5_000_000
 """Bytes of a page at most."""

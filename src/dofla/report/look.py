@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, batches
-from dofla.demo.recall import Villagers
-from dofla.distill import calibrate
+from dofla.distillation import calibrate
+from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
-from dofla.evaluate.fidelity import attention_fidelity
-from dofla.evaluate.probe import probe
-from dofla.files import write_json
+from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linearize, restore
@@ -24,7 +22,9 @@ from dofla.report.maps import attention_maps, moved, packed, sentence, token_tex
 from dofla.report.runs import LOOK, RunRecord, StudentRecord
 from dofla.report.speed import timings
 from dofla.report.texts import side_by_side
-from dofla.workshop import Workshop, machine
+from dofla.runs.demo.recall import Villagers
+from dofla.runs.workshop import Workshop, machine
+from dofla.storage.files import write_json
 
 MOST = 8
 """Students of a run that are looked at closely: those that lost least."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.distill.losses import student_log_scores
+from dofla.distillation.losses import student_log_scores
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.surgery import linear_layers, softmax
 

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from dofla.demo import teacher_path
-from dofla.files import read_json
-from dofla.plan import LayerPlan
-from dofla.recipe import Recipe
+from dofla.plans.plan import LayerPlan
 from dofla.report.look import passed_over
 from dofla.report.maps import LEVELS
 from dofla.report.recall import by_distance, forgets_from
@@ -24,6 +21,9 @@ from dofla.report.runs import LOOK, RunRecord, StudentRecord, naming
 from dofla.report.speed import crossing
 from dofla.report.tables import slider_tables
 from dofla.report.verdict import Figures, verdict
+from dofla.runs.demo import teacher_path
+from dofla.runs.recipe import Recipe
+from dofla.storage.files import read_json
 
 _CURVE_POINTS = 80
 

@@ -14,7 +14,7 @@ def by_distance(recall: dict[str, Any]) -> list[dict[str, Any]]:
     """Recall of both models at distances of about 16, 32, 64, ... tokens, the nearest first.
 
     Args:
-        recall: ``text`` and ``records`` of :func:`dofla.evaluate.probe.probe`. The length of a record of *villagers*
+        recall: ``text`` and ``records`` of :func:`dofla.evaluation.probe.probe`. The length of a record of *villagers*
             is the distance; elsewhere it follows from length and depth.
 
     Returns:

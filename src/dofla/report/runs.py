@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dofla.curves import Curves
 from dofla.errors import DoflaError
-from dofla.files import read_json
-from dofla.plan import Plan
-from dofla.profile import Profile
-from dofla.recipe import Recipe, read_yaml
+from dofla.plans.curves import Curves
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import Profile
+from dofla.runs.recipe import Recipe, read_yaml
+from dofla.storage.files import read_json
 
 RECIPES = ("recipe.yaml", "study.yaml")
 LOOK = "report.json"

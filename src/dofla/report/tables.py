@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dofla.curves import Curves, Shape, best_sizes
-from dofla.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
-from dofla.profile import LayerProfile, Profile
+from dofla.plans.curves import Curves, Shape, best_sizes
+from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
+from dofla.profiles.profile import LayerProfile, Profile
 
 LAMBDAS = tuple(float(f"{digits}e{power}") for power in range(-5, 0) for digits in (1, 1.5, 2, 3, 5, 7))
 """Tolerances that the slider stops at, beside the recipe's own."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.evaluate.generation import check_room, decode
+from dofla.evaluation.generation import check_room, decode
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
 from dofla.report.maps import token_texts

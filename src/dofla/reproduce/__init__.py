@@ -1,4 +1,7 @@
-"""The tables of arXiv 2507.03340, on models that you can run: the studies, the measures, the tables."""
+"""The tables of arXiv 2507.03340, on models that you can run: the studies, the measures, the tables.
+
+Makes its students in the workshop of ``runs``; nothing but the command line knows of it.
+"""
 
 from dofla.reproduce.run import TABLES, reproduce
 from dofla.reproduce.study import Study

@@ -12,19 +12,19 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dofla.demo.tasks import demo_tasks
 from dofla.errors import DoflaError
-from dofla.finetune import finetune, settings_for
-from dofla.finetune.data import from_hub, train_and_test
-from dofla.recipe import StudentSpec
 from dofla.reproduce import paper
 from dofla.reproduce.bench import Bench
 from dofla.reproduce.methods import baselines, paper_methods, trained, wide
 from dofla.reproduce.table import Cell, Figure, Table
+from dofla.runs.demo.tasks import demo_tasks
+from dofla.runs.recipe import StudentSpec
 from dofla.tasks import Task, load_task
 from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
+from dofla.tasks.finetune import finetune, settings_for
+from dofla.tasks.finetune.data import from_hub, train_and_test
 from dofla.tasks.hub import hub_task
-from dofla.tasks.items import task_file
+from dofla.tasks.reading import task_file
 from dofla.tasks.scores import TaskScores
 from dofla.tasks.scoring import score
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dofla.distill import DIRECT
-from dofla.evaluate import evaluate
-from dofla.files import read_json, write_json
-from dofla.recipe import StudentSpec
+from dofla.distillation import DIRECT
+from dofla.evaluation import evaluate
 from dofla.reproduce.methods import LOSSES
 from dofla.reproduce.study import Study
 from dofla.reproduce.table import Figure
+from dofla.runs.recipe import StudentSpec
+from dofla.runs.view import View
+from dofla.runs.workshop import Workshop, claim
+from dofla.storage.files import read_json, write_json
 from dofla.tasks import Task
-from dofla.view import View
-from dofla.workshop import Workshop, claim
 
 STUDY = "study.yaml"
 

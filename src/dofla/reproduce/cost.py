@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dofla.distill import distill
+from dofla.distillation import distill
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import linearize, restore
-from dofla.plan import Plan
-from dofla.recipe import StudentSpec
+from dofla.plans.plan import Plan
 from dofla.reproduce import paper
 from dofla.reproduce.bench import Bench
 from dofla.reproduce.methods import LOSSES, STRATEGIES, baselines, trained
 from dofla.reproduce.table import Figure, Table
+from dofla.runs.recipe import StudentSpec
 
 _PROMPT, _REPEATS = 16, 2
 _CONTEXTS = (1_000, 16_000)

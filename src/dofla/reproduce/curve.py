@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dofla.error_curve import METHODS, error_curve, features_needed, rank_correlation
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
+from dofla.profiles.error_curve import METHODS, error_curve, features_needed, rank_correlation
 from dofla.reproduce.bench import Bench
 from dofla.reproduce.table import Figure, Table
 

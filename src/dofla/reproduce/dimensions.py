@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 
-from dofla.error_curve import rank_correlation
-from dofla.recipe import StudentSpec
+from dofla.profiles.error_curve import rank_correlation
+from dofla.profiles.spectrum import NORMALIZATIONS
 from dofla.reproduce import paper
 from dofla.reproduce.bench import Bench, per_seed
 from dofla.reproduce.methods import scaled, trained
 from dofla.reproduce.table import Figure, Table
-from dofla.spectrum import NORMALIZATIONS
+from dofla.runs.recipe import StudentSpec
 
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""

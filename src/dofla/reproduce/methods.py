@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dofla.recipe import StudentSpec
-from dofla.workshop import Workshop
+from dofla.runs.recipe import StudentSpec
+from dofla.runs.workshop import Workshop
 
 STRATEGIES = {"Fix": "fixed", "DoF": "dof", "DoF + Clip": "dof_clip"}
 LOSSES = ("direct", "softmax", "l2")

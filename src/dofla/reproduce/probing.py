@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dofla.demo.recall import Villagers
 from dofla.errors import DoflaError
-from dofla.evaluate.probe import PROBES, probe
-from dofla.evaluate.recall import RecallText, WordPairs
-from dofla.recipe import StudentSpec
+from dofla.evaluation.probe import PROBES, probe
+from dofla.evaluation.recall import RecallText, WordPairs
 from dofla.reproduce.bench import Bench, recalled
 from dofla.reproduce.methods import baselines, other_maps, trained
 from dofla.reproduce.table import Cell, Figure, Table
+from dofla.runs.demo.recall import Villagers
+from dofla.runs.recipe import StudentSpec
 
 
 def likelihood_and_generation(bench: Bench) -> Table:

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from dofla.error_curve import rank_correlation
-from dofla.recipe import StudentSpec
+from dofla.profiles.error_curve import rank_correlation
 from dofla.reproduce import paper
 from dofla.reproduce.bench import Bench, layer_mean, per_seed
 from dofla.reproduce.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
 from dofla.reproduce.table import Figure, Table
+from dofla.runs.recipe import StudentSpec
 
 
 def all_methods(bench: Bench) -> list[StudentSpec]:

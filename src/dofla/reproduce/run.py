@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dofla.errors import DoflaError
-from dofla.files import replacing, write_json
-from dofla.lock import locked
 from dofla.reproduce.accuracy import dof_against_fixed, task_accuracy
 from dofla.reproduce.bench import Bench
 from dofla.reproduce.cost import generation_time, sample_time, training_time
@@ -18,7 +16,9 @@ from dofla.reproduce.quality import heads, kernel_error, next_token_loss
 from dofla.reproduce.study import Study
 from dofla.reproduce.table import Table
 from dofla.reproduce.view import show
-from dofla.view import View
+from dofla.runs.view import View
+from dofla.storage.files import replacing, write_json
+from dofla.storage.lock import locked
 
 TABLES: dict[str, Callable[[Bench], Table]] = {
     "1": selected_dimensions,

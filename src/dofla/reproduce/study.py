@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dofla.errors import DoflaError
-from dofla.recipe import Recipe, apply_change, read_yaml
+from dofla.runs.recipe import Recipe, apply_change, read_yaml
 
 STUDIES = Path(__file__).parent / "studies"
 SCALES = ("full", "small")
@@ -35,7 +35,8 @@ class TasksSpec:
 class FinetuneSpec:
     """Fine-tuning of teacher and students on ``tasks``, by ``methods``, whose names are those of table 3.
 
-    Rates, batch sizes and epochs are the paper's for its models (:func:`dofla.finetune.settings_for`), unless given.
+    Rates, batch sizes and epochs are the paper's for its models (:func:`dofla.tasks.finetune.settings_for`), unless
+    given.
     """
 
     tasks: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ class CostSpec:
 
 @dataclass
 class ProbeSpec:
-    """Options of :func:`dofla.evaluate.probe.probe`, for the first ``seeds`` of the study."""
+    """Options of :func:`dofla.evaluation.probe.probe`, for the first ``seeds`` of the study."""
 
     prompts: int = 16
     prompt_tokens: int = 32

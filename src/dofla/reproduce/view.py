@@ -8,7 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from dofla.reproduce.table import Cell, Figure, Table
-from dofla.view import View
+from dofla.runs.view import View
 
 _WIDTH, _NAME = 78, 26
 

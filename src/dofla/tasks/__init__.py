@@ -1,4 +1,5 @@
-"""Multiple-choice tasks: local files, likelihoods, lm-evaluation-harness, teacher and student side by side.
+"""Multiple-choice tasks: local files, likelihoods, lm-evaluation-harness, teacher and student side by side; and, in
+``finetune``, teaching a model one. Knows models, softmax or linear.
 
 task    = load_task("piqa.jsonl")
 student = score(model, tokenizer, task)
@@ -9,7 +10,8 @@ compare(teacher, student)
 
 from dofla.tasks.compare import Pair, compare, win_and_tie
 from dofla.tasks.harness import harness_folder, run_harness
-from dofla.tasks.items import Item, Task, load_task
+from dofla.tasks.items import Item, Task
+from dofla.tasks.reading import load_task
 from dofla.tasks.run import evaluate_tasks
 from dofla.tasks.scores import METRICS, TaskScores
 from dofla.tasks.scoring import score

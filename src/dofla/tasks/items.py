@@ -1,20 +1,12 @@
-"""Multiple-choice items from JSONL files, so that tasks work without a hub."""
+"""Multiple-choice items, and tasks made of them."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from dofla.errors import DoflaError
-from dofla.tasks.styles import STYLES, style_of
-
-ENDINGS = (".jsonl", ".jsonl.gz")
-"""Of a task's file."""
 
 
 @dataclass(frozen=True)
@@ -56,85 +48,3 @@ class Task:
             return self
         chosen = sorted(random.Random(seed).sample(range(len(self.items)), count))
         return replace(self, items=[self.items[n] for n in chosen])
-
-
-def load_task(path: str | Path, *, name: str | None = None, style: str | None = None) -> Task:
-    """A task from a JSONL file, plain or gzipped.
-
-    Each line is an object with ``question``, ``choices`` (two or more texts) and ``answer`` (the index of the right
-    one), and perhaps ``context``, ``subject`` and ``id``.
-
-    Args:
-        path: ``NAME.jsonl``, ``NAME-test.jsonl.gz``, ...
-        name: of the task; default what the file is called, less ``-test``, ``-train`` or ``-validation``.
-        style: how items become text; default that of the known task of this name, or what the items look like.
-
-    Raises:
-        DoflaError: naming the file and the line.
-    """
-    path = Path(path)
-    name = name or name_of(path)
-    if style is not None and style not in STYLES:
-        raise DoflaError(f"unknown style {style!r}: choose one of {', '.join(STYLES)}")
-    opener = gzip.open if path.suffix == ".gz" else open
-    items = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    items.append(_item(line, f"{path}, line {number}", number - 1))
-    except FileNotFoundError:
-        raise DoflaError(f"task file {path} does not exist") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DoflaError(f"task file {path} cannot be read: {error}") from error
-    if not items:
-        raise DoflaError(f"task file {path} holds no items: it needs one JSON object a line")
-    return Task(name, style or style_of(name, [item.question for item in items]), items)
-
-
-def task_file(folder: str | Path, stem: str) -> Path | None:
-    """``STEM.jsonl`` or ``STEM.jsonl.gz`` in ``folder``; None if there is neither."""
-    return next((path for ending in ENDINGS if (path := Path(folder) / f"{stem}{ending}").is_file()), None)
-
-
-def name_of(path: str | Path) -> str:
-    """``arc_easy`` for ``.../arc_easy-test.jsonl.gz``."""
-    name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
-    for split in ("-test", "-train", "-validation"):
-        name = name.removesuffix(split)
-    return name
-
-
-def _item(line: str, where: str, number: int) -> Item:
-    try:
-        # JSON may escape half a surrogate pair, which is no character and which tokenizers refuse.
-        data = json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
-        raise DoflaError(f"{where}: no JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise DoflaError(f"{where}: expected an object with question, choices and answer, got {type(data).__name__}")
-    missing = [key for key in ("question", "choices", "answer") if key not in data]
-    if missing:
-        raise DoflaError(f"{where}: {missing[0]!r} is missing: an item has question, choices and answer")
-    question, choices, answer = data["question"], data["choices"], data["answer"]
-    if not isinstance(question, str):
-        raise DoflaError(f"{where}: question is {question!r}: give a text")
-    if not (isinstance(choices, list) and len(choices) >= 2 and all(isinstance(c, str) and c for c in choices)):
-        raise DoflaError(f"{where}: choices is {choices!r}: give two texts or more")
-    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-        raise DoflaError(f"{where}: answer is {answer!r}: give the index of the right choice, 0 to {len(choices) - 1}")
-    return Item(
-        question,
-        tuple(choices),
-        answer,
-        data.get("id", number),
-        _text(data, "context", where),
-        _text(data, "subject", where),
-    )
-
-
-def _text(data: dict[str, Any], key: str, where: str) -> str | None:
-    value = data.get(key)
-    if value is not None and not isinstance(value, str):
-        raise DoflaError(f"{where}: {key} is {value!r}: give a text")
-    return value

@@ -12,7 +12,8 @@ from dofla.errors import DoflaError
 from dofla.integration.surgery import softmax
 from dofla.tasks.compare import Pair, compare, win_and_tie
 from dofla.tasks.harness import harness_folder, run_harness
-from dofla.tasks.items import Task, load_task
+from dofla.tasks.items import Task
+from dofla.tasks.reading import load_task
 from dofla.tasks.scores import METRICS
 from dofla.tasks.scoring import score
 

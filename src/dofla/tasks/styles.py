@@ -6,12 +6,10 @@ The wordings are those of lm-evaluation-harness for the seven tasks of arXiv 250
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dofla.errors import DoflaError
-
-if TYPE_CHECKING:
-    from dofla.tasks.items import Item
+from dofla.tasks.items import Item
 
 
 class Request(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 
 from dofla.attention.compiled import SWITCH
 from dofla.errors import DoflaError
-from dofla.files import new_folder
+from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
 _SOURCES = ("attention.cpp",)

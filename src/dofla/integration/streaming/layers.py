@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dofla.errors import DoflaError
 from dofla.integration.recorder import run_body
@@ -57,6 +56,9 @@ def device_map(empty: PreTrainedModel, device: torch.device) -> dict[str, str]:
 
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers of the model by name, in order; layers within layers are part of them."""
+    # Here and not above: it may be this very module of transformers that is being imported when dofla registers.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{x}.") for x in found):

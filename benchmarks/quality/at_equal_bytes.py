@@ -1,0 +1,195 @@
+"""What is lost at equal state bytes: the methods side by side, each part of the default taken away, several budgets.
+
+    python benchmarks/quality/at_equal_bytes.py demo
+    python benchmarks/quality/at_equal_bytes.py smollm2-135m --set model=models/smollm2-135m --row "Measured" \
+        --row "Window and sinks"
+
+The rows are the students of benchmarks/quality/MODEL.yaml. What is measured stays in the run folder and is not measured
+again, so a long run can be done in pieces; the tables are written there as Markdown and JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+from torch import nn
+from transformers import PreTrainedModel
+
+from dofla.data import TokenWindows
+from dofla.distillation.objective import hidden_windows
+from dofla.errors import DoflaError
+from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.probe import probe
+from dofla.feature_maps import feature_map_class
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.surgery import linear_layers
+from dofla.reproduce.bench import Bench, layer_mean, recalled
+from dofla.reproduce.study import Study
+from dofla.reproduce.table import Cell, Figure, Table
+from dofla.runs.demo.recall import Villagers
+from dofla.runs.recipe import DataSpec, StudentSpec, apply_change, read_yaml
+from dofla.runs.teacher import windows_of
+from dofla.runs.view import View
+from dofla.storage.files import replacing, write_json
+
+
+@dataclass
+class Quality(Study):
+    """A study, and the text that its students were not trained on: of ``other`` kind, and ``long``."""
+
+    other: DataSpec = field(default_factory=DataSpec)
+    long: DataSpec = field(default_factory=DataSpec)
+
+    sections: ClassVar[dict[str, type]] = {**Study.sections, "other": DataSpec, "long": DataSpec}
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A file of benchmarks/quality, without its ending.")] = "demo",
+    row: Annotated[list[str] | None, typer.Option(help="Student of the file; default: all.")] = None,
+    seeds: Annotated[int, typer.Option(help="Of layerwise students; those trained end to end have the first.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/quality-MODEL.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the file; repeatable.")] = None,
+) -> None:
+    data = read_yaml(Path(__file__).parent / f"{model}.yaml") | {"seeds": list(range(seeds))}
+    for each in change or []:
+        apply_change(data, each)
+    study = Quality.from_dict(data, f"{model}.yaml")
+    unknown = set(row or []) - {spec.name for spec in study.students}
+    if unknown:
+        raise DoflaError(f"no row is called {min(unknown)!r}: {model}.yaml has {[s.name for s in study.students]}")
+    folder, view = out or Path("runs") / f"quality-{model}", View()
+    bench = Bench(study, folder, view)
+    command = " ".join(["python benchmarks/quality/at_equal_bytes.py", model, *(f"--set {x}" for x in change or [])])
+    specs = [spec for spec in study.students if not row or spec.name in row]
+    table = (_language if bench.is_language_model else _embeddings)(bench, specs)
+    table.command, table.seconds = command, bench.seconds
+    with replacing(folder / "quality.md") as partial:
+        partial.write_text(table.to_markdown(), encoding="utf-8")
+    write_json(folder / "quality.json", table.to_dict())
+    print(table.to_markdown())
+
+
+def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
+    rows: list[list[Cell]] = []
+    recalled: dict[str, Any] = {}
+    for spec in specs:
+        runs, texts, recall = _measures(bench, spec)
+        if not rows:
+            rows.append(["Original", *[None] * 7, *_recall(recall, "teacher"), _kib(runs[0]["softmax_bytes"])])
+        gaps = [Figure.of([run["language"]["gap"] for run in runs])]
+        gaps += [Figure.of([x[name]["gap"] for x in texts]) for name in ("other", "long", "no_window", "no_features")]
+        kl, error = (_mean_of_layers(runs, key) for key in ("kl", "output_error"))
+        rows.append([spec.name, *gaps, kl, error, *_recall(recall, "student"), _kib(runs[0]["state_bytes"])])
+        recalled[spec.name] = [record["recall"]["records"] for record in recall]
+    columns = ["student", "gap", "gap, other text", "gap, long", "gap, window off", "gap, features off"]
+    columns += ["attention KL", "output error", "recall, chosen", "recall, written", "state"]
+    lengths = bench.workshop.validation().length, bench.study.long.length
+    return Table(
+        "quality",
+        f"{bench.study.model}, the bytes of {bench.study.budget} features per KV head unless the row says otherwise",
+        columns,
+        rows,
+        notes=[
+            f"gap to the original in nats per token, at {lengths[0]} tokens; on text of another kind than that trained "
+            f"on; at {lengths[1]} tokens; with window and sinks hidden, and with the features hidden",
+            "± half the range over seeds, of features, training order and rows; students trained end to end have one",
+            f"recall of facts told {', '.join(map(str, bench.study.probe.lengths))} tokens before: likeliest of those "
+            "in the context; likeliest of all tokens, so that it would be written",
+            "state per sequence; the original's is its key-value cache",
+        ],
+        data={"recall": recalled},
+    )
+
+
+def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ...]:
+    """Of each seed: the evaluation, other texts and halves, and recall."""
+    seeds = bench.study.seeds[:1] if spec.end_to_end or not spec.trained else bench.study.seeds
+    others = {"other": _windows(bench, "other"), "long": _windows(bench, "long")}
+    text = Villagers(bench.workshop.tokenizer) if bench.study.validation.source == "demo" else None
+    sizes = {"lengths": bench.study.probe.lengths, "count": bench.study.probe.count}
+
+    def texts(model: PreTrainedModel) -> dict[str, Any]:
+        with evaluation_mode(model):
+            found = {name: next_token_figures(model, windows) for name, windows in others.items()}
+            for name, hidden in (("no_window", hidden_windows), ("no_features", hidden_features)):
+                with hidden(model):
+                    found[name] = next_token_figures(model, bench.workshop.validation().take(4))
+        return found
+
+    def recall(model: PreTrainedModel) -> dict[str, Any]:
+        windows = bench.workshop.validation()
+        size = bench.study.probe.batch_size
+        return probe(
+            model, bench.workshop.tokenizer, windows, wanted=["recall"], recall_text=text, batch_size=size, **sizes
+        )
+
+    runs = bench.evaluations(spec, seeds)
+    return (
+        runs,
+        [bench.of_student(spec, seed, "texts", texts) for seed in seeds],
+        [bench.of_student(spec, seed, "recall", recall) for seed in seeds],
+    )
+
+
+def _windows(bench: Bench, name: str) -> TokenWindows:
+    workshop = bench.workshop
+    return bench.tasks(name, lambda: windows_of(getattr(bench.study, name), workshop.model, workshop.tokenizer, seed=0))
+
+
+@contextmanager
+def hidden_features(student: PreTrainedModel) -> Iterator[None]:
+    """Within the block the layers see their windows and sinks alone."""
+    layers = [layer for layer in linear_layers(student).values() if layer.is_hybrid]
+    kept, nothing = [layer.maps for layer in layers], feature_map_class("none")
+    for layer in layers:
+        layer.maps = nn.ModuleList(nothing(m.heads, m.head_dim, m.features) for m in layer.maps)
+    try:
+        yield
+    finally:
+        for layer, maps in zip(layers, kept, strict=True):
+            layer.maps = maps
+
+
+def _embeddings(bench: Bench, specs: list[StudentSpec]) -> Table:
+    rows: list[list[Cell]] = []
+    for spec in specs:
+        runs = bench.evaluations(spec, bench.study.seeds[:1] if spec.end_to_end else bench.study.seeds)
+        figures = [Figure.of([run["embeddings"][key] for run in runs]) for key in ("cosine", "spearman")]
+        errors = [_mean_of_layers(runs, key) for key in ("kl", "output_error")]
+        rows.append([spec.name, *figures, *errors, _kib(runs[0]["state_bytes"])])
+    return Table(
+        "quality",
+        f"{bench.study.model}, the bytes of {bench.study.budget} features per head unless the row says otherwise",
+        ["student", "cosine", "Spearman", "attention KL", "output error", "state"],
+        rows,
+        notes=[
+            "cosine of the original's and the student's embedding of a text, mean; rank correlation of the "
+            "similarities of all pairs of texts; ± half the range over seeds"
+        ],
+    )
+
+
+def _mean_of_layers(runs: list[dict[str, Any]], key: str) -> Cell:
+    values = [layer_mean(run, key) for run in runs]
+    return "∞" if max(values) > 1e3 else Figure.of(values)
+
+
+def _recall(records: list[dict[str, Any]], who: str) -> list[Cell]:
+    return [Figure.of([recalled(record, who, key) for record in records], 2) for key in ("accuracy", "greedy")]
+
+
+def _kib(size: int) -> str:
+    return f"{size / 1024:.0f} KiB"
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except DoflaError as error:
+        sys.exit(f"dofla: {error}")

@@ -1,0 +1,50 @@
+# What `import dofla` exports, and where it lives: read by dofla itself, and by editors.
+from .data.windows import TokenWindows
+from .distillation.end_to_end import distill_end_to_end
+from .distillation.loop import distill
+from .distillation.tracking import tracked
+from .distillation.trials import measure_curves
+from .errors import DoflaError
+from .evaluation.run import evaluate
+from .integration.checkpoint import load, merge_lora, save_adapter
+from .integration.profiler import profile
+from .integration.prompt_state import load_state, read_prompt, save_state
+from .integration.sampled import sample_features
+from .integration.self_samples import token_windows
+from .integration.sharing import note, push_adapter
+from .integration.surgery import linearize, restore, softmax
+from .plans.allocate import allocate
+from .plans.curves import Curves
+from .plans.plan import LayerPlan, Plan
+from .profiles.profile import Profile
+
+__version__: str
+
+__all__ = [
+    "Curves",
+    "DoflaError",
+    "LayerPlan",
+    "Plan",
+    "Profile",
+    "TokenWindows",
+    "allocate",
+    "distill",
+    "distill_end_to_end",
+    "evaluate",
+    "linearize",
+    "load",
+    "load_state",
+    "measure_curves",
+    "merge_lora",
+    "note",
+    "profile",
+    "push_adapter",
+    "read_prompt",
+    "restore",
+    "sample_features",
+    "save_adapter",
+    "save_state",
+    "softmax",
+    "token_windows",
+    "tracked",
+]

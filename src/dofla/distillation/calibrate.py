@@ -1,0 +1,82 @@
+"""The start of feature maps that look at data first: the scale of their inputs, and the level of their kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.attention import LOG_ZERO
+from dofla.distillation.losses import student_log_scores
+from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.recorder import AttentionCall, recording, run_body, together
+from dofla.integration.surgery import linear_layers
+
+_ROWS = 64
+"""Query rows per window from which the level is read."""
+
+
+def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Let the maps that want to look at data do so (:func:`calibrate_layer`), in one softmax forward of each batch; all
+    of one shape."""
+    layers = {n: x for n, x in linear_layers(student).items() if any(m.wants_data for m in x.maps)}
+    if not layers:
+        return
+    generator = torch.Generator().manual_seed(0)
+    calls: dict[str, list[AttentionCall]] = {name: [] for name in layers}
+
+    def look(call: AttentionCall) -> None:
+        seen = calls[call.name]
+        seen.append(call)
+        if len(seen) == len(batches):
+            calibrate_layer(together(seen), layers[call.name], generator)
+            seen.clear()  # one batch, the usual case, is never held for more than a layer
+
+    with recording(student, layers, look), torch.no_grad():
+        for batch in batches:
+            run_body(student, batch)
+
+
+@torch.no_grad()
+def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torch.Generator) -> None:
+    """Start the maps of a layer from a call of its teacher, unless they have been, or do not look at data.
+
+    A map standardises its inputs by its head's queries and keys. Where a window or sinks stand beside the features,
+    their level is then set so that all far keys together weigh, in the mean over rows, what they weigh in softmax
+    attention (rows count by that weight): a start that is off by a factor spends most of its training on that factor.
+    """
+    if not any(feature_map.wants_data for feature_map in layer.maps):
+        return
+    _standardise(call, layer)
+    if layer.is_hybrid:
+        _set_level(call, layer, call.random_rows(_ROWS, generator))
+
+
+def _standardise(call: AttentionCall, layer: LinearAttention) -> None:
+    real = call.real_rows(torch.arange(call.key.shape[-2], device=call.key.device))
+    for feature_map, (query, key, _) in zip(layer.maps, layer.split(call.query, call.key, call.key), strict=True):
+        groups = query.shape[1] // key.shape[1]
+        queries = query.transpose(1, 2)[real].unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)
+        feature_map.calibrate(queries, key.transpose(1, 2)[real].transpose(0, 1))
+
+
+def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> None:
+    kv_heads = call.key.shape[1]
+    options = {"share": call.query.shape[1] // kv_heads, "weight": call.weight, "causal": call.causal}
+    near = layer.seen_exactly(rows, call.key.shape[-2], **options)
+    exact = call.log_weights(rows)
+    approximate = student_log_scores(call, layer, rows)
+    # log_weights are scores less their normaliser, which the student's scores must lose as well.
+    near_mass = exact.masked_fill(~near, LOG_ZERO).logsumexp(-1)
+    normaliser = approximate.masked_fill(~near, LOG_ZERO).logsumexp(-1) - near_mass
+    wanted = exact.masked_fill(near, LOG_ZERO).logsumexp(-1)
+    found = approximate.masked_fill(near, LOG_ZERO).logsumexp(-1) - normaliser
+    # Rows that see no far key, or nothing near, say nothing of the level.
+    weight = wanted.exp() * ((wanted > LOG_ZERO / 2) & (near_mass > LOG_ZERO / 2)) * call.real_rows(rows)[:, None]
+    difference = torch.where(weight > 0, wanted - found, 0)
+    total = weight.unflatten(1, (kv_heads, -1)).sum((0, 2, 3))
+    level = (weight * difference).unflatten(1, (kv_heads, -1)).sum((0, 2, 3)) / total.clamp_min(1e-12)
+    for feature_map, heads in zip(layer.maps, layer.groups, strict=True):
+        feature_map.shift(level[heads])

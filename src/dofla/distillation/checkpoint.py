@@ -1,0 +1,156 @@
+"""The state of a distillation on disk: one file, replaced whole, from which a run goes on as if never stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dofla.data import Images, TokenWindows
+from dofla.errors import DoflaError
+from dofla.plans.plan import Plan
+from dofla.storage.files import cannot_write, write_json
+from dofla.storage.processes import is_first
+from dofla.storage.tensors import read_tensors, write_tensors
+
+STATE, CURVES = "distill.safetensors", "losses.json"
+logger = logging.getLogger(__name__)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Checkpoint:
+    """What is trained, optimiser moments and loss curve of a run in ``folder``, with the settings they belong to.
+
+    ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+    Of several processes the first writes, and all read. A run may consist of several trainings, one after the other,
+    each with a ``name`` and a state file of its own; their curves go into one file.
+
+    Args:
+        folder: None to keep nothing, and find nothing.
+        settings: of the run; its ``steps`` are those of each training.
+        plan: of the student.
+        windows: that it trains on.
+        every: steps between two states.
+
+    Attributes:
+        earlier: seconds that the trainings took in processes that were broken off.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        settings: dict[str, Any],
+        plan: Plan,
+        windows: TokenWindows | Images,
+        every: int,
+    ) -> None:
+        self.folder, self.every = None if folder is None else Path(folder), every
+        self.curves: dict[str, list[float]] = {}
+        self.earlier, self._seconds, self._started = 0.0, 0.0, time.perf_counter()
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.folder, error.errno) from error
+        digest = hashlib.blake2b(digest_size=8)
+        for data in windows.batch(range(len(windows))).values():
+            digest.update(data.cpu().contiguous().view(torch.uint8).numpy())
+        self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows)}
+        self.settings["data"] = digest.hexdigest()
+
+    def resume(
+        self, parts: Mapping[str, nn.Module | nn.Parameter], optimizer, columns: Sequence[str], name: str = ""
+    ) -> list[list[float]]:
+        """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
+
+        Raises:
+            DoflaError: if the file is damaged or belongs to other settings.
+        """
+        if self.folder is None:
+            return []
+        path = self._state(name)
+        self._seconds, self._started = 0.0, time.perf_counter()
+        if not path.exists():
+            self._save(parts, optimizer, [], columns, name)
+            return []
+        tensors, metadata = read_tensors(path, "remove it to start over")
+        try:
+            found, seconds = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise DoflaError(f"{path} is damaged ({error}): remove it to start over") from error
+        for key, value in json.loads(json.dumps(self.settings)).items():
+            if found.get(key) != value:
+                raise DoflaError(
+                    f"{path} belongs to a run with another {key}: remove it to start over, or choose another folder"
+                )
+        curve = tensors.get("curve", torch.empty(0, 0))
+        wanted = dict(_named_tensors(parts))
+        shapes = {name: tensor.shape for name, tensor in wanted.items()}
+        for name, tensor in wanted.items():
+            if isinstance(tensor, nn.Parameter):
+                shapes |= {f"{name}:{key}": tensor.shape for key in _MOMENTS}
+        shapes["curve"] = torch.Size([len(curve), len(columns)] if len(curve) else [0])
+        for name, shape in shapes.items():
+            if name not in tensors or tensors[name].shape != shape:
+                what = f"{name} is missing, or not {list(shape)}"
+                raise DoflaError(f"{path} is damaged ({what}): remove it to start over")
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(tensors[name])
+                if isinstance(tensor, nn.Parameter):
+                    moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
+                    optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
+        self._note(curve.tolist(), columns)
+        self._seconds, self.earlier = seconds, self.earlier + seconds
+        logger.info("%s: going on after %d steps", path, len(curve))
+        return curve.tolist()
+
+    def keep(
+        self,
+        parts: Mapping[str, nn.Module | nn.Parameter],
+        optimizer,
+        curve: list[list[float]],
+        columns: Sequence[str],
+        name: str = "",
+    ) -> None:
+        """Every so many steps, and after the last, replace the state file and the readable curves, whose ``columns``
+        are the layers or the one loss of all."""
+        if self.folder is not None and (len(curve) % self.every == 0 or len(curve) == self.settings["steps"]):
+            self._save(parts, optimizer, curve, columns, name)
+
+    def _save(self, parts, optimizer, curve: list[list[float]], columns: Sequence[str], name: str) -> None:
+        if not is_first():
+            return
+        tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
+        for key, tensor in _named_tensors(parts):
+            tensors[key] = tensor
+            for moment in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
+                tensors[f"{key}:{moment}"] = optimizer.state[tensor].get(moment, torch.zeros_like(tensor))
+        seconds = self._seconds + time.perf_counter() - self._started
+        metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
+        write_tensors(self._state(name), tensors, metadata)
+        self._note(curve, columns)
+        write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": self.curves}, sealed=True)
+
+    def _state(self, name: str) -> Path:
+        return (self.folder / STATE).with_stem(f"distill-{name}" if name else "distill")
+
+    def _note(self, curve: list[list[float]], columns: Sequence[str]) -> None:
+        self.curves |= {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
+
+
+def _named_tensors(parts: Mapping[str, nn.Module | nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for key, tensor in part.state_dict(keep_vars=True).items():
+                yield f"{name}.{key}", tensor
+        else:
+            yield name, part

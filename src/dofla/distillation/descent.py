@@ -1,0 +1,90 @@
+"""Adam at rates of their own for each kind of parameter, which a schedule lowers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dofla.errors import DoflaError
+from dofla.feature_maps import FeatureMap
+from dofla.feature_maps.layer import LinearAttention
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "constant": lambda done: 1.0,
+}
+"""Share of the learning rate, by the share of the steps that are done. The paper names rates and no schedule."""
+
+
+class Descent:
+    """Adam, taking ``steps`` at falling rates.
+
+    Args:
+        groups: of parameters, as :class:`torch.optim.Adam` takes them, each with its ``lr``.
+        schedule: a name in :data:`SCHEDULES`.
+        steps: in all.
+
+    Attributes:
+        optimizer: the Adam.
+        parameters: all of them.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], schedule: str, steps: int) -> None:
+        self.schedule, self.steps = SCHEDULES[schedule], steps
+        self.rates = [group["lr"] for group in groups]
+        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        self.optimizer = torch.optim.Adam(groups)
+        self.optimizer.zero_grad()  # of what a run that was broken off may have left
+
+    def step(self, number: int) -> None:
+        """Take step ``number``, from 0, along the gradients, and forget them."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * self.schedule(number / self.steps)
+        for parameter in self.parameters:  # Adam is to count the same steps for all, as a checkpoint does
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def groups_of(layers: Mapping[str, LinearAttention], given: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The parameters of the layers' feature maps, in a group for each name, at the rates ``given`` or the maps' own.
+
+    Raises:
+        DoflaError: nothing to train; a name that no map has; a rate that is missing or out of range.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for layer in layers.values():
+        for feature_map in layer.maps:
+            for name, parameter in feature_map.named_parameters():
+                start = {"params": [], "lr": _rate(feature_map, name, given), "betas": feature_map.betas}
+                group = groups.setdefault(name, start)
+                group["params"].append(parameter)
+    unknown = set(given) - set(groups)
+    if unknown:
+        known = ", ".join(sorted(groups))
+        raise DoflaError(f"learning_rates names {sorted(unknown)[0]!r}: the feature maps have {known}")
+    if not groups:
+        raise DoflaError("the feature maps of this plan have nothing to train")
+    return list(groups.values())
+
+
+def part_of(groups: Sequence[Mapping[str, Any]], layers: Mapping[str, LinearAttention]) -> list[dict[str, Any]]:
+    """What of the groups belongs to some of the layers."""
+    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]
+
+
+def checked_rate(name: str, rate: float | None) -> float:
+    """The rate; DoflaError naming what it is of unless it is a positive number."""
+    if rate is None or not 0 < rate < math.inf:
+        raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
+    return rate
+
+
+def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
+    return checked_rate(name, given.get(name, feature_map.learning_rates.get(name)))

@@ -1,0 +1,210 @@
+"""End-to-end distillation: the whole linearised model trained towards the teacher's next-token distribution."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, as_windows
+from dofla.distillation.calibrate import calibrate
+from dofla.distillation.checkpoint import Checkpoint
+from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
+from dofla.distillation.loop import History
+from dofla.distillation.objective import Objective, hidden_windows
+from dofla.distillation.places import reach_of
+from dofla.distillation.sharded import sharded
+from dofla.distillation.steps import Batches, check_choice, check_numbers
+from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
+from dofla.errors import DoflaError
+from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.checkpoint import refuse_trained, write_lora
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.streaming import is_streamed
+from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.storage.processes import Processes, is_first, processes
+
+PRECISIONS = (None, "bf16")
+_RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
+_WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
+_LONGEST_GRADIENT = 1.0
+
+
+def distill_end_to_end(
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    steps: int = 50,
+    batch_size: int = 2,
+    accumulate: int = 1,
+    weights: str = "lora",
+    lora_rank: int = 16,
+    learning_rates: Mapping[str, float] | None = None,
+    schedule: str = "cosine",
+    window_dropout: float = 0.0,
+    precision: str | None = None,
+    gradient_checkpointing: bool = False,
+    reach: int | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    checkpoint_every: int = 25,
+    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+) -> History:
+    """Train a whole student towards its teacher, after :func:`dofla.distill` has trained it layer by layer.
+
+    The teacher is the student itself with softmax attention and the weights it had. The loss is KL(teacher ‖ student)
+    of the next-token distributions, in nats per real token predicted; of models that predict none (encoders), the
+    squared error of the last hidden states relative to the teacher's variance, plus 1 − the cosine of their means.
+    Adam, gradients clipped to norm 1, dropout off.
+
+    Afterwards the student is a stock model of the dtypes it had: low-rank updates are merged into its weights, in
+    float32, and rounded to them; in bfloat16 that loses updates of less than a 512th of a weight. The original weights
+    stay beside the new ones in memory, so that :func:`dofla.softmax` and all comparisons still take the teacher, and
+    :func:`dofla.restore` gives it back. :func:`dofla.save_adapter` saves what was learnt with the feature maps;
+    ``save_pretrained`` saves the new weights alone, and a student opened from there takes *them* for its teacher's.
+
+    A run that fails leaves the student as it was. In several processes (``torchrun``, ``accelerate launch``) each takes
+    its share of the batches of every step, and all end with the student that one process makes when it accumulates as
+    many times as much. The first writes and shows progress. Where accelerate is set up for FSDP (version 2), each holds
+    but its share of the layers' frozen weights on its device, and the student ends in host memory.
+
+    Args:
+        student: a linearised model.
+        tokens: windows to train on, N of L tokens.
+        steps: of the optimiser.
+        batch_size: windows per forward pass, and process.
+        accumulate: forward passes per step, and process.
+        weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
+            layer; ``maps``, nothing; ``all`` weights.
+        lora_rank: of the factors.
+        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``).
+        schedule: a name in :data:`dofla.distillation.SCHEDULES`.
+        window_dropout: probability that a step hides windows and sinks of all layers, so that the features carry all.
+        precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
+        gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
+        reach: read the windows as if they began anywhere among so many positions; as for :func:`dofla.distill`.
+        seed: of the order of the windows, the factors and the windows hidden. The global generator is left as it was.
+        folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
+            :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the
+            same numbers as if it had not stopped; one that ended is opened.
+        checkpoint_every: steps between checkpoints.
+        progress: called with (step, steps, {name of the loss: its value}) after each step.
+
+    Returns:
+        The history, whose one column is ``kl`` or ``embedding``; the loss of each step is that before it.
+
+    Raises:
+        DoflaError: not linearised, or trained end to end already; a number or name out of range; nothing to train;
+            fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
+            other settings; a streamed model; another process that has ended; peft (for ``lora``) or accelerate (for
+            several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
+            another way.
+    """
+    layers = linear_layers(student)
+    refuse_trained(student)
+    windows = as_windows(tokens)
+    check_choice("weights", weights, WEIGHTS)
+    check_choice("schedule", schedule, SCHEDULES)
+    numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
+    check_numbers(**numbers, checkpoint_every=checkpoint_every)
+    if precision not in PRECISIONS:
+        raise DoflaError(f"unknown precision {precision!r}: choose bf16, or None")
+    if not 0 <= window_dropout < 1:
+        raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
+    rates = _rates(weights, learning_rates or {})
+    reach = reach_of(student, windows, reach)
+    if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
+        raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
+    if student.can_generate() and windows.length < 2:
+        raise DoflaError("windows of one token leave nothing to predict: give longer ones")
+    if is_streamed(student):
+        raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
+    together = processes(sharding=True)
+    if together.sharded and weights == "all":
+        raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")
+    batches = Batches(windows, batch_size, accumulate * together.count, seed, reach)
+    settings = numbers | {"accumulate": batches.accumulate, "weights": weights, "learning_rates": rates}
+    settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
+    settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
+
+    student.to("cpu" if together.sharded else together.home)
+    with (
+        together.named(),
+        torch.enable_grad(),
+        torch.random.fork_rng(),
+        evaluation_mode(student),
+        layers_made_again(student, gradient_checkpointing),
+    ):
+        torch.manual_seed(seed)
+        with (
+            trainable(student, weights, lora_rank) as part,
+            sharded(student, together.device) if together.sharded else nullcontext(),
+        ):
+            loss, parts = Objective(student, part.teacher), layers | part.weights
+            settings["loss"] = loss.name
+            descent = Descent(_groups(layers, part, rates), schedule, steps)
+            checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
+            started = time.perf_counter()
+            calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
+            curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
+            together.check_same_files(len(curve), folder)
+            together.make_alike([*descent.parameters, *(x for layer in layers.values() for x in layer.buffers())])
+            for step in range(len(curve), steps):
+                torch.manual_seed(seed * 1_000_003 + step)
+                hide = torch.rand(()).item() < window_dropout
+                of_step = batches.of_step(step, torch.default_generator)
+                with hidden_windows(student) if hide else nullcontext():
+                    value = _gradients(loss, of_step, precision, together)
+                if not math.isfinite(value):
+                    raise DoflaError(f"the {loss.name} loss is {value} at step {step}: lower learning_rates")
+                together.add_gradients(descent.parameters)
+                torch.nn.utils.clip_grad_norm_(descent.parameters, _LONGEST_GRADIENT)
+                descent.step(step)
+                curve.append([value])
+                checkpoint.keep(parts, descent.optimizer, curve, [loss.name])
+                if progress and is_first():
+                    progress(len(curve), steps, {loss.name: value})
+            seconds = time.perf_counter() - started + checkpoint.earlier
+    if folder is not None and weights == "lora" and is_first():
+        write_lora(student, Path(folder) / "lora")
+    how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
+    options = {name: value for name, value in settings.items() if name != "loss"}
+    call = "dofla.distill_end_to_end(student, tokens"
+    record_of(student).add_distillation(how, windows, call, options, weights=weights != "maps")
+    return History([settings["loss"]], torch.tensor(curve), seconds, settings)
+
+
+def _gradients(
+    loss: Objective, step: Sequence[Mapping[str, Tensor]], precision: str | None, together: Processes
+) -> float:
+    """Add this process's gradients of a step, of whose batches it takes its share; returns the loss, of all."""
+    tokens, windows = sum(map(loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
+    device = loss.student.device
+    total = torch.zeros((), device=device)
+    for batch, counts in together.turns(step):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows) * counts
+        part.backward()
+        total += part.detach()
+    return together.total(total).item()
+
+
+def _groups(layers: Mapping[str, LinearAttention], part: Trainable, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+    maps = [parameter for layer in layers.values() for parameter in layer.parameters()]
+    trained = {"maps": maps, "weights": list(part.weights.values())}
+    return [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
+
+
+def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:
+    rates = _RATES[weights]
+    for name in given:
+        if name not in rates:
+            raise DoflaError(f"learning_rates names {name!r}: weights={weights!r} trains {' and '.join(rates)}")
+    return {name: float(checked_rate(name, given.get(name, rate))) for name, rate in rates.items()}

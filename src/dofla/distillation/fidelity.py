@@ -1,0 +1,67 @@
+"""How close each layer's attention is to the one it replaces, on the teacher's own inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, batches
+from dofla.distillation.losses import attention_kl, log_kernel_errors
+from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.surgery import linear_layers
+
+ROWS = 128
+"""Query rows per window whose attention is compared."""
+
+
+@torch.no_grad()
+def attention_fidelity(
+    student: PreTrainedModel, windows: TokenWindows | Images, *, batch_size: int = 4, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Per layer, over all windows, ``kl``, ``head_kl``, ``output_error`` and ``kernel_error``.
+
+    ``kl`` is the mean KL(teacher ‖ student) of attention rows in nats, ``head_kl`` that of each KV head's queries.
+    ``output_error`` is the root mean square difference of the attention outputs, relative to the root mean square of
+    the teacher's. ``kernel_error`` is that of the kernel exp(scaling · q·k), not normalised, relative to its own, and
+    the geometric mean over heads, as some heads' kernels are missed by orders of magnitude.
+    """
+    layers = linear_layers(student)
+    generator = torch.Generator().manual_seed(seed)
+    sums = {name: torch.zeros(2, dtype=torch.float64) for name in layers}  # Σ error², Σ output²
+    divergences: dict[str, Any] = dict.fromkeys(layers, 0.0)  # Σ kl per KV head [Hkv]
+    row_counts = dict.fromkeys(layers, 0.0)  # per KV head
+    kernels: dict[str, Tensor] = {}  # log Σ (K − K̂)² and log Σ K² [2, H]
+
+    def compare(call: AttentionCall) -> None:
+        rows = call.random_rows(ROWS, generator)
+        real = call.real_rows(rows)[:, None, :]
+        kl = attention_kl(call, call, layers[call.name], rows)
+        teacher = call.log_weights(rows).exp()
+        share = call.query.shape[1] // call.value.shape[1]
+        values = call.value.float().repeat_interleave(share, dim=1)
+        exact = teacher @ values
+        options = {"scaling": call.scaling, "weight": call.weight, "causal": call.causal}
+        out, _ = layers[call.name](call.query, call.key, call.value, **options)
+        error = (out[:, :, rows].float() - exact) * real.unsqueeze(-1)
+        exact = exact * real.unsqueeze(-1)
+        sums[call.name] += torch.stack([error.square().sum(), exact.square().sum()]).double().cpu()
+        divergences[call.name] += (kl * real).sum((0, 2)).unflatten(0, (-1, share)).sum(1).double().cpu()
+        row_counts[call.name] += real.sum().item() * share
+        kernel = torch.stack(log_kernel_errors(call, call, layers[call.name], rows)).double().cpu()
+        kernels[call.name] = torch.logaddexp(kernels[call.name], kernel) if call.name in kernels else kernel
+
+    with recording(student, layers, compare):
+        for part in batches(windows, batch_size):
+            run_body(student, windows.batch(part))
+    return {
+        name: {
+            "kl": divergences[name].mean().item() / row_counts[name],
+            "head_kl": (divergences[name] / row_counts[name]).tolist(),
+            "output_error": (s[0] / s[1]).sqrt().item(),
+            "kernel_error": ((kernels[name][0] - kernels[name][1]) / 2).mean().exp().item(),
+        }
+        for name, s in sums.items()
+    }

@@ -1,0 +1,67 @@
+"""The gradients of one step, layer by layer: one teacher forward per batch trains all layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.distillation.losses import LOSSES
+from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.storage.processes import ALONE, Processes, alone
+
+
+def layerwise_gradients(
+    student: PreTrainedModel,
+    layers: Mapping[str, LinearAttention],
+    batches: Sequence[Mapping[str, Tensor]],
+    *,
+    loss: str,
+    rows: int | None,
+    generator: Callable[[], torch.Generator],
+    own_inputs: bool = False,
+    processes: Processes = ALONE,
+) -> dict[str, float]:
+    """Add the gradient of each layer's loss to its feature maps; returns the losses, means over ``batches`` in which
+    a batch counts by its windows.
+
+    Args:
+        student: a linearised model; it runs as its own teacher, without gradients.
+        layers: those to train, by the name of their attention module.
+        batches: of one step.
+        loss: a name in :data:`dofla.distillation.LOSSES`.
+        rows: query rows that the loss looks at; None for all.
+        generator: of the rows; the same for each layer and batch.
+        own_inputs: the layers answer the queries and keys of the student, behind layers that are linear already, and
+            not the teacher's: a second forward per batch, and memory for the teacher's calls of all layers.
+        processes: each adds the gradient of its share of every batch; the losses are those of all.
+    """
+    losses = dict.fromkeys(layers, 0.0)
+    teacher: dict[str, AttentionCall] = {}
+    sizes = [len(next(iter(batch.values()))) for batch in batches]
+    gather, parts = alone, 1.0
+
+    def remember(call: AttentionCall) -> None:
+        teacher[call.name] = call
+
+    def learn(call: AttentionCall) -> None:
+        chosen = call.random_rows(rows or call.query.shape[-2], generator())
+        with torch.enable_grad():
+            value = LOSSES[loss](teacher.pop(call.name, call), call, layers[call.name], chosen, gather)
+            value = value / parts
+        if value.requires_grad:  # not if the batch has no window for this process
+            value.backward()
+        losses[call.name] += value.item()
+
+    with torch.no_grad():
+        for size, batch in zip(sizes, batches, strict=True):
+            (own, gather), parts = processes.share(batch), sum(sizes) / size
+            if own_inputs:
+                with recording(student, layers, remember):
+                    run_body(student, own)
+            with recording(student, layers, learn, linear=own_inputs):
+                run_body(student, own)
+    return losses

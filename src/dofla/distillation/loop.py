@@ -1,0 +1,193 @@
+"""The distillation loop: feature maps trained against the softmax attention they replace, or on the text itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.data import Images, TokenWindows, as_windows
+from dofla.distillation.calibrate import calibrate
+from dofla.distillation.checkpoint import Checkpoint
+from dofla.distillation.descent import SCHEDULES, Descent, groups_of, part_of
+from dofla.distillation.direct import DIRECT, next_token_gradients
+from dofla.distillation.layerwise import layerwise_gradients
+from dofla.distillation.losses import LOSSES
+from dofla.distillation.places import reach_of
+from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
+from dofla.errors import DoflaError
+from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.streaming import in_turn, is_streamed
+from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.storage.processes import Processes, is_first, processes
+
+
+@dataclass
+class History:
+    """What a distillation did: ``losses`` [steps, layers] in the order of ``layers``, and how long it took.
+
+    With the direct loss, which all layers share, there is one column, called after it.
+    """
+
+    layers: list[str]
+    losses: Tensor
+    seconds: float = 0.0
+    settings: dict = field(default_factory=dict)
+
+
+def distill(
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    loss: str = "output",
+    epochs: int = 1,
+    steps: int | None = None,
+    batch_size: int = 2,
+    accumulate: int = 1,
+    rows: int | None = 64,
+    learning_rates: Mapping[str, float] | None = None,
+    schedule: str = "cosine",
+    own_inputs: float = 0.0,
+    from_data: bool = True,
+    reach: int | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    checkpoint_every: int = 50,
+    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+) -> History:
+    """Train the feature maps of a linearised model (arXiv 2507.03340, section 4). Everything else stays frozen.
+
+    The losses ``softmax``, ``l2`` and ``output`` train each layer against its own softmax attention: the model runs
+    once per batch with softmax attention and without gradients, and as each layer is reached, the loss of its feature
+    maps on the teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory
+    holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
+
+    Maps that start from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
+
+    The layers of a streamed model (``load_model(..., stream=True)``) are trained in turn, each for all steps, with the
+    same result: what a layer needs is the teacher's, so it need not wait for those before it.
+
+    In several processes (``torchrun``, ``accelerate launch``) each takes its share of every batch, and all end with the
+    student that one process makes of batches that are as many times as large. The first writes and shows progress.
+
+    Args:
+        student: a linearised model; it is its own teacher.
+        tokens: windows to train on.
+        loss: a name in :data:`dofla.distillation.LOSSES`, or ``direct``.
+        epochs: passes over the tokens, unless ``steps`` says how many optimiser steps to take. The last step of a pass
+            takes the windows that are left.
+        batch_size: windows per forward pass, and process.
+        accumulate: forward passes per optimiser step.
+        rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
+            all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
+        learning_rates: by parameter name, over the feature map's own.
+        schedule: a name in :data:`dofla.distillation.SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
+        own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
+            in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
+            two forwards. Not for ``direct``, which never does otherwise. The layers of a streamed model are not trained
+            in turn then: each forward reads them all.
+        from_data: let maps that start from data do so.
+        reach: read the windows as if they began anywhere among so many positions (of models with rotary ones, where the
+            teacher does not notice). A student that training showed the first L alone is lost beyond them; one with a
+            reach loses a little within L. Default: four times the windows' length for hybrid language models with
+            rotary positions; their length itself leaves windows where they are.
+        seed: of the order of the windows and of the rows.
+        folder: where checkpoints and curves go, and for a streamed model hidden states that do not fit in memory. If
+            a run of the same settings stopped there, it goes on, and ends with the same numbers as if it had not.
+        checkpoint_every: steps between checkpoints.
+        progress: called with (step, steps, loss of each layer) after each step, of which a streamed model takes
+            ``steps`` for each of its layers.
+
+    Raises:
+        DoflaError: not linearised; unknown loss, schedule or parameter; ``direct`` for a model that predicts no
+            next token, or is streamed; a number out of range; fewer windows than one step
+            takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
+            a run of other settings; another process that has ended.
+    """
+    layers = linear_layers(student)
+    check_choice("loss", loss, [*LOSSES, DIRECT])
+    check_choice("schedule", schedule, SCHEDULES)
+    windows = as_windows(tokens)
+    check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
+    check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
+    if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
+        raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
+    reach, streamed = reach_of(student, windows, reach), is_streamed(student)
+    if loss == DIRECT and streamed:
+        raise DoflaError("loss 'direct' takes gradients through all layers, which stay on disk: choose another loss")
+    together = processes()
+    batches = Batches(windows, batch_size * together.count, accumulate, seed, reach)
+    steps = steps or epochs * batches.per_epoch
+    settings = {"loss": loss, "steps": steps, "batch_size": batches.batch_size, "accumulate": accumulate, "rows": rows}
+    settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
+    settings |= {"own_inputs": own_inputs, "from_data": from_data, "reach": reach}
+    groups = groups_of(layers, settings["learning_rates"])
+    checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
+    if together.device is not None and not streamed:
+        student.to(together.device)
+
+    started = time.perf_counter()
+    curves: dict[str, list[float]] = {}
+    whole = not streamed or own_inputs > 0
+    with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
+        if from_data:
+            calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
+        for turn in turns:
+            part = {name: layer for name, layer in layers.items() if name.startswith(turn.prefix)}
+            columns = [DIRECT] if loss == DIRECT else list(part)
+            descent = Descent(part_of(groups, part), schedule, steps)
+            curve = checkpoint.resume(part, descent.optimizer, columns, turn.name)
+            together.check_same_files(len(curve), folder)
+            together.make_alike(tensor for layer in part.values() for tensor in layer.state_dict().values())
+            done = len(curve) if part else steps  # taken before, or not to be taken
+            turn.carry(together.share(batch)[0] for step in range(done) for batch in batches.of_step(step))
+            for step in range(done, steps):
+                losses = _gradients(student, part, batches.of_step(step), settings, step, together)
+                together.add_gradients(descent.parameters)
+                descent.step(step)
+                curve.append(list(losses.values()))
+                checkpoint.keep(part, descent.optimizer, curve, columns, turn.name)
+                if progress and is_first():
+                    progress(turn.number * steps + len(curve), turn.count * steps, losses)
+            curves |= {column: [losses[n] for losses in curve] for n, column in enumerate(columns)}
+    how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
+    record_of(student).add_distillation(how, windows, "dofla.distill(student, tokens", settings)
+    losses = torch.tensor(list(zip(*curves.values(), strict=True)))
+    return History(list(curves), losses, time.perf_counter() - started + checkpoint.earlier, settings)
+
+
+def _gradients(
+    student: PreTrainedModel,
+    layers: Mapping[str, LinearAttention],
+    batches: Sequence[Mapping[str, Tensor]],
+    settings: Mapping[str, Any],
+    step: int,
+    together: Processes,
+) -> dict[str, float]:
+    """Add this process's gradients of a step to the feature maps of ``layers``; the losses, of all processes.
+
+    Raises:
+        DoflaError: a loss that is not finite.
+    """
+    if settings["loss"] == DIRECT:
+        losses = next_token_gradients(student, batches, together)
+    else:
+        options = {name: settings[name] for name in ("loss", "rows")}
+        options["own_inputs"] = step >= settings["steps"] * (1 - settings["own_inputs"])
+        generator = partial(generator_of, settings["seed"], step)
+        losses = layerwise_gradients(student, layers, batches, generator=generator, processes=together, **options)
+    for name, value in losses.items():
+        if not math.isfinite(value):
+            what = "next-token loss" if settings["loss"] == DIRECT else f"loss of layer {name}"
+            raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
+    return losses

@@ -1,0 +1,122 @@
+"""Losses of one layer: its attention, or what comes of it, against the teacher's (arXiv 2507.03340, section 4).
+
+The paper's student sees the teacher's queries and keys. In the student itself, behind layers that are linear already,
+it sees others: each loss takes the teacher's call of the layer, and the call that the student answers, which may be
+the same.
+
+Of a batch that several processes share, each has the calls of its own windows. What a loss divides by, or takes the
+logarithm of, it sums over all of them first: so its value is that of the whole batch, and the gradients of all
+processes add up to its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dofla.attention import LOG_ZERO, accumulable, exact_scores
+from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.recorder import AttentionCall
+from dofla.storage.processes import Gather, alone
+
+LayerLoss = Callable[[AttentionCall, AttentionCall, LinearAttention, Tensor, Gather], Tensor]
+"""(the teacher's call, the student's call, the student's layer, query rows [R], gather) → scalar."""
+
+
+def student_log_scores(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+    """Log of the student's unnormalised attention [B, H, R, L], LOG_ZERO where a key is not visible."""
+    scores = layer.log_scores(
+        call.query[:, :, rows], call.key, rows, scaling=call.scaling, weight=call.weight, causal=call.causal
+    )
+    return scores.masked_fill(call.hidden(rows), LOG_ZERO)
+
+
+def attention_kl(teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+    """KL(teacher ‖ student) of the attention of each row [B, H, R], nats."""
+    return _kl(teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1))
+
+
+def _kl(teacher: Tensor, student: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(dim=-1)
+
+
+def softmax_loss(
+    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+) -> Tensor:
+    """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect."""
+    return _mean_of_rows(attention_kl(teacher, call, layer, rows), call, rows, gather)
+
+
+def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor, gather: Gather) -> Tensor:
+    """Mean over heads and real rows of ``values`` [B, H, R].
+
+    The divisor counts the real rows that a random draw of as many rows is expected to hold, and not those that this
+    one holds (perhaps none): only so is the loss of a draw an unbiased estimate of the loss of all rows.
+    """
+    batch, heads, length, _ = call.query.shape
+    real = batch * length if call.weight is None else call.weight.bool().sum()
+    total = (values * call.real_rows(rows).unsqueeze(1)).sum()
+    expected = torch.as_tensor(real * heads * len(rows) / length, dtype=total.dtype, device=total.device)
+    total, expected = gather(torch.stack([total, expected])).sum(0)
+    return total / expected
+
+
+def output_loss(
+    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+) -> Tensor:
+    """Mean KL, and the squared error of the attention output relative to the teacher's own square, mean of heads.
+
+    The values tell which errors of attention matter; alone they leave rows undetermined whose values are alike.
+    """
+    return sum(output_errors(teacher, call, layer, rows, gather))
+
+
+def output_errors(
+    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+) -> tuple[Tensor, Tensor]:
+    """The two parts of :func:`output_loss`."""
+    exact, approximate = teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
+    groups = call.query.shape[1] // call.value.shape[1]
+    real = call.real_rows(rows)[:, None, :, None]
+    wanted = exact.exp() @ accumulable(teacher.value).repeat_interleave(groups, dim=1) * real
+    found = approximate.exp() @ accumulable(call.value).repeat_interleave(groups, dim=1) * real
+    over = (0, 2, 3)
+    error, square = gather(torch.stack([(found - wanted).square().sum(over), wanted.square().sum(over)])).sum(0)
+    relative = error / square.clamp_min(torch.finfo(square.dtype).tiny)
+    return _mean_of_rows(_kl(exact, approximate), call, rows, gather), relative.mean()
+
+
+def log_kernel_errors(
+    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log of Σ (K − K̂)² and of Σ K², over the visible pairs of the whole batch, per query head [H]."""
+    hidden = call.hidden(rows) | ~call.real_rows(rows)[:, None, :, None]
+    exact = exact_scores(teacher.query[:, :, rows], teacher.key, teacher.scaling).masked_fill(hidden, LOG_ZERO)
+    approximate = student_log_scores(call, layer, rows).masked_fill(hidden, LOG_ZERO)
+    over = (0, 2, 3)
+    level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
+    levels = level[None, :, None, None]
+    error = (torch.exp(exact - levels) - torch.exp(approximate - levels)).square().sum(over)
+    error = error.clamp_min(torch.finfo(error.dtype).tiny).log()  # a perfect student has an error of exactly 0
+    return error + 2 * level, torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)
+
+
+def l2_loss(
+    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+) -> Tensor:
+    """Squared error of the kernel over the visible pairs, relative to the kernel's own square, as a log, mean of heads.
+
+    The paper's plain squared error overflows on real heads, where K passes exp(100). Per head, the logarithm of the
+    relative error has the same minimum on a batch and a gradient of the same direction, to whose length Adam is blind.
+    """
+    error, square = gather(torch.stack(log_kernel_errors(teacher, call, layer, rows))).logsumexp(0)
+    return (error - square).mean()
+
+
+LOSSES: dict[str, LayerLoss] = {
+    "softmax": softmax_loss,
+    "l2": l2_loss,
+    "output": output_loss,
+}

@@ -1,0 +1,86 @@
+"""What the distillation loops share: the batches of a step, and the checks of their options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dofla.data import Images, TokenWindows
+from dofla.distillation.places import placed_anywhere, placed_evenly
+from dofla.errors import DoflaError
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of every step: a function of the seed and the step alone, so that a resumed run sees the same ones.
+
+    Each epoch takes every window once; its last step may have fewer, and a smaller last batch.
+
+    Attributes:
+        windows: to train on.
+        batch_size: windows per batch, of all processes together.
+        accumulate: batches per step.
+        seed: of their order.
+        reach: positions among which each batch is read (:func:`dofla.distillation.places.reach_of`).
+
+    Raises:
+        DoflaError: fewer windows than one step takes.
+    """
+
+    windows: TokenWindows | Images
+    batch_size: int
+    accumulate: int
+    seed: int
+    reach: int | None
+
+    def __post_init__(self) -> None:
+        if len(self.windows) < self.per_step:
+            few, needed = len(self.windows), self.per_step
+            raise DoflaError(f"{few} windows are too few for one step of {needed}: give more text or less batch")
+
+    @property
+    def per_step(self) -> int:
+        """Windows of a step."""
+        return self.batch_size * self.accumulate
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch."""
+        return math.ceil(len(self.windows) / self.per_step)
+
+    def of_step(self, step: int, places: torch.Generator | None = None) -> list[dict[str, Tensor]]:
+        """Those of a step, at places drawn by a generator, or by the step's own."""
+        places = places or generator_of(self.seed, step)
+        return [placed_anywhere(batch, self.reach, places) for batch in self._where_they_are(step)]
+
+    def first(self) -> list[dict[str, Tensor]]:
+        """The first of all, at several places within reach."""
+        return placed_evenly(self._where_they_are(0)[0], self.reach)
+
+    def _where_they_are(self, step: int) -> list[dict[str, Tensor]]:
+        epoch, place = divmod(step, self.per_epoch)
+        order = torch.randperm(len(self.windows), generator=generator_of(self.seed, epoch))
+        chosen = order[place * self.per_step : (place + 1) * self.per_step]
+        return [self.windows.batch(part) for part in chosen.split(self.batch_size)]
+
+
+def generator_of(seed: int, number: int) -> torch.Generator:
+    """A CPU generator for one epoch or step of a run."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + number)
+
+
+def check_numbers(**numbers: int) -> None:
+    """DoflaError naming the first that is below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise DoflaError(f"{name} is {value}: give 1 or more")
+
+
+def check_choice(what: str, value: str, known: Iterable[str]) -> None:
+    """DoflaError listing what is ``known`` unless ``value`` is one of it."""
+    if value not in known:
+        raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(sorted(known))}")

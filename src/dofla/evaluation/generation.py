@@ -1,0 +1,185 @@
+"""What a student writes: its continuations in the teacher's eyes, and how long they stay the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from dofla.data import TokenWindows, batches
+from dofla.errors import DoflaError
+from dofla.evaluation.position import finite, ratio_error
+from dofla.integration.prompt_state import read_prompt
+from dofla.integration.surgery import softmax
+
+NGRAM = 4
+TEXTS = ("text", "teacher_greedy", "student_greedy", "teacher_sampled", "student_sampled")
+
+
+@torch.inference_mode()
+def generation_figures(
+    student: PreTrainedModel,
+    windows: TokenWindows,
+    *,
+    prompts: int = 32,
+    prompt_tokens: int = 32,
+    new_tokens: int = 64,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Continuations of teacher and student from the same prompts, judged by the teacher.
+
+    Sampling is from the models' own distributions (temperature 1). Both draw with the same random numbers, so equal
+    distributions write equal texts. An end-of-text token ends nothing: packed text has them inside.
+
+    Args:
+        student: a linearised causal language model; it is its own teacher.
+        windows: text; prompts are the beginnings of its windows.
+        prompts: how many at most; windows with too few real tokens are passed over.
+        prompt_tokens: tokens of each prompt, 2 or more.
+        new_tokens: tokens of each continuation.
+        batch_size: prompts per forward pass; plays no part in the figures.
+        seed: of the sampling.
+        progress: called with (done, total) batches.
+
+    Returns:
+        ``prompts``, ``prompt_tokens``, ``new_tokens``; ``texts``: for the real ``text`` and for the
+        ``teacher_greedy``, ``student_greedy``, ``teacher_sampled`` and ``student_sampled`` continuations,
+        ``teacher_loss`` and ``student_loss`` (nats per token, each with a standard error over prompts, ``..._error``)
+        and ``repeated`` (share of 4-grams that occurred before in the same continuation; None if it is shorter);
+        ``agreement``: three lists over the positions of the continuation, shares of prompts where the student's
+        greedy token is the teacher's: ``forced``, after the teacher's own continuation; ``token``, when each goes its
+        own way; ``prefix``, and all tokens before were the same too. ``agreed_tokens`` is the mean number of tokens
+        until the two greedy continuations part.
+
+    Raises:
+        DoflaError: if the model is no causal language model or has too few positions, if no window is long enough,
+            or for numbers out of range.
+    """
+    for name, value, least in (
+        ("prompts", prompts, 1),
+        ("prompt_tokens", prompt_tokens, 2),
+        ("new_tokens", new_tokens, 1),
+    ):
+        if value < least:
+            raise DoflaError(f"{name}: {value}; give {least} or more")
+    check_room(student, prompt_tokens + new_tokens)
+    ids = _beginnings(windows, prompts, prompt_tokens + new_tokens)
+    draws = torch.rand(len(ids), new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows: dict[str, list[Tensor]] = {}
+    parts = batches(TokenWindows(ids), batch_size)
+    for done, part in enumerate(parts, start=1):
+        here = slice(part.start, part.stop)
+        for name, figures in _compare(student, ids[here].to(student.device), draws[here], prompt_tokens).items():
+            rows.setdefault(name, []).append(figures.double().cpu())
+        if progress:
+            progress(done, len(parts))
+    table = {name: torch.cat(figures) for name, figures in rows.items()}
+    count = torch.full((len(ids),), float(new_tokens), dtype=torch.float64)
+    texts: dict[str, dict[str, Any]] = {name: {} for name in TEXTS}
+    for name, record in texts.items():
+        for who in ("teacher_loss", "student_loss"):
+            record[who] = table[f"{name} {who}"].mean().item()
+            record[f"{who}_error"] = ratio_error(table[f"{name} {who}"].sum(dim=1), count)
+        record["repeated"] = table[f"{name} repeated"].mean().item() if new_tokens >= NGRAM else None
+    prefix = table["token"].cumprod(dim=1)
+    agreement = {"forced": table["forced"], "token": table["token"], "prefix": prefix}
+    return {
+        "prompts": len(ids),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "texts": texts,
+        "agreement": {name: shares.mean(dim=0).tolist() for name, shares in agreement.items()},
+        "agreed_tokens": prefix.sum(dim=1).mean().item(),
+    }
+
+
+def check_room(model: PreTrainedModel, tokens: int) -> None:
+    """DoflaError unless the model writes text from left to right, and has positions for so many tokens."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise DoflaError(f"{type(model).__name__} does not continue a text: give a causal language model")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise DoflaError(f"{tokens} tokens, and {type(model).__name__} has {positions} positions: ask for fewer tokens")
+
+
+def last_logits(model: PreTrainedModel, ids: Tensor, keep: int, **options: Any) -> Tensor:
+    """Logits [B, keep, V] after the last ``keep`` tokens of ``ids`` [B, L]; the others, which can be large, are not
+    computed where the model can leave them out."""
+    if model._supports_logits_to_keep():
+        # As places, not as a number: a slice is not contiguous, and its product with a vocabulary many times slower.
+        options["logits_to_keep"] = torch.arange(ids.shape[1] - keep, ids.shape[1], device=ids.device)
+    return finite(model(ids, **options).logits[:, -keep:])
+
+
+def decode(model: PreTrainedModel, cache: Cache, last: Tensor, new_tokens: int, draws: Tensor | None = None) -> Tensor:
+    """The next tokens [B, new_tokens], one at a time; the cache goes on with them.
+
+    Args:
+        model: in the attention that made the cache.
+        cache: of all tokens but the last.
+        last: the last token [B, 1].
+        new_tokens: how many.
+        draws: uniform numbers [B, new_tokens] to sample by (inverse distribution function); None takes the likeliest.
+    """
+    out = []
+    for n in range(new_tokens):
+        logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        if draws is None:
+            last = logits.argmax(dim=-1, keepdim=True)
+        else:
+            shares = logits.double().softmax(dim=-1).cumsum(dim=-1)
+            chosen = torch.searchsorted(shares, draws[:, n : n + 1].to(shares) * shares[:, -1:], right=True)
+            last = chosen.clamp(max=shares.shape[1] - 1)
+        out.append(last)
+    return torch.cat(out, dim=1)
+
+
+def repeated(tokens: Tensor) -> Tensor:
+    """Share of the 4-grams of each row of ``tokens`` [B, T] that stood in the row before [B]."""
+    grams = tokens.unfold(1, NGRAM, 1).tolist()
+    shares = [1 - len({tuple(gram) for gram in row}) / max(1, len(row)) for row in grams]
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+def _beginnings(windows: TokenWindows, count: int, length: int) -> Tensor:
+    """The first ``length`` real tokens of the first ``count`` windows that have so many."""
+    mask = windows.attention_mask
+    rows = (
+        windows.input_ids if mask is None else [ids[m.bool()] for ids, m in zip(windows.input_ids, mask, strict=True)]
+    )
+    long_enough = [row[:length] for row in rows if len(row) >= length][:count]
+    if not long_enough:
+        raise DoflaError(
+            f"no window has {length} tokens for prompt and continuation: give longer windows or ask for less"
+        )
+    return torch.stack(long_enough)
+
+
+def _compare(student: PreTrainedModel, ids: Tensor, draws: Tensor, prompt_tokens: int) -> dict[str, Tensor]:
+    """Figures of each prompt, by name."""
+    prompt, new = ids[:, :prompt_tokens], draws.shape[1]
+    texts = {"text": ids[:, prompt_tokens:]}
+    with softmax(student):
+        for how, numbers in (("greedy", None), ("sampled", draws)):
+            texts[f"teacher_{how}"] = decode(
+                student, read_prompt(student, prompt[:, :-1]), prompt[:, -1:], new, numbers
+            )
+    for how, numbers in (("greedy", None), ("sampled", draws)):
+        texts[f"student_{how}"] = decode(student, read_prompt(student, prompt[:, :-1]), prompt[:, -1:], new, numbers)
+    out = {"token": texts["teacher_greedy"] == texts["student_greedy"]}
+    for name, text in texts.items():
+        whole = torch.cat([prompt, text], dim=1)
+        with softmax(student):
+            teacher = last_logits(student, whole, new + 1, use_cache=False)[:, :-1]
+        ours = last_logits(student, whole, new + 1, use_cache=False)[:, :-1]
+        if name == "teacher_greedy":
+            out["forced"] = ours.argmax(dim=-1) == text
+        for who, logits in (("teacher_loss", teacher), ("student_loss", ours)):
+            out[f"{name} {who}"] = -torch.log_softmax(logits, dim=-1).gather(-1, text.unsqueeze(-1))[..., 0]
+        out[f"{name} repeated"] = repeated(text) if new >= NGRAM else torch.zeros(len(text))
+    return out

@@ -1,0 +1,206 @@
+"""Associative recall: pairs are told, then asked for, and what is right stands nowhere but in the context."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.data import TokenWindows, batches
+from dofla.errors import DoflaError
+from dofla.evaluation.generation import check_room, last_logits
+from dofla.integration.surgery import softmax
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Where in a context something was told: 0 is first, 1 is last. Figures are given for the nearest of these."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is asked somewhere in a prompt.
+
+    Attributes:
+        position: of the token after which the answer stands.
+        answer: the right token.
+        choices: all tokens that answer some question of this context, the right one among them.
+        depth: where the answer was told, from 0 (first of all) to 1 (last).
+    """
+
+    position: int
+    answer: int
+    choices: tuple[int, ...]
+    depth: float
+
+
+@dataclass(frozen=True)
+class RecallPrompt:
+    """Tokens, and the questions in them."""
+
+    ids: list[int]
+    questions: list[Question]
+
+
+class RecallText(Protocol):
+    """A source of recall prompts."""
+
+    name: str
+
+    def prompts(self, length: int, count: int, seed: int) -> list[RecallPrompt]:
+        """``count`` prompts of about ``length`` tokens; the same seed gives the same prompts."""
+        ...
+
+
+class WordPairs:
+    """Multi-query associative recall for any tokenizer: ``- river: stone``, line after line, then some keys again.
+
+    The task is MQAR (Arora et al. 2023, arXiv 2312.04927), with lines that a pretrained model takes for a list.
+    All keys and values of a prompt are different words of one token each. Answers stay in the text, so the first
+    questions of a prompt show how the later ones are meant.
+
+    Args:
+        tokenizer: whose vocabulary marks beginnings of words by a space (byte-level BPE, SentencePiece).
+        questions: keys asked for per prompt, at most.
+
+    Raises:
+        DoflaError: if the vocabulary has too few words.
+    """
+
+    name = "word pairs"
+    # The very first are function words, which models write out of habit; the rare ones, fragments of words.
+    _WORDS = slice(200, 2200)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, questions: int = 8) -> None:
+        vocabulary = sorted((token, word) for word, token in tokenizer.get_vocab().items())
+        words = [token for token, word in vocabulary if re.fullmatch("[Ġ▁][a-z]{4,8}", word)]
+        self.words = words[self._WORDS]
+        if len(self.words) < 4:
+            raise DoflaError(f"the tokenizer has {len(words)} words of one token: recall of word pairs needs many more")
+        self.questions = questions
+        self._start = tokenizer.encode("")[:1]
+        self._dash, self._colon, self._newline = (pieces(tokenizer, mark) for mark in ("-", ":", "\n"))
+
+    def prompts(self, length: int, count: int, seed: int) -> list[RecallPrompt]:
+        line = 2 + len(self._dash + self._colon + self._newline)
+        lines = (length - len(self._start)) // line
+        asked = min(self.questions, lines // 2)
+        pairs = lines - asked
+        if pairs < 2 or 2 * pairs > len(self.words):
+            least, most = 3 * line, (len(self.words) // 2 + asked) * line
+            raise DoflaError(f"length {length} does not suit word pairs: give {least} to {most} tokens")
+        rng = Random(seed)
+        return [self._prompt(rng, pairs, asked) for _ in range(count)]
+
+    def _prompt(self, rng: Random, pairs: int, asked: int) -> RecallPrompt:
+        words = rng.sample(self.words, 2 * pairs)
+        keys, values = words[:pairs], words[pairs:]
+        ids, questions = list(self._start), []
+        for key, value in zip(keys, values, strict=True):
+            ids += [*self._dash, key, *self._colon, value, *self._newline]
+        for n in rng.sample(range(pairs), asked):
+            ids += [*self._dash, keys[n], *self._colon]
+            questions.append(Question(len(ids) - 1, values[n], tuple(values), n / (pairs - 1)))
+            ids += [values[n], *self._newline]
+        return RecallPrompt(ids[: questions[-1].position + 1], questions)
+
+
+@torch.inference_mode()
+def recall_figures(
+    student: PreTrainedModel,
+    source: RecallText,
+    *,
+    lengths: Sequence[int] = (128, 256, 512),
+    count: int = 32,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """How well teacher and student answer from the context, by its length and by where the answer was told.
+
+    Args:
+        student: a linearised causal language model; it is its own teacher.
+        source: of the prompts: :class:`WordPairs`, or any other :class:`RecallText`.
+        lengths: of the prompts, in tokens.
+        count: prompts per length.
+        batch_size: prompts per forward pass, padded on the right, where causal attention does not look.
+        seed: of the prompts.
+        progress: called with (done, total) batches.
+
+    Returns:
+        A record for each length and each of :data:`DEPTHS` that was asked about: ``length``, ``depth``, ``n``
+        (questions), ``chance`` (accuracy of guessing among the choices), and for ``teacher`` and ``student``
+        ``accuracy`` (the right answer is the likeliest of the choices), ``loss`` (of the right answer, nats) and
+        ``greedy`` (it is the likeliest of all tokens: the model would write it).
+
+    Raises:
+        DoflaError: if the model is no causal language model or has no positions for so long a prompt, or if nothing
+            is asked.
+    """
+    check_asked(lengths, count)
+    work = [(length, source.prompts(length, count, seed)) for length in lengths]
+    check_room(student, max(len(prompt.ids) for _, prompts in work for prompt in prompts))
+    parts = [(length, [prompts[n] for n in part]) for length, prompts in work for part in _parts(prompts, batch_size)]
+    seen: dict[tuple[int, float], list[tuple[float, ...]]] = {}
+    for done, (length, prompts) in enumerate(parts, start=1):
+        with softmax(student):
+            teacher = _answers(student, prompts)
+        ours = _answers(student, prompts)
+        questions = [question for prompt in prompts for question in prompt.questions]
+        for question, *scores in zip(questions, teacher, ours, strict=True):
+            depth = min(DEPTHS, key=lambda depth: abs(depth - question.depth))
+            seen.setdefault((length, depth), []).append((1 / len(question.choices), *scores[0], *scores[1]))
+        if progress:
+            progress(done, len(parts))
+    return [record(length, depth, scores) for (length, depth), scores in sorted(seen.items())]
+
+
+def check_asked(lengths: Sequence[int], count: int) -> None:
+    """DoflaError unless there is a length and a prompt."""
+    if not lengths or count < 1:
+        raise DoflaError(f"lengths: {list(lengths)}, count: {count}; give one length and one prompt at least")
+
+
+def record(length: int, depth: float, scores: list[tuple[float, ...]]) -> dict[str, Any]:
+    """Means over questions of (chance, teacher's accuracy, loss, greedy, and the same of the student)."""
+    chance, *means = torch.tensor(scores, dtype=torch.float64).mean(dim=0).tolist()
+    names = ("accuracy", "loss", "greedy")
+    both = {who: dict(zip(names, means[n : n + 3], strict=True)) for who, n in (("teacher", 0), ("student", 3))}
+    return {"length": length, "depth": depth, "n": len(scores), "chance": chance, **both}
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of ``text`` inside a sentence: SentencePiece adds a space to what stands alone."""
+    before, after = (tokenizer.encode(x, add_special_tokens=False) for x in ("a", "a" + text))
+    return after[len(before) :]
+
+
+def _parts(prompts: list[RecallPrompt], batch_size: int) -> list[range]:
+    return batches(TokenWindows(torch.zeros(len(prompts), 1, dtype=torch.int64)), batch_size)
+
+
+def _answers(model: PreTrainedModel, prompts: list[RecallPrompt]) -> list[tuple[float, float, float]]:
+    """(accuracy, loss, greedy) of each question of each prompt, in order."""
+    length = max(len(prompt.ids) for prompt in prompts)
+    keep = length - min(question.position for prompt in prompts for question in prompt.questions)
+    ids, mask = (torch.zeros(len(prompts), length, dtype=torch.int64) for _ in range(2))
+    for n, prompt in enumerate(prompts):
+        ids[n, : len(prompt.ids)] = torch.tensor(prompt.ids)
+        mask[n, : len(prompt.ids)] = 1
+    options = {} if mask.all() else {"attention_mask": mask.to(model.device)}
+    logits = last_logits(model, ids.to(model.device), keep, use_cache=False, **options)
+    return [
+        _score(row[question.position - length + keep].log_softmax(dim=-1).cpu(), question)
+        for row, prompt in zip(logits, prompts, strict=True)
+        for question in prompt.questions
+    ]
+
+
+def _score(log_probs: Tensor, question: Question) -> tuple[float, float, float]:
+    best = question.choices[int(log_probs[list(question.choices)].argmax())]
+    right, written = best == question.answer, int(log_probs.argmax()) == question.answer
+    return float(right), -log_probs[question.answer].item(), float(written)

@@ -1,0 +1,86 @@
+"""Linear attention as submodules of a model's attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dofla.attention import State
+from dofla.errors import DoflaError
+from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.cache import hand_over_cache
+from dofla.integration.interface import LINEAR
+from dofla.integration.streaming.layers import in_memory
+from dofla.plans.plan import LayerPlan, Plan
+
+
+class AttachedLinearAttention(LinearAttention):
+    """Linear attention as the submodule ``dofla`` of an attention module.
+
+    Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
+    half-precision log-feature would be off by whole factors.
+    """
+
+    def __init__(self, layer: LayerPlan, beside_softmax: bool) -> None:
+        features, window, sinks = zip(*layer.sizes, strict=True)
+        super().__init__(layer.feature_map, features, layer.head_dim, window, sinks, layer.token_dtype)
+        self.name = layer.name
+        self.beside_softmax = beside_softmax
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        def move_only(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        return super()._apply(move_only, recurse)
+
+    # accelerate brings offloaded weights back when their module is called, and maps never are.
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
+        with in_memory(self):
+            return super().forward(*args, **kwargs)
+
+    def log_scores(self, *args: Any, **kwargs: Any) -> Tensor:
+        with in_memory(self):
+            return super().log_scores(*args, **kwargs)
+
+
+def softmax_implementation(model: PreTrainedModel) -> str:
+    """The attention a model not yet linearised runs with. Ours in its place (asked for when loading, or taken over
+    with the config of a student) says nothing; then it is the model's default."""
+    name = model.config._attn_implementation
+    return model.get_correct_attn_implementation(None) if name == LINEAR else name
+
+
+def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
+    """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
+    attached = []
+    linear = [layer for layer in plan.layers if not layer.keep_softmax]
+    for layer in linear:
+        try:
+            module = model.get_submodule(layer.name)
+        except AttributeError:
+            raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
+        module.dofla = AttachedLinearAttention(layer, beside_softmax=len(linear) < len(plan.layers))
+        device = next(module.parameters()).device
+        module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
+        module.dofla.train(module.training)
+        module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
+        attached.append(module.dofla)
+    return attached
+
+
+def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
+    """The plan with the names its layers have in ``model``, which may be the body alone of the model it was made
+    for, or the same body under another head."""
+    prefix = f"{model.base_model_prefix}."
+    modules = dict(model.named_modules())
+    layers = []
+    for layer in plan.layers:
+        names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
+        layers.append(replace(layer, name=next((name for name in names if name in modules), layer.name)))
+    return replace(plan, layers=layers)

@@ -1,0 +1,77 @@
+"""The few figures of a student that stand on its model card, out of the full records that evaluations make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dofla.errors import DoflaError
+from dofla.storage.fields import build
+
+
+@dataclass
+class Figure:
+    """One figure.
+
+    Attributes:
+        metric: a short name without spaces.
+        label: what a person reads, with the unit.
+        student, teacher: values; None where a teacher has none.
+        source: of the text or task, and how much of it.
+        command: that measures it again.
+        interval: both ends of one of 95 %, if it was measured.
+    """
+
+    metric: str
+    label: str
+    student: float
+    teacher: float | None
+    source: str
+    command: str
+    interval: list[float] | None = None
+
+
+def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
+    """The figures in a record of :func:`dofla.evaluate`, of tasks, or of ``dofla probe`` (recall).
+
+    Raises:
+        DoflaError: there are none in it, or a part of one is missing or of the wrong kind.
+    """
+    names = [field.name for field in fields(Figure) if field.name != "command"]
+    try:
+        found = [
+            build(Figure, {**dict(zip(names, row, strict=False)), "command": command}, row[0]) for row in _rows(record)
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise DoflaError(f"figures are not those of an evaluation ({error}): give what dofla.evaluate made") from error
+    if not found:
+        raise DoflaError("figures hold none: give what dofla.evaluate, or `dofla evaluate --out`, made")
+    return found
+
+
+def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
+    text = record.get("source", "")
+    if "windows" in record:
+        text += f", {record['windows']} windows" + (f" of {record['length']} tokens" if "length" in record else "")
+    if language := record.get("language"):
+        yield "loss", "next-token loss, nats", language["student_loss"], language["teacher_loss"], text
+        yield "gap", "gap, nats per token", language["gap"], None, text, language["gap_interval"]
+        yield "kl", "KL(original ‖ student), nats per token", language["kl"], None, text
+        yield "agreement", "same likeliest next token, share", language["top1_agreement"], None, text
+    if embeddings := record.get("embeddings"):
+        yield "cosine", "cosine of embeddings with the original's", embeddings["cosine"], None, text
+        yield "spearman", "rank correlation of similarities with the original's", embeddings["spearman"], None, text
+    for task in record.get("tasks", {}).get("tasks", ()):
+        both = task["acc"]
+        yield "accuracy", "accuracy", both["student"], both["teacher"], f"{task['task']}, {task['items']} items"
+    records = record.get("recall", {}).get("records", ())
+    for length in sorted({row["length"] for row in records}):
+        rows = [row for row in records if row["length"] == length]
+        count = sum(row["n"] for row in rows)
+        student, teacher = (sum(row[who]["accuracy"] * row["n"] for row in rows) / count for who in _BOTH)
+        asked = f"{record['recall']['text']}, {count} questions in {length} tokens"
+        yield "recall", f"facts recalled within {length} tokens, share", student, teacher, asked
+
+
+_BOTH = ("student", "teacher")

@@ -1,0 +1,165 @@
+"""Windows of tokens from any source, the model's own samples among them, for when its training text is not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.data import TokenWindows
+from dofla.data.documents import Source
+from dofla.data.packing import check_cut, membership, separator_id, stream_seed, text_windows
+from dofla.errors import DoflaError
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.surgery import as_teacher
+
+
+def token_windows(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int = 512,
+    windows: int | None = None,
+    split: str = "train",
+    holdout: float = 0.05,
+    seed: int = 0,
+    text_field: str = "text",
+    padded: bool = False,
+    model: PreTrainedModel | None = None,
+) -> TokenWindows:
+    """Windows of tokens from any source, in the order of its documents; the same each time.
+
+    Packed windows are for causal models: before each document stands one separator, the first of bos, eos, cls, sep
+    that the tokenizer has, if any; the stream is cut into windows, and the tail that fills none is dropped. Padded ones
+    are for encoders: each document is a window, or, if it has several lines, each line above 20 characters is; with
+    special tokens, truncated at ``length``, padded on the right to the longest of the result.
+
+    Args:
+        source: what :func:`dofla.data.read_documents` takes; or a .safetensors file whose tensor ``input_ids`` [N, L]
+            holds unpadded tokens, L ≥ length, each row cut into L // length windows; or the word ``self``, samples of
+            ``model`` itself.
+        tokenizer: of the model that the windows are for.
+        length: tokens per window; of padded ones, at most.
+        windows: how many at most; None takes all the source has (``self`` needs a number).
+        split: ``train``, ``validation`` or ``all``. A document (a row of a token file) is in validation if a hash of
+            its text is below ``holdout``: membership depends on nothing else. For ``self`` each split is a stream of
+            random numbers of its own.
+        holdout: fraction in [0, 1) of the documents that are for validation.
+        seed: of the samples that ``self`` draws, and of nothing else.
+        text_field: where the text stands in records.
+        padded: one text per window instead of packed ones.
+        model: to sample from, for ``self``.
+
+    Returns:
+        At most ``windows`` windows, input_ids [N, length]; padded ones with a mask and their texts.
+
+    Raises:
+        DoflaError: bad arguments; a bad source, or one with too little text for one window.
+    """
+    if source != "self":
+        cut = {"length": length, "windows": windows, "split": split, "holdout": holdout}
+        return text_windows(source, tokenizer, **cut, text_field=text_field, padded=padded)
+    check_cut(length, windows)
+    membership(split, holdout)
+    if model is None or windows is None:
+        raise DoflaError(f'source "self": no {"model" if model is None else "number of windows"} given; give one')
+    samples = self_sample(model, tokenizer, count=windows, length=length, seed=stream_seed(seed, split))
+    return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
+
+
+def self_sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    count: int,
+    length: int,
+    seed: int = 0,
+    batch_size: int = 64,
+    temperature: float = 1.0,
+) -> TokenWindows:
+    """Windows of tokens drawn from the model, each starting with the tokenizer's separator.
+
+    Ancestral sampling from the model's distribution: the top-k, penalties and the like that a checkpoint carries for
+    chatting are not applied, and an end-of-text token does not end a window, since text packed into windows has them
+    inside. Same seed, batch size and machine: same windows. The global random state, the model's mode and its
+    generation settings are left as they were.
+
+    Args:
+        model: a causal language model; of a student, the softmax model it was is sampled from.
+        tokenizer: the model's.
+        count: windows.
+        length: tokens of each.
+        seed: of the draws.
+        batch_size: windows that are drawn at a time.
+        temperature: of the distribution; 1 is the model's own.
+
+    Returns:
+        Windows [count, length] on the CPU.
+
+    Raises:
+        DoflaError: not a causal language model; ``length`` above its positions; no token to start from; count or
+            batch_size < 1, length < 2, temperature ≤ 0.
+    """
+    start = separator_id(tokenizer)
+    _check(model, start, count, length, batch_size, temperature)
+    samples = []
+    settings = _sampling_settings(model, temperature, length)
+    with as_teacher(model), evaluation_mode(model), settings, _seeded(model, seed):
+        for begin in range(0, count, batch_size):
+            prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=model.device)
+            samples.append(model.generate(prompt, attention_mask=torch.ones_like(prompt)).cpu())
+    name = f"self-sampled from {type(model).__name__}, seed {seed}, temperature {temperature:g}"
+    return TokenWindows(torch.cat(samples), source=name)
+
+
+def _check(
+    model: PreTrainedModel, start: int | None, count: int, length: int, batch_size: int, temperature: float
+) -> None:
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise DoflaError(
+            f"model: {type(model).__name__} cannot be sampled from; give a causal language model, or a text as source"
+        )
+    if start is None:
+        raise DoflaError("tokenizer: no bos, eos, cls or sep token to start a sample from; set tokenizer.bos_token")
+    for name, value, least in (("count", count, 1), ("batch_size", batch_size, 1), ("length", length, 2)):
+        if value < least:
+            raise DoflaError(f"{name}: {value}; give {least} or more")
+    if not temperature > 0:
+        raise DoflaError(f"temperature: {temperature}; give a number above 0")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise DoflaError(
+            f"length: {length}, and {type(model).__name__} has {positions} positions; give {positions} or less"
+        )
+
+
+@contextmanager
+def _sampling_settings(model: PreTrainedModel, temperature: float, length: int) -> Iterator[None]:
+    """Plain sampling to exactly `length` tokens, for as long as the context lasts.
+
+    The model's own generation config is set aside rather than overridden: `generate` fills whatever an argument leaves
+    at None, eos_token_id included, from it.
+    """
+    settings = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_length=length, use_cache=True
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+
+
+@contextmanager
+def _seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """The generators of the CPU and of the model's GPUs start at `seed`, and get their state back afterwards."""
+    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):
+        # Not torch.manual_seed, which would also seed the GPUs that are not saved here.
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        yield

@@ -1,0 +1,257 @@
+"""Error curves: how much of each head's attention is lost at which size, what that costs the model, and the best way
+to spend a number of bytes on them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+from dofla.errors import DoflaError
+from dofla.plans.hybrid import HeadCost, split
+from dofla.storage.files import read_json, write_json
+
+_LEVELS = 20
+"""Sizes between the smallest and the largest that was measured, at equal ratios, among which a head's is chosen."""
+
+Size = tuple[int, int, int]
+"""(features, window, sinks) of a KV head."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layer whose heads have one size, briefly trained.
+
+    Attributes:
+        share: of the bytes, what was meant for exact tokens; see :func:`dofla.plans.hybrid.split`.
+        bytes: of state per KV head.
+        errors: per KV head, mean KL(softmax ‖ student) of the rows of attention, nats.
+    """
+
+    share: float
+    bytes: int
+    errors: list[float]
+
+
+@dataclass
+class LayerCurve:
+    """One layer.
+
+    Attributes:
+        name: of the module.
+        effects: per KV head, what one unit of its error does to the model, all other heads softmax: nats of KL of the
+            next-token distribution (an encoder: relative squared error of the last hidden states).
+        points: sizes that were measured.
+    """
+
+    name: str
+    effects: list[float]
+    points: list[Point]
+
+    def error(self, head: int, share: float, size: float) -> float:
+        """Of a KV head at ``size`` bytes, by a power law between measured sizes; beyond them, that of the nearest."""
+        points = sorted((p for p in self.points if p.share == share), key=lambda p: p.bytes)
+        size = min(max(size, points[0].bytes), points[-1].bytes)
+        for a, b in pairwise(points):
+            if a.bytes <= size <= b.bytes and a.bytes < b.bytes:
+                part = math.log(size / a.bytes) / math.log(b.bytes / a.bytes)
+                ends = (math.log(_positive(p.errors[head])) for p in (a, b))
+                return math.exp(sum(weight * end for weight, end in zip((1 - part, part), ends, strict=True)))
+        return points[0].errors[head]
+
+
+def _positive(error: float) -> float:
+    return max(error, 1e-9)
+
+
+@dataclass
+class Curves:
+    """The curves of all layers, of which model and how they were measured. JSON that a person can read."""
+
+    layers: list[LayerCurve]
+    model: str = ""
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, replacing what was there."""
+        write_json(Path(path), {"format": 2, **asdict(self)}, sealed=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Curves:
+        """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
+        data = read_json(Path(path), "error curves")
+        try:
+            layers = [
+                LayerCurve(_text(x["name"]), _numbers(x["effects"]), [_point(**point) for point in x["points"]])
+                for x in data["layers"]
+            ]
+            if not layers or not all(x.points and len({len(p.errors) for p in x.points}) == 1 for x in layers):
+                raise ValueError("a layer without points, or with points of different heads")
+            if any(len(x.effects) != len(x.points[0].errors) for x in layers):
+                raise ValueError("a layer with other heads in its effects than in its points")
+            _text(data["made_by"].get("feature_map", ""))
+            return cls(layers, data["model"], data["made_by"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DoflaError(f"{path} holds no error curves ({what}): measure them again") from error
+
+
+def _point(share: float, bytes: int, errors: list[float]) -> Point:
+    """A point of a file, whose numbers can be reckoned with."""
+    if not (0 <= share <= 1 and bytes >= 1):
+        raise ValueError(f"share {share}, {bytes} bytes")
+    return Point(share, bytes, _numbers(errors))
+
+
+def _text(value: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a name should be")
+    return value
+
+
+def _numbers(values: list[float]) -> list[float]:
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError(f"{values!r} where a number per KV head should be")
+    return [float(value) for value in values]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer's bytes buy: its KV heads, and what one of them costs."""
+
+    kv_heads: int
+    cost: HeadCost
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer with heads of some sizes: bytes of all of them, the loss expected, and ``sizes`` per KV head, None for
+    softmax."""
+
+    bytes: int
+    loss: float
+    sizes: list[Size] | None
+
+
+def choose(
+    curves: Sequence[LayerCurve],
+    shapes: Mapping[str, Shape],
+    total: int,
+    context: int | None = None,
+    *,
+    per_head: bool = True,
+) -> dict[str, Choice]:
+    """The sizes of least expected loss, summed over layers, that cost ``total`` bytes at most.
+
+    A knapsack, solved as a linear relaxation would: from the smallest sizes up, always the step that gains most per
+    byte, along the lower convex hull of each layer's choices, passing by the steps that no longer fit. A step to
+    softmax may be so large that it never fits, and hides smaller ones: it is done without as well, and the better kept.
+
+    Args:
+        curves: of the layers.
+        shapes: by layer name.
+        total: bytes of state per sequence.
+        context: if given, layers may stay softmax, at the price of their cache at so many tokens.
+        per_head: whether the heads of a layer may differ. They have two sizes at most, since each is a call of its own
+            when the model runs.
+
+    Raises:
+        DoflaError: the smallest sizes measured cost more than ``total``.
+    """
+    ways = []
+    for at in dict.fromkeys((context, None)):
+        hulls = {curve.name: best_sizes(curve, shapes[curve.name], at, per_head) for curve in curves}
+        if not ways or sum(hull[0].bytes for hull in hulls.values()) <= total:  # a short cache may be all that fits
+            ways.append(_along(hulls, total))
+    return min(ways, key=lambda chosen: sum(choice.loss for choice in chosen.values()))
+
+
+def _along(hulls: Mapping[str, Sequence[Choice]], total: int) -> dict[str, Choice]:
+    chosen = {name: hull[0] for name, hull in hulls.items()}
+    left = total - sum(choice.bytes for choice in chosen.values())
+    if left < 0:
+        raise DoflaError(
+            f"the smallest layers that were measured take {total - left} bytes together, the budget is {total}: "
+            "measure the curves at this budget"
+        )
+    steps = [(-_slope(*pair), name, n) for name, hull in hulls.items() for n, pair in enumerate(pairwise(hull))]
+    heapq.heapify(steps)
+    stuck = set()
+    while steps:
+        _, name, n = heapq.heappop(steps)
+        before, after = hulls[name][n], hulls[name][n + 1]
+        price = after.bytes - before.bytes
+        if name in stuck or price > left:
+            stuck.add(name)  # its later steps cost more still
+            continue
+        chosen[name], left = after, left - price
+    return chosen
+
+
+def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
+    """What :func:`choose` chooses from: the sizes of a layer that are best for some price of a byte, from the cheapest
+    up."""
+    return _hull(_choices(curve, shape, context, per_head))
+
+
+def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: bool) -> list[Choice]:
+    """A layer's choices: one size for all heads; the larger of two for any number of them, those that gain most by it;
+    softmax."""
+    losses = _losses(curve, shape)
+    heads, cost = range(shape.kv_heads), shape.cost
+    choices = [Choice(cost.total(*size) * len(heads), sum(own), [size] * len(heads)) for size, own in losses.items()]
+    if per_head:
+        choices += _two_sizes(losses, shape)
+    if context is not None:
+        choices.append(Choice(context * cost.cached * len(heads), 0.0, None))
+    return choices
+
+
+def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Choice]:
+    heads, cost = range(shape.kv_heads), shape.cost
+    # Only sizes that are best for some head at some price of a byte: of all pairs there would be too many.
+    alone = ([Choice(cost.total(*size), own[head], [size]) for size, own in losses.items()] for head in heads)
+    best = {choice.sizes[0] for own in alone for choice in _hull(own)}
+    choices = []
+    for small, large in combinations(sorted(best, key=lambda size: cost.total(*size)), 2):
+        gains = [a - b for a, b in zip(losses[small], losses[large], strict=True)]
+        first = sorted(heads, key=lambda head: -gains[head])[:-1]  # all of them is a choice above
+        base, price = sum(losses[small]), cost.total(*large) - cost.total(*small)
+        for count, gain in enumerate(accumulate(gains[head] for head in first), start=1):
+            sizes = [large if head in first[:count] else small for head in heads]
+            choices.append(Choice(cost.total(*small) * len(heads) + count * price, base - gain, sizes))
+    return choices
+
+
+def _losses(curve: LayerCurve, shape: Shape) -> dict[Size, list[float]]:
+    """Of each size that a head may have, the loss expected of each KV head."""
+    losses: dict[Size, list[float]] = {}
+    for share in sorted({p.share for p in curve.points}):
+        measured = [p.bytes for p in curve.points if p.share == share]
+        ratio = max(measured) / min(measured)
+        for n in range(_LEVELS):
+            size = split(round(min(measured) * ratio ** (n / (_LEVELS - 1))), shape.cost, share)
+            spent = shape.cost.total(*size)
+            losses[size] = [effect * curve.error(head, share, spent) for head, effect in enumerate(curve.effects)]
+    return losses
+
+
+def _hull(choices: Sequence[Choice]) -> list[Choice]:
+    """The lower convex hull of loss over bytes."""
+    hull: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.bytes, c.loss)):
+        if hull and choice.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and _slope(hull[-1], choice) >= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _slope(a: Choice, b: Choice) -> float:
+    """Loss gained per byte."""
+    return (a.loss - b.loss) / (b.bytes - a.bytes) if b.bytes > a.bytes else math.inf

@@ -1,0 +1,184 @@
+"""Plan: what each attention layer becomes, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dofla.errors import DoflaError
+from dofla.feature_maps import feature_map_class
+from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost
+from dofla.storage.files import read_json, write_json
+
+_MOST = 2**31 - 1
+
+
+@dataclass
+class LayerPlan:
+    """One attention module.
+
+    Attributes:
+        name: of the module in the model.
+        kv_heads, head_dim, value_dim: its shape, so that a plan made for another model is noticed.
+        features: per KV head, or one number for all; so are ``window`` and ``sinks``.
+        window: last tokens kept with exact scores, the query's own included.
+        sinks: first tokens kept with exact scores.
+        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        token_dtype: how window and sinks are kept, one of :data:`dofla.plans.hybrid.TOKEN_DTYPES`.
+        keep_softmax: leave the layer as it is; the fields above it then play no part.
+    """
+
+    name: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    features: int | list[int] = 0
+    window: int | list[int] = 0
+    sinks: int | list[int] = 0
+    feature_map: str = "prf"
+    token_dtype: str = "model"
+    keep_softmax: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_whole("kv_heads", "head_dim", "value_dim", least=1)
+        if not isinstance(self.keep_softmax, bool):
+            raise DoflaError(f"layer {self.name}: keep_softmax is {self.keep_softmax!r}: give true or false")
+        if self.keep_softmax:
+            return
+        try:
+            feature_map_class(self.feature_map)
+        except DoflaError as error:
+            raise DoflaError(f"layer {self.name}: {error}") from None
+        for what, least in (("features", 1), ("window", 0), ("sinks", 0)):
+            self._check_per_head(what, least)
+        if self.token_dtype not in TOKEN_DTYPES:
+            raise DoflaError(
+                f"layer {self.name}: token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}"
+            )
+        if self.feature_map == "none" and not all(window or sinks for _, window, sinks in self.sizes):
+            raise DoflaError(f"layer {self.name}: feature_map none sees nothing without a window or sinks: give one")
+
+    def _check_whole(self, *fields: str, least: int) -> None:
+        for what in fields:
+            value = getattr(self, what)
+            if not is_whole(value) or not least <= value <= _MOST:
+                raise DoflaError(
+                    f"layer {self.name}: {what} is {value!r}: give a whole number, {least} or more, {_MOST} at most"
+                )
+
+    def _check_per_head(self, what: str, least: int) -> None:
+        value = getattr(self, what)
+        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and len(value) != self.kv_heads:
+            raise DoflaError(
+                f"layer {self.name}: {what} has {len(value)} numbers for {self.kv_heads} KV heads: "
+                "give one each, or an int"
+            )
+        if not all(is_whole(number) and least <= number <= _MOST for number in numbers):
+            raise DoflaError(
+                f"layer {self.name}: {what} is {value!r}: every KV head needs a whole number, {least} or more, "
+                f"{_MOST} at most"
+            )
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Features, window and sinks of each KV head."""
+        fields = (self.features, self.window, self.sinks)
+        return list(zip(*(x if isinstance(x, list) else [x] * self.kv_heads for x in fields), strict=True))
+
+    @property
+    def features_per_head(self) -> list[int]:
+        """The number of features of each KV head."""
+        return [features for features, _, _ in self.sizes]
+
+    def cost(self, itemsize: int) -> HeadCost:
+        """What its features and tokens cost in a model whose numbers have ``itemsize`` bytes."""
+        return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of state per sequence; 0 if it is kept softmax."""
+        if self.keep_softmax:
+            return 0
+        cost = self.cost(itemsize)
+        return sum(cost.total(*size) for size in self.sizes)
+
+
+@dataclass
+class Plan:
+    """All attention layers of a model, and how the plan came about. JSON that a person can edit."""
+
+    layers: list[LayerPlan]
+    model: str = ""
+    made_by: dict[str, Any] = field(default_factory=dict)  # strategy, budget, lambda, ...: a record, not an input
+
+    def __getitem__(self, name: str) -> LayerPlan:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(name)
+
+    def state_bytes(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of state per sequence, whatever its length, of the linear layers.
+
+        M features take M·(dv+2) numbers per KV head, always in float32; a window or sink token takes d + dv numbers
+        per KV head in the model's ``dtype``, or d + dv + 2 bytes in eight bits.
+        """
+        return sum(layer.state_bytes(dtype.itemsize) for layer in self.layers)
+
+    def softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of the key-value cache that softmax attention would keep for ``length`` tokens in these layers.
+
+        Layers kept softmax are counted here and not in :meth:`state_bytes`.
+        """
+        return sum(length * x.kv_heads * x.cost(dtype.itemsize).cached for x in self.layers)
+
+    def kept_softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of the key-value cache of the layers kept softmax, for ``length`` tokens."""
+        return Plan([x for x in self.layers if x.keep_softmax]).softmax_bytes(length, dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, one short entry per layer."""
+        layers = {}
+        for layer in self.layers:
+            entry = asdict(layer)
+            layers[entry.pop("name")] = entry
+        return {"format": 1, "model": self.model, "made_by": self.made_by, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "the plan") -> Plan:
+        """The reverse of :meth:`to_dict`; DoflaError naming ``where`` and the field if something is off."""
+        layers = data.get("layers")
+        if not isinstance(layers, dict) or not layers:
+            raise DoflaError(f"{where} has no layers: a plan lists its attention modules by name under 'layers'")
+        plans = []
+        for name, entry in layers.items():
+            try:
+                plans.append(LayerPlan(name=name, **entry))
+            except DoflaError as error:
+                raise DoflaError(f"{where}: {error}") from None
+            except TypeError as error:
+                raise DoflaError(f"{where}: layer {name} has wrong fields: {error}") from error
+        made_by = data.get("made_by") or {}
+        if not isinstance(made_by, dict):
+            raise DoflaError(f"{where}: made_by is {made_by!r}: give an object, or leave it out")
+        return cls(plans, str(data.get("model", "")), made_by)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, replacing what was there."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan; DoflaError naming the file if it is missing or damaged."""
+        path = Path(path)
+        if path.is_dir():
+            path = path / "plan.json"
+        return cls.from_dict(read_json(path, "a plan"), str(path))
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is an integer, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,161 @@
+"""Profile: what a teacher's attention looks like, per layer and KV head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dofla.errors import DoflaError
+from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
+from dofla.storage.fields import build
+from dofla.storage.files import new_folder, read_json, write_json
+from dofla.storage.tensors import read_tensors, write_tensors
+
+
+@dataclass
+class HeadStatistics:
+    """What else is known of one KV head; attention figures are means over rows and over the head's queries."""
+
+    query_norm_mean: float = 0.0
+    query_norm_max: float = 0.0
+    key_norm_mean: float = 0.0
+    key_norm_max: float = 0.0
+    entropy: float = 0.0  # nats
+    mass_first: dict[int, float] = field(default_factory=dict)  # share of attention on the first n tokens
+    mass_last: dict[int, float] = field(default_factory=dict)  # share on the last n, the query's own included
+
+
+@dataclass
+class LayerProfile:
+    """One attention module."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scaling: float
+    causal: bool
+    spectra: list[Spectrum]  # per KV head
+    statistics: list[HeadStatistics]  # per KV head
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """An attention module left softmax."""
+
+    name: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    reason: str
+
+
+@dataclass
+class Profile:
+    """All layers that can be linearised, how they were measured, and of which model.
+
+    ``profile.dof()`` is instant for any λ and any normalisation, since the eigenvalues are kept.
+    """
+
+    model: str
+    layers: list[LayerProfile]
+    samples: int
+    tokens: int
+    source: str
+    seed: int
+    normalization: str = "trace"
+    skipped: list[SkippedLayer] = field(default_factory=list)
+    dtype: str = "float32"  # of the model, and so of the tokens in a window
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        return getattr(torch, self.dtype).itemsize
+
+    def dof(self, lam: float = DEFAULT_LAMBDA, normalization: str | None = None) -> list[list[float]]:
+        """Degrees of freedom [layer][KV head] at tolerance ``lam``; ``normalization`` as the profile's by default."""
+        chosen = normalization or self.normalization
+        return [[degrees_of_freedom(s, lam, chosen) for s in layer.spectra] for layer in self.layers]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``profile.json`` and ``spectra.safetensors`` into a new folder; DoflaError if it exists."""
+        with new_folder(folder) as out:
+            self.write(out)
+        return Path(folder)
+
+    def write(self, folder: Path) -> None:
+        """Write the two files into an existing folder."""
+        tensors = {layer.name: torch.stack([s.eigenvalues for s in layer.spectra]) for layer in self.layers}
+        write_tensors(folder / "spectra.safetensors", tensors)
+        write_json(folder / "profile.json", self._to_json(), sealed=True)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Profile:
+        """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
+        folder = Path(folder)
+        data = read_json(folder / "profile.json", "a profile")
+        tensors, _ = read_tensors(folder / "spectra.safetensors", "run dofla profile again")
+        try:
+            return cls._from_json(data, tensors)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = str(error) if isinstance(error, DoflaError) else f"{type(error).__name__}: {error}"
+            raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
+
+    def _to_json(self) -> dict:
+        dof = self.dof()
+        layers = []
+        for layer, row in zip(self.layers, dof, strict=True):
+            entry = {k: getattr(layer, k) for k in _LAYER_FIELDS}
+            entry["per_head"] = [
+                {"dof": round(n, 4), "log_scale": s.log_scale, "retry": s.retry, **vars(h)}
+                for n, s, h in zip(row, layer.spectra, layer.statistics, strict=True)
+            ]
+            layers.append(entry)
+        head = {"format": 1, "model": self.model, "source": self.source, "samples": self.samples}
+        head |= {"tokens": self.tokens, "seed": self.seed, "normalization": self.normalization}
+        head["dtype"] = self.dtype
+        skipped = [vars(x) for x in self.skipped]
+        return head | {"lambda_of_dof_shown": DEFAULT_LAMBDA, "skipped": skipped, "layers": layers}
+
+    @classmethod
+    def _from_json(cls, data: dict, tensors: dict[str, Tensor]) -> Profile:
+        layers = [_layer(entry, tensors, f"layer {entry['name']}") for entry in data["layers"]]
+        skipped = [build(SkippedLayer, entry, f"skipped[{n}]") for n, entry in enumerate(data["skipped"])]
+        kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
+        kept["dtype"] = data.get("dtype", "float32")  # profiles of version 0.1 do not say
+        if kept["normalization"] not in NORMALIZATIONS:
+            raise ValueError(f"normalization is {kept['normalization']!r}")
+        if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
+            raise ValueError(f"dtype is {kept['dtype']!r}")
+        return build(cls, kept | {"layers": layers, "skipped": skipped}, "it")
+
+
+def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
+    known = {k: entry[k] for k in _LAYER_FIELDS}
+    eigenvalues, heads = tensors[known["name"]], entry["per_head"]
+    if eigenvalues.ndim != 2 or not eigenvalues.is_floating_point() or not len(eigenvalues[0]):
+        raise ValueError(f"{where}: its eigenvalues are {eigenvalues.dtype} {list(eigenvalues.shape)}")
+    if not len(eigenvalues) == len(heads) == known["kv_heads"]:
+        raise ValueError(f"{where}: {len(eigenvalues)} spectra, {len(heads)} of {known['kv_heads']} KV heads")
+    spectra, statistics = [], []
+    for n, (values, head) in enumerate(zip(eigenvalues, heads, strict=True)):
+        own = {k: v for k, v in head.items() if k not in ("dof", "log_scale", "retry")}
+        for key in ("mass_first", "mass_last"):
+            own[key] = {int(count): share for count, share in own[key].items()}
+        found = {"eigenvalues": values, "log_scale": head["log_scale"], "retry": head["retry"]}
+        spectra.append(build(Spectrum, found, f"{where}: per_head[{n}]"))
+        statistics.append(build(HeadStatistics, own, f"{where}: per_head[{n}]"))
+    layer = build(LayerProfile, known | {"spectra": spectra, "statistics": statistics}, where)
+    for key in ("heads", "kv_heads", "head_dim", "value_dim", "scaling"):
+        if getattr(layer, key) <= 0:
+            raise ValueError(f"{where}: {key} is {getattr(layer, key)}")
+    return layer
+
+
+_LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")

@@ -1,0 +1,93 @@
+"""Running a recipe: profile, then per student allocate, linearise, distil, evaluate; all into one folder.
+
+The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dofla.evaluation import evaluate
+from dofla.evaluation.samples import continuations
+from dofla.integration.sharing import note
+from dofla.runs.recipe import Recipe, StudentSpec
+from dofla.runs.view import View
+from dofla.runs.workshop import Workshop, claim
+from dofla.storage.files import read_json, write_json
+from dofla.storage.lock import locked
+from dofla.storage.processes import is_first
+
+RECIPE, RESULTS = "recipe.yaml", "results.json"
+
+
+def run(
+    recipe: Recipe,
+    folder: str | Path,
+    view: View | None = None,
+    finish: Callable[[Workshop], object] | None = None,
+) -> dict[str, Any]:
+    """Execute a recipe into ``folder`` and return the results (also written there as results.json).
+
+    Args:
+        recipe: what to do.
+        folder: new, or that of an earlier run of the same recipe, which then goes on.
+        view: where progress and tables go; silent by default.
+        finish: called at the end with the workshop, while the folder is still locked and the model at hand; for
+            instance :func:`dofla.report.report_on`.
+
+    Raises:
+        DoflaError: bad input of any kind, or a folder that holds something else or that another process works in.
+    """
+    with locked(folder):
+        workshop, results = _run(recipe, Path(folder), view or View(quiet=True))
+        if finish and is_first():
+            finish(workshop)
+    return results
+
+
+def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, Any]]:
+    claim(folder, RECIPE, recipe.to_dict())
+    workshop = Workshop(recipe, folder, view)
+    view.profile(workshop.profile(), recipe.lam)
+    rows = []
+    for student in recipe.students:
+        runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
+        rows.append({"name": student.name, "runs": runs, **_summary(runs)})
+    results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
+    write_json(folder / RESULTS, results, sealed=True)
+    view.results(results)
+    return workshop, results
+
+
+def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, Any]:
+    path, options = workshop.home(spec, seed) / "evaluation.json", workshop.recipe.evaluate
+    if path.exists():
+        return read_json(path, "an evaluation")
+    windows = workshop.validation()
+    with workshop.student(spec, seed) as model:
+        with workshop.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
+            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress)
+        figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
+        if options.prompts and model.can_generate():
+            figures["samples"] = continuations(model, workshop.tokenizer, windows, **options.samples)
+        note(workshop.adapter(spec, seed), figures=figures)
+        write_json(path, figures, sealed=True)
+    return figures
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and spread (half the range) over seeds of the figures that are compared."""
+    summary: dict[str, Any] = {"state_bytes": runs[0]["state_bytes"]}
+    section = "language" if "language" in runs[0] else "embeddings"
+    keys = ("student_loss", "gap", "kl", "top1_agreement") if section == "language" else ("cosine", "spearman")
+    series = {key: [run[section][key] for run in runs] for key in keys}
+    for key in ("kl", "output_error"):
+        series[f"attention_{key}"] = [statistics.fmean(x[key] for x in run["layers"].values()) for run in runs]
+    for key, values in series.items():
+        summary[key] = {"mean": statistics.fmean(values), "spread": (max(values) - min(values)) / 2}
+    if section == "language":
+        summary["teacher_loss"] = runs[0]["language"]["teacher_loss"]
+    return summary

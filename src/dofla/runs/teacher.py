@@ -1,0 +1,114 @@
+"""Opening what verbs and recipes name: a teacher or a student, its tokenizer, and text cut into windows."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.data import TokenWindows
+from dofla.errors import DoflaError
+from dofla.integration.checkpoint import load, load_any, load_model
+from dofla.integration.reading import check_readable
+from dofla.integration.self_samples import token_windows
+from dofla.runs.demo import teacher_path
+from dofla.runs.demo.data import demo_windows
+from dofla.runs.recipe import DataSpec
+
+logger = logging.getLogger(__name__)
+
+
+def windows_of(
+    spec: DataSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
+) -> TokenWindows:
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture.
+
+    Raises:
+        DoflaError: a bad source, too little text in it, or text that the model cannot read.
+    """
+    if spec.source == "demo":
+        return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
+    options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
+    windows = token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+    check_readable(model, windows.input_ids, windows.source)
+    logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
+    return windows
+
+
+def load_teacher(
+    name: str, dtype: str | None = None, stream: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package); if
+    it is to ``stream``, its layers stay on disk."""
+    path = resolve_model(name)
+    logger.info("loading %s", path)
+    return load_model(path, stream=stream, **_options(dtype)), load_tokenizer(path)
+
+
+def open_student(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
+
+    Raises:
+        DoflaError: no such student; no tokenizer with it or its base model.
+    """
+    return _opened(load, name, dtype)
+
+
+def open_model(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
+
+    Raises:
+        DoflaError: no such model; no tokenizer with it or its base model.
+    """
+    return _opened(load_any, resolve_model(name), dtype)
+
+
+def _opened(
+    load: Callable[..., PreTrainedModel], path: str, dtype: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    logger.info("loading %s", path)
+    model = load(path, **_options(dtype))
+    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+
+
+def _options(dtype: str | None) -> dict[str, torch.dtype]:
+    return {} if dtype is None else {"dtype": dtype_of(dtype)}
+
+
+def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer from the first of the folders or hub names that has one."""
+    for place in places:
+        try:
+            # Said outright, for otherwise transformers asks on the terminal whether to run a repository's code.
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            tokenizer("a")  # some damage shows in use only
+            return tokenizer
+        except Exception as error:  # a damaged file fails in any way
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")
+
+
+def resolve_model(name: str) -> str:
+    """The folder or hub name that a recipe's ``model`` stands for."""
+    if name == "demo":
+        return str(teacher_path())
+    if not name.startswith("package:"):
+        return name
+    package, _, inside = name.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        project = package.replace("_", "-")
+        raise DoflaError(f"model {name!r}: the package {package} is not installed: pip install {project}")
+    return str(Path(spec.origin).parent / inside)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``float32``, ``bfloat16`` or ``float16`` as a torch dtype."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise DoflaError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,198 @@
+"""Files that are whole or not there, written under a temporary name, then renamed; JSON that shows when it was damaged.
+
+What a process that was killed leaves, ``.NAME.partial-PID``, is never read, and goes when NAME is written again or the
+folder is locked (:func:`dofla.storage.lock.locked`).
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dofla.errors import DoflaError
+from dofla.storage.processes import is_first
+
+SEAL = "sha256"
+"""Field of JSON, and of the metadata of a safetensors file, that holds the digest of all the rest."""
+_WAYS_OUT = {
+    errno.ENOSPC: "make room, then start again",
+    errno.EDQUOT: "make room, then start again",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), then start again",
+    errno.EROFS: "choose another folder",
+    errno.EACCES: "choose another folder, or allow writing to this one",
+    errno.EPERM: "choose another folder, or allow writing to this one",
+    errno.EIO: "check the disk",
+    errno.ENOTEMPTY: "another process has made it meanwhile",
+}
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder of the same name that takes the place of ``folder`` when the block ends well, and vanishes
+    otherwise; and in any case in a process that is not the first of its launch.
+
+    Raises:
+        DoflaError: if ``folder`` exists already, or the system does not let it be written.
+    """
+    folder = Path(folder)
+    if not is_first():
+        with tempfile.TemporaryDirectory() as nowhere:
+            (Path(nowhere) / folder.name).mkdir()
+            yield Path(nowhere) / folder.name
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DoflaError(f"{folder} exists already: choose another output folder or remove it")
+    with _temporary(folder, parents=True) as partial:
+        (partial / folder.name).mkdir()
+        yield partial / folder.name
+        _to_disk(partial)
+        if folder.exists():
+            folder.rmdir()
+        (partial / folder.name).rename(folder)
+    logger.debug("wrote %s", folder)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary path of the same name that replaces ``path`` when the block ends well, and vanishes otherwise; and in
+    any case in a process that is not the first of its launch.
+
+    Raises:
+        DoflaError: if the system does not let it be written.
+    """
+    path = Path(path)
+    if not is_first():
+        with tempfile.TemporaryDirectory() as nowhere:
+            yield Path(nowhere) / path.name
+        return
+    with _temporary(path) as partial:
+        yield partial / path.name
+        _to_disk(partial)
+        (partial / path.name).replace(path)
+    logger.debug("wrote %s", path)
+
+
+@contextmanager
+def _temporary(path: Path, parents: bool = False) -> Iterator[Path]:
+    """A folder beside ``path`` for the time of the block, since libraries put temporary files of their own beside what
+    they write; what the disk refuses becomes one line about ``path``."""
+    if not path.name:
+        raise DoflaError(f"cannot write {str(path)!r}: give a name")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        for leftover in path.parent.glob(glob.escape(f".{path.name}.partial-") + "*"):
+            if leftover == partial or not _alive(leftover.name.rpartition("-")[2]):
+                shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=parents)
+        yield partial
+    except DoflaError:
+        raise
+    except Exception as error:
+        code, place = _refusal(error), getattr(error, "filename", None)
+        ours = code in _WAYS_OUT if place is None else str(place).startswith((str(partial), str(path)))
+        if code is None or not ours:
+            raise
+        raise cannot_write(path, code) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def cannot_write(path: str | Path, code: int | None) -> DoflaError:
+    """The error for a path that the system, with this errno, does not let be written."""
+    reason = os.strerror(code) if code else "the system refuses"
+    way_out = _WAYS_OUT.get(code)
+    return DoflaError(f"cannot write {path}: {reason}" + (f": {way_out}" if way_out else ""))
+
+
+def _refusal(error: Exception) -> int | None:
+    """The errno of what the system refused; libraries written in Rust say it in words only."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def _alive(pid: str) -> bool:
+    if os.name != "posix" or not pid.isdecimal():
+        return True  # not known
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _to_disk(folder: Path) -> None:
+    """Wait until what is in the folder would survive a power cut, so that no name ever stands for less."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left in a folder and below; no process may be writing there."""
+    for leftover in list(folder.rglob(".*.partial-*")):
+        logger.info("removing %s, left by a process that was killed", leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def write_json(path: str | Path, data: Any, *, sealed: bool = False) -> None:
+    """Write ``data`` as JSON a person can read.
+
+    Args:
+        path: of the file.
+        data: an object, if it is to be sealed.
+        sealed: add the digest by which :func:`read_json` notices that something has changed: for files that nobody
+            is meant to edit.
+    """
+    text = _text(data)
+    with replacing(path) as partial:
+        whole = (_text(data | {SEAL: _digest(text)}) if sealed else text) + "\n"
+        partial.write_bytes(whole.encode("utf-8", "backslashreplace"))  # halves of characters, as JSON has them
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Read a JSON object; DoflaError naming the file if it is missing, is not ``what`` it should be, or has changed
+    since it was sealed."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DoflaError(f"{path} does not exist: it should hold {what}") from None
+    except IsADirectoryError:
+        raise DoflaError(f"{path} is a folder: expected a file with {what}") from None
+    except OSError as error:
+        raise DoflaError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DoflaError(f"{path} is not {what}: {error}") from error
+    if not isinstance(data, dict):
+        raise DoflaError(f"{path} is not {what}: expected a JSON object, got {type(data).__name__}")
+    seal = data.pop(SEAL, None)
+    if seal is not None and seal != _digest(_text(data)):
+        raise DoflaError(
+            f"{path} is damaged, or was edited ({SEAL} does not fit): make it again, or remove its {SEAL} to keep it"
+        )
+    return data
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,371 @@
+"""The command line: the whole chain of verbs on a tiny model, and one-line errors with exit code 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from command_line import call
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from dofla.cli import app
+from dofla.plans.curves import Curves
+from dofla.plans.plan import LayerPlan, Plan
+from dofla.runs.view import View
+
+WORDS = [f"w{n}" for n in range(60)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a tiny model, its tokenizer, and text."""
+    folder = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+    documents = [" ".join(WORDS[i] for i in torch.randint(60, (40,), generator=generator)) for _ in range(60)]
+    (folder / "text.txt").write_text("\n\n".join(documents))
+    return folder
+
+
+def profiled(home: Path, name: str) -> Path:
+    folder = home / name
+    if not folder.exists():
+        options = ["--data", home / "text.txt", "--length", 32, "--windows", 8, "--samples", 64]
+        assert call("profile", home / "model", *options, "--out", folder) == 0
+    return folder
+
+
+def test_the_verbs_work_one_after_the_other(home, capsys):
+    profile = profiled(home, "profile")
+    assert json.loads((profile / "profile.json").read_text())["samples"] == 64
+    plan = home / "plan.json"
+    assert call("allocate", profile, "--budget", 8, "--out", plan) == 0
+    options = ["--data", home / "text.txt", "--length", 32, "--windows", 16, "--batch-size", 4]
+    assert call("distill", home / "model", "--plan", plan, *options, "--out", home / "distilled") == 0
+    assert len(json.loads((home / "distilled" / "losses.json").read_text())["layers"]) == 2
+    student = home / "distilled" / "adapter"
+    figures = home / "figures.json"
+    evaluation = ["--data", home / "text.txt", "--length", 16, "--windows", 4, "--out", figures]
+    assert call("evaluate", student, *evaluation) == 0
+    assert json.loads(figures.read_text())["language"]["teacher_loss"] > 0
+    sizes = ["--windows", 4, "--count", 2, "--new-tokens", 4]
+    probing = ["--positions", "--generation", *sizes, "--out", home / "probe.json"]
+    assert call("probe", student, "--data", home / "text.txt", "--length", 40, *probing) == 0
+    assert json.loads((home / "probe.json").read_text()).keys() >= {"positions", "generation"}
+    assert call("generate", student, "--prompt", "w1 w2 w3", "--new-tokens", 5) == 0
+    (home / "document.txt").write_text("w4 w5 w6 w7")
+    state = ["--prompt-state", home / "document.safetensors"]
+    options = ["--prompt", "w1 w2 w3", "--new-tokens", 5]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert call("generate", student, *options, *state, "--document", home / "document.txt") == 0
+    first = capsys.readouterr().out
+    assert call("generate", student, *options, *state) == 0
+    assert capsys.readouterr().out == first
+    assert call("generate", student, "--prompt", "w4 w5 w6 w7 w1 w2 w3", "--new-tokens", 5) == 0
+    assert capsys.readouterr().out == first
+    assert call("generate", student, *options, "--prompt-state", home / "none.safetensors") == 2
+
+
+def test_curves_are_measured_and_spent(home, capsys, tmp_path):
+    profile, out, plan = profiled(home, "profile"), tmp_path / "curves.json", tmp_path / "plan.json"
+    sizes = ["--length", 32, "--windows", 8, "--steps", 2, "--budget", 16]
+    assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", out) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for word in ("attention KL by bytes", "effect", "model.layers.1.self_attn", "written to"):
+        assert word in shown
+    made_by = json.loads(out.read_text())["made_by"]
+    expected = {"budget": 16, "steps": 2, "batch_size": 2, "feature_map": "mlp", "token_dtype": "int8", "seed": 0}
+    assert made_by | expected == made_by
+    assert len(Curves.load(out).layers) == 2
+
+    measured = ["--strategy", "measured", "--curves", out, "--budget", 16]
+    assert call("allocate", profile, *measured, "--out", plan) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    made = Plan.load(plan)
+    assert made.made_by["strategy"] == "measured"
+    assert {(x.feature_map, x.token_dtype) for x in made.layers} == {("mlp", "int8")}
+    assert 0 < made.state_bytes() <= sum(16 * x.kv_heads * (x.value_dim + 2) * 4 for x in made.layers)
+    assert call("allocate", profile, *measured, "--context", 1, "--out", tmp_path / "softmax.json") == 0
+    assert all(x.keep_softmax for x in Plan.load(tmp_path / "softmax.json").layers)
+    capsys.readouterr()
+
+    damaged, whole = tmp_path / "damaged.json", out.read_text()
+    nothing = '{"layers": [], "model": "", "made_by": {}}'
+    for text in (whole[:300], "[]", nothing, whole.replace("0.73", '"x"')):
+        damaged.write_text(text)
+        options = ["--strategy", "measured", "--curves", damaged, "--out", tmp_path / "new.json"]
+        assert call("allocate", profile, *options) == 2
+        error = capsys.readouterr().err
+        assert len(error.strip().splitlines()) == 1
+        assert str(damaged) in error
+        assert not (tmp_path / "new.json").exists()
+    for options, words in (
+        (["--window", 2], "chooses window and sinks itself"),
+        (["--context", 0], "context is 0"),
+        (["--budget", 1], "measure the curves at this budget"),
+        (["--token-dtype", "model"], "token_dtype is 'model', the error curves were measured with 'int8'"),
+    ):
+        assert call("allocate", profile, *measured, *options, "--out", tmp_path / "new.json") == 2
+        assert words in capsys.readouterr().err
+
+
+def test_how_tokens_are_kept_is_chosen_on_the_command_line(home, capsys, tmp_path):
+    profile = profiled(home, "profile")
+
+    def kept_as(*options):
+        out = tmp_path / f"plan-{len(list(tmp_path.iterdir()))}.json"
+        assert call("allocate", profile, "--budget", 8, *options, "--out", out) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+        return Plan.load(out)
+
+    eight_bits, plain = kept_as(), kept_as("--token-dtype", "model")
+    assert {x.token_dtype for x in eight_bits.layers} == {"int8"}
+    assert {x.token_dtype for x in plain.layers} == {"model"}
+    assert eight_bits.layers[0].window > 3 * plain.layers[0].window
+    exact = ["--strategy", "dof", "--window", 2]
+    assert {x.token_dtype for x in kept_as(*exact).layers} == {"model"}
+    assert {x.token_dtype for x in kept_as(*exact, "--token-dtype", "int8").layers} == {"int8"}
+
+    curves = tmp_path / "curves.json"
+    sizes = ["--length", 32, "--windows", 8, "--steps", 1, "--budget", 8, "--token-dtype", "model"]
+    assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", curves) == 0
+    assert json.loads(curves.read_text())["made_by"]["token_dtype"] == "model"
+    measured = ["--strategy", "measured", "--curves", curves]
+    assert {x.token_dtype for x in kept_as(*measured).layers} == {"model"}
+    assert all(len(set(x.sizes)) == 1 for x in kept_as(*measured, "--no-per-head").layers)
+
+
+def test_a_plan_whose_heads_differ_is_shown_with_both_ends(capsys):
+    sizes = {"features": [3, 5], "window": [20, 4], "sinks": 2, "token_dtype": "int8"}
+    View().plan(Plan([LayerPlan("layers.0.attention", 2, 8, 8, **sizes), LayerPlan("b", 2, 8, 8, keep_softmax=True)]))
+    shown = capsys.readouterr().out.splitlines()
+    (line,) = (line.split() for line in shown if "layers.0.attention" in line)
+    assert line[1:4] == ["3-5", "4-20", "2"]
+    assert any("softmax" in line for line in shown)
+
+
+def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
+    """Local files through our scorer and through the harness: the same table, and every choice in the file."""
+    student = home / "student"
+    if not student.exists():
+        plan = home / "plan-for-tasks.json"
+        assert call("allocate", profiled(home, "profile"), "--budget", 8, "--out", plan) == 0
+        options = ["--data", home / "text.txt", "--length", 32, "--windows", 4, "--steps", 1]
+        assert call("distill", home / "model", "--plan", plan, *options, "--out", student) == 0
+    tasks = []
+    for n, name in enumerate(("quiz-test", "riddles")):
+        lines = [
+            {"question": f"{WORDS[i]} {WORDS[i + n]}", "choices": [f"{WORDS[i + 2]} w1", "w3"], "answer": i % 2}
+            for i in range(12)
+        ]
+        tasks.append(tmp_path / f"{name}.jsonl")
+        tasks[-1].write_text("\n".join(map(json.dumps, lines)))
+    names = ",".join(map(str, tasks))
+    capsys.readouterr()
+    records = []
+    for number, harness in enumerate(([], ["--harness"])):
+        out = tmp_path / f"figures-{number}.json"
+        assert call("evaluate", student / "adapter", "--tasks", names, "--limit", 10, *harness, "--out", out) == 0
+        records.append(json.loads(out.read_text())["tasks"])
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        for word in ("quiz", "riddles", "±", "acc_norm", "half of 2 tasks", "won or tied"):
+            assert word in shown
+    assert [task["items"] for task in records[0]["tasks"]] == [10, 10]
+    assert len(records[0]["tasks"][0]["scores"]["student"]["chosen_acc"]) == 10
+    assert records[0]["win_and_tie"] == records[1]["win_and_tie"]
+    text = ["--data", home / "text.txt", "--length", 16, "--windows", 4]
+    both = tmp_path / "both.json"
+    assert call("evaluate", student / "adapter", *text, "--tasks", tasks[0], "--out", both) == 0
+    assert {"language", "tasks"} <= set(json.loads(both.read_text()))
+    capsys.readouterr()
+    (tmp_path / "bad.jsonl").write_text('{"question": "w1"}')
+    for arguments, message in (
+        ([], ["--data", "--tasks"]),
+        (["--tasks", tmp_path / "bad.jsonl"], ["bad.jsonl, line 1", "choices"]),
+        (["--tasks", tmp_path / "none.jsonl"], ["none.jsonl", "does not exist"]),
+        (["--tasks", tasks[0], "--limit", 0], ["limit 0"]),
+    ):
+        assert call("evaluate", student / "adapter", *arguments) == 2
+        error = capsys.readouterr().err
+        for word in message:
+            assert word in error
+
+
+RECIPE = """
+model: {model}
+budget: 8
+seeds: [0, 1]
+data: {{source: {text}, length: 32, windows: 16}}
+validation: {{source: {text}, length: 32, windows: 4, split: all}}
+profile: {{samples: 64, windows: 8}}
+students:
+  - {{name: Performer, strategy: fixed, trained: false}}
+  - {{name: DoF + Clip, strategy: dof_clip, window: 2, sinks: 1}}
+distill: {{steps: 3, rows: 8, checkpoint_every: 2}}
+evaluate: {{prompts: 1, prompt_tokens: 4, new_tokens: 4}}
+"""
+
+
+def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
+    recipe = home / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=home / "model", text=home / "text.txt"))
+    out = home / "run"
+    assert call("run", recipe, "--out", out) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert [row["name"] for row in results["students"]] == ["Performer", "DoF + Clip"]
+    assert {len(row["runs"]) for row in results["students"]} == {2}
+    finished = out / "students" / "dof-clip-seed1"
+    weights = (finished / "adapter" / "feature_maps.safetensors").read_bytes()
+    for path in sorted((finished / "adapter").iterdir()):
+        path.unlink()
+    (finished / "adapter").rmdir()
+    (finished / "evaluation.json").unlink()
+    assert call("run", recipe, "--out", out) == 0
+    assert (finished / "adapter" / "feature_maps.safetensors").read_bytes() == weights
+    again = json.loads((out / "results.json").read_text())
+    assert [row["gap"] for row in again["students"]] == [row["gap"] for row in results["students"]]
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert call("run", recipe, "--out", out, "--set", "budget=4") == 2
+    assert "another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["profile", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
+        (["profile", "MODEL", "--data", "missing.txt", "--out", "NEW"], ["missing.txt"]),
+        (["profile", "MODEL", "--data", "TEXT", "--length", 100000, "--out", "NEW"], ["100000", "tokens"]),
+        (["profile", "MODEL", "--data", "TEXT", "--out", "PROFILE"], ["exists already"]),
+        (["profile", "MODEL", "--data", "TEXT", "--normalization", "size", "--out", "NEW"], ["size", "trace"]),
+        (["profile", "MODEL", "--data", "TEXT", "--dtype", "int3", "--out", "NEW"], ["int3", "bfloat16"]),
+        (["allocate", "PROFILE", "--lambda", 0, "--out", "NEW"], ["lambda is 0"]),
+        (["allocate", "PROFILE", "--strategy", "best", "--out", "NEW"], ["best", "dof_clip"]),
+        (["allocate", "PROFILE", "--feature-map", "magic", "--out", "NEW"], ["magic", "prf"]),
+        (["allocate", "PROFILE", "--budget", 0, "--out", "NEW"], ["budget 0", "too small"]),
+        (["allocate", "missing", "--out", "NEW"], ["missing"]),
+        (["allocate", "PROFILE", "--strategy", "measured", "--out", "NEW"], ["measured", "error curves"]),
+        (
+            ["allocate", "PROFILE", "--strategy", "measured", "--curves", "missing.json"],
+            ["missing.json", "error curves"],
+        ),
+        (["allocate", "PROFILE", "--feature-map", "none", "--window", 0, "--out", "NEW"], ["none", "window or sinks"]),
+        (["allocate", "PROFILE", "--token-dtype", "int4", "--out", "NEW"], ["'int4'", "int8, model"]),
+        (["allocate", "PROFILE", "--per-head", "--out", "NEW"], ["per_head", "hybrid"]),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--token-dtype", "int4", "--out", "NEW"],
+            ["'int4'", "int8, model"],
+        ),
+        (["curves", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--windows", 5, "--out", "NEW"],
+            ["5 windows", "6 or more"],
+        ),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--budget", 0, "--out", "NEW"],
+            ["budget 0", "too small"],
+        ),
+        (["curves", "MODEL", "--data", "TEXT", "--length", 32, "--keep-softmax", "odd", "--out", "NEW"], ["'odd'"]),
+        (["curves", "MODEL", "--data", "TEXT", "--feature-map", "magic", "--length", 32, "--out", "NEW"], ["magic"]),
+        (["curves", "MODEL", "--data", "TEXT", "--out", "TEXT"], ["exists already"]),
+        (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
+        (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
+        (["evaluate", "MODEL", "--data", "TEXT"], ["plain model"]),
+        (["run", "missing.yaml"], ["missing.yaml"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
+    places = {
+        "MODEL": home / "model",
+        "TEXT": home / "text.txt",
+        "NEW": home / "new",
+        "PROFILE": profiled(home, "profile"),
+    }
+    capsys.readouterr()
+    assert call(*(places.get(a, a) for a in arguments)) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+    assert not (home / "new").exists()
+    assert not list(home.glob(".*partial*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n- b", ["expected fields"]),
+        ("budget: 3", ["'model' is missing"]),
+        ("model: x\nbudgets: 3", ["budgets", "budget"]),
+        ("model: x\nbudget: lots", ["budget", "lots"]),
+        ("model: x\nstudents: [{name: A, token_dtype: 8}]", ["token_dtype", "8"]),
+        ("model: x\nbudget: true", ["budget", "True"]),
+        ("model: x\ndata: {wrong: 1}", ["data", "wrong"]),
+        ("model: x\nseeds: [a]", ["seeds"]),
+        ("model: x\nstudents: []", ["students"]),
+        ("model: x\nstudents: [{name: A}, {name: A}]", ["'A'"]),
+        ("model: [x", ["cannot be read"]),
+    ],
+)
+def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert call("run", recipe, "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert str(recipe) in error
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize("verb", [[], *([name] for name in sorted(typer.main.get_command(app).commands))], ids=" ".join)
+def test_help_fits_a_terminal_and_leaves_room_to_say_something(verb):
+    lines = CliRunner().invoke(app, [*verb, "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) == 80
+    assert max(line.index("Show this message") for line in lines if "--help" in line) <= 50
+
+
+def test_a_seed_below_zero_is_refused(capsys):
+    assert call("generate", "student", "--prompt", "w1", "--seed", -1) == 2
+    assert capsys.readouterr().err == "dofla: seed is -1: give 0 or more\n"
+
+
+def test_a_bar_says_nothing_of_a_number_that_it_does_not_know():
+    view, shown = View(), io.StringIO()
+    view._status = Console(file=shown, force_terminal=True, width=80)
+    with view.progress("profile") as bar:
+        bar(1, 4, "spectra")
+    assert "None" not in shown.getvalue()
+    assert "1/4 spectra" in shown.getvalue()
+
+
+def test_the_installed_command_starts():
+    done = subprocess.run([sys.executable, "-m", "dofla", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip()

@@ -1,0 +1,76 @@
+"""What is imported when: help does not wait for torch, and transformers knows dofla whichever comes first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import dofla
+from dofla.cli.reproduce import NAMES
+from dofla.reproduce import TABLES
+
+HEAVY = "{'torch', 'transformers', 'numpy'} & set(sys.modules)"
+TALK = """
+import sys
+from dofla.cli import main
+sys.argv = ["dofla", *{words}]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, sorted({heavy}))
+"""
+OPEN = """
+import sys
+{imports}
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained({folder!r}).config._attn_implementation)
+"""
+
+
+def last_line(script: str) -> str:
+    """That a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["profile", "--help"], 0),
+        (["reproduce", "--help"], 0),
+        (["profile", "demo", "--bogus"], 2),
+        (["profil"], 2),
+        (["generate", "student", "--prompt", "a", "--seed", "-1"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_needs_no_model_imports_none_of_its_machinery(words, code):
+    assert last_line(TALK.format(words=words, heavy=HEAVY)) == f"{code} []"
+
+
+def test_import_dofla_imports_nothing_heavy():
+    assert last_line(f"import sys, dofla\nprint(sorted({HEAVY}))") == "[]"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import dofla", "import transformers.modeling_utils\nimport dofla", "import dofla\nimport transformers.trainer"],
+)
+def test_a_student_opens_whichever_is_imported_first(tiny, tmp_path, imports):
+    student = tiny.llama()
+    dofla.linearize(student, tiny.plan(student)).save_pretrained(tmp_path / "student")
+    assert last_line(OPEN.format(imports=imports, folder=str(tmp_path / "student"))) == "dofla"
+
+
+def test_all_that_dofla_exports_is_there():
+    assert set(dofla.__all__) <= set(dir(dofla))
+    for name in dofla.__all__:
+        assert getattr(dofla, name).__name__ == name
+
+
+def test_help_names_the_tables_that_there_are():
+    assert list(TABLES) == NAMES.split(", ")

@@ -1,0 +1,489 @@
+"""Distillation: what it changes, what it leaves alone, and that it can stop and go on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import Cache
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.distillation import DIRECT, LOSSES, distill
+from dofla.distillation.checkpoint import CURVES, STATE
+from dofla.distillation.fidelity import attention_fidelity
+from dofla.errors import DoflaError
+from dofla.integration.surgery import linear_layers
+
+WINDOWS, LENGTH = 8, 16
+every_loss = pytest.mark.parametrize("loss", sorted([*LOSSES, DIRECT]))
+
+
+def student_of(tiny, model=None, seed=0, **plan):
+    model = model or tiny.llama()
+    return dofla.linearize(model, tiny.plan(model, **plan), seed=seed)
+
+
+def feature_maps(student):
+    return {
+        f"{layer}.{name}": parameter.detach().clone()
+        for layer, linear in linear_layers(student).items()
+        for name, parameter in linear.named_parameters()
+    }
+
+
+def base_weights(student):
+    return {name: value.clone() for name, value in student.state_dict().items() if ".dofla." not in name}
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def mean_divergence(student, tokens):
+    figures = attention_fidelity(student, TokenWindows.of(tokens))
+    return sum(layer["kl"] for layer in figures.values()) / len(figures)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(step):
+    def progress(done, steps, losses):
+        if done == step:
+            raise Stop
+
+    return progress
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("plan", [{"features": 8}, {"features": [10, 4], "window": 2, "sinks": 1}])
+def test_the_loss_of_every_layer_falls(tiny, loss, plan):
+    student, tokens = student_of(tiny, **plan), tiny.tokens(WINDOWS, LENGTH)
+    history = distill(student, tokens, loss=loss, steps=40, batch_size=WINDOWS, reach=LENGTH)
+    assert history.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert history.losses.shape == (40, 2)
+    assert torch.isfinite(history.losses).all()
+    # The squared error of a kernel looks at the few largest pairs only, and falls slowly.
+    least = {"softmax": 0.05, "output": 0.05, "l2": 0.003}[loss]
+    assert (history.losses[-1] < history.losses[0] - least).all()
+    assert history.seconds > 0
+
+
+def test_what_is_learned_is_the_teachers_attention(tiny):
+    student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
+    before = mean_divergence(student, tokens)
+    distill(student, tokens, steps=40, batch_size=WINDOWS)
+    assert mean_divergence(student, tokens) < 0.8 * before
+
+
+def test_the_curve_is_the_loss_before_each_step(tiny):
+    student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
+    untrained = attention_fidelity(student, TokenWindows.of(tokens))
+    history = distill(student, tokens, loss="softmax", steps=1, batch_size=WINDOWS)
+    assert history.losses[0].tolist() == pytest.approx([layer["kl"] for layer in untrained.values()], rel=1e-4)
+
+
+def test_learning_rates_fall_along_a_cosine(tiny):
+    # Adam's steps are at most about as long as the rate, and the first is exactly so wherever there is a gradient.
+    student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
+    trail = [feature_maps(student)]
+    distill(
+        student,
+        tokens,
+        steps=10,
+        batch_size=WINDOWS,
+        learning_rates={"z": 1e-3, "log_alpha": 1e-2},
+        progress=lambda *_: trail.append(feature_maps(student)),
+    )
+    for name in trail[0]:
+        moves = [(later[name] - earlier[name]).abs().max().item() for earlier, later in itertools.pairwise(trail)]
+        rate = 1e-3 if name.endswith("z") else 1e-2
+        assert moves[0] == pytest.approx(rate, rel=1e-2)
+        assert all(move <= 1.5 * rate * (1 + math.cos(math.pi * n / 10)) / 2 for n, move in enumerate(moves))
+
+
+# --- what stays as it is ----------------------------------------------------------------------------------------------
+
+
+@every_loss
+def test_only_feature_maps_change(tiny, loss):
+    student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
+    base, maps = base_weights(student), feature_maps(student)
+    distill(student, tokens, loss=loss, steps=3)
+    assert equal(base_weights(student), base)
+    assert all(parameter.grad is None for parameter in student.parameters())
+    assert not any(torch.equal(value, maps[name]) for name, value in feature_maps(student).items())
+
+
+def test_the_students_modes_are_left_as_they_were(tiny):
+    student, tokens = student_of(tiny, tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5)), tiny.tokens(WINDOWS, LENGTH)
+    with torch.no_grad():
+        before = student(tokens).logits
+    calm = distill(student, tokens, steps=1).losses
+    student = student_of(tiny, tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5)).train()
+    assert torch.equal(distill(student, tokens, steps=1).losses, calm)
+    assert all(module.training for module in student.modules())
+    with torch.no_grad():
+        assert not torch.allclose(student.eval()(tokens).logits, before)
+
+
+def test_no_gradient_crosses_layers(tiny):
+    together, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
+    untrained = feature_maps(together)
+    both = distill(together, tokens, steps=5)
+    for number, name in enumerate(("model.layers.0.self_attn", "model.layers.1.self_attn")):
+        model = tiny.llama()
+        plan = tiny.plan(model)
+        for layer in plan.layers:
+            layer.keep_softmax = layer.name != name
+        dofla.linearize(model, plan)
+        own = linear_layers(model)[name]
+        with torch.no_grad():
+            for key, parameter in own.named_parameters():
+                parameter.copy_(untrained[f"{name}.{key}"])
+        alone = distill(model, tokens, steps=5)
+        assert torch.equal(alone.losses[:, 0], both.losses[:, number])
+        trained = feature_maps(together)
+        assert all(torch.equal(p, trained[f"{name}.{key}"]) for key, p in own.named_parameters())
+
+
+def test_the_teacher_fills_no_cache(tiny):
+    student, caches = student_of(tiny), []
+
+    def look(module, args, kwargs):
+        caches.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Cache))
+
+    for layer in student.model.layers:
+        layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    assert student.config.use_cache
+    distill(student, tiny.tokens(WINDOWS, LENGTH), steps=1)
+    assert caches == []
+
+
+def test_it_works_where_gradients_are_off(tiny):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    inside, outside = student_of(tiny), student_of(tiny)
+    with torch.no_grad():
+        distill(inside, tokens, steps=3)
+        assert not torch.is_grad_enabled()
+    distill(outside, tokens, steps=3)
+    assert equal(feature_maps(inside), feature_maps(outside))
+
+
+def test_a_half_precision_teacher_trains_float32_features(tiny):
+    student, tokens = student_of(tiny, tiny.llama().bfloat16()), tiny.tokens(WINDOWS, LENGTH)
+    history = distill(student, tokens, steps=30, batch_size=WINDOWS)
+    assert {parameter.dtype for parameter in feature_maps(student).values()} == {torch.float32}
+    assert student.dtype == torch.bfloat16
+    assert (history.losses[-1] < history.losses[0] - 0.05).all()
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_padded_encoders_and_images_are_distilled(tiny, rows):
+    bert = student_of(tiny, tiny.bert())
+    losses = distill(bert, tiny.padded(WINDOWS, LENGTH), steps=30, batch_size=4, rows=rows).losses
+    assert torch.isfinite(losses).all()
+    assert losses[-5:].mean() < losses[:5].mean()
+    vit = student_of(tiny, tiny.vit())
+    losses = distill(vit, tiny.images(WINDOWS), steps=30, batch_size=4, rows=rows).losses
+    assert losses[-5:].mean() < losses[:5].mean()
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_accumulating_two_batches_is_one_batch_of_twice_the_size(tiny):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    split, whole = student_of(tiny), student_of(tiny)
+    # Not so for the output loss, whose squared error is relative to each batch's own square.
+    first = distill(split, tokens, loss="softmax", steps=3, batch_size=2, accumulate=2)
+    second = distill(whole, tokens, loss="softmax", steps=3, batch_size=4)
+    torch.testing.assert_close(first.losses, second.losses, rtol=1e-5, atol=1e-5)
+    for name, value in feature_maps(whole).items():
+        torch.testing.assert_close(feature_maps(split)[name], value, rtol=0, atol=1e-5)
+
+
+def batches_seen(student, tokens, **options):
+    seen = []
+    hook = student.base_model.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    distill(student, tokens, **options)
+    hook.remove()
+    numbers = {tuple(window): n for n, window in enumerate(tokens.tolist())}
+    return [[numbers[tuple(window)] for window in batch.tolist()] for batch in seen]
+
+
+def test_each_epoch_takes_every_window_once_in_a_new_order(tiny):
+    seen = batches_seen(student_of(tiny), tiny.tokens(6, LENGTH), batch_size=2, epochs=3)
+    epochs = [list(itertools.chain(*seen[n : n + 3])) for n in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_last_step_of_an_epoch_takes_the_windows_that_are_left(tiny):
+    tokens = tiny.tokens(7, LENGTH)
+    seen = batches_seen(student_of(tiny), tokens, batch_size=2, accumulate=2, steps=5)
+    assert [len(batch) for batch in seen] == [2, 2, 2, 1, 2, 2, 2, 1, 2, 2]
+    for start in (0, 4):
+        assert {window for batch in seen[start : start + 4] for window in batch} == set(range(7))
+    assert seen[:4] != seen[4:8]
+    assert seen != batches_seen(student_of(tiny), tokens, batch_size=2, accumulate=2, steps=5, seed=1)
+    assert batches_seen(student_of(tiny), tokens, batch_size=2, accumulate=2, epochs=2) == seen[:8]
+
+
+def test_batches_of_a_step_count_by_their_windows(tiny):
+    tokens = tiny.tokens(7, LENGTH)
+    split, whole = student_of(tiny), student_of(tiny)
+    first = distill(split, tokens, loss="softmax", steps=2, batch_size=2, accumulate=2)
+    second = distill(whole, tokens, loss="softmax", steps=2, batch_size=4)
+    torch.testing.assert_close(first.losses, second.losses, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_drawn_anew_for_each_step(tiny, monkeypatch):
+    drawn = []
+
+    def spy(teacher, call, layer, rows, gather):
+        drawn.append((call.name, rows))
+        return LOSSES["softmax"](teacher, call, layer, rows, gather)
+
+    monkeypatch.setitem(LOSSES, "spy", spy)
+    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=60, rows=5)
+    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])
+    assert rows.shape == (60, 5)
+    assert (rows.diff(dim=1) > 0).all()
+    assert len(rows.unique(dim=0)) > 50
+    assert set(rows.flatten().tolist()) == set(range(LENGTH))
+
+
+def test_all_rows_are_looked_at_unless_fewer_are_asked_for(tiny):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    every = distill(student_of(tiny), tokens, steps=2).losses
+    assert torch.equal(distill(student_of(tiny), tokens, steps=2, rows=LENGTH).losses, every)
+    assert torch.equal(distill(student_of(tiny), tokens, steps=2, rows=1000).losses, every)
+    assert not torch.equal(distill(student_of(tiny), tokens, steps=2, rows=LENGTH - 1).losses, every)
+
+
+def test_the_same_seed_gives_the_same_numbers(tiny):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    runs = [distill(student_of(tiny), tokens, steps=3, rows=4, seed=seed).losses for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_progress_is_reported(tiny):
+    seen = []
+    history = distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), steps=3, progress=lambda *x: seen.append(x))
+    assert [(done, steps) for done, steps, _ in seen] == [(1, 3), (2, 3), (3, 3)]
+    for row, (_, _, losses) in zip(history.losses, seen, strict=True):
+        assert list(losses) == history.layers
+        torch.testing.assert_close(torch.tensor(list(losses.values())), row)
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------------
+
+OPTIONS = {"steps": 6, "batch_size": 2, "accumulate": 2, "rows": 9}
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 50])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("process", ["the same", "a new one"])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, checkpoint_every, stop, process):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    whole = student_of(tiny)
+    expected = distill(whole, tokens, folder=tmp_path / "whole", **OPTIONS)
+
+    student = student_of(tiny)
+    options = OPTIONS | {"folder": tmp_path / "run", "checkpoint_every": checkpoint_every}
+    with pytest.raises(Stop):
+        distill(student, tokens, progress=stop_after(stop), **options)
+    if process == "a new one":
+        # With other features than it started with: those in the folder count.
+        student = student_of(tiny, seed=17)
+    steps = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = distill(student, tokens, progress=lambda done, *_: steps.append(done), **options)
+    saved = stop - stop % checkpoint_every
+    assert steps == list(range(saved + 1, 7))
+    assert torch.equal(history.losses, expected.losses)
+    assert equal(feature_maps(student), feature_maps(whole))
+    assert (tmp_path / "run" / CURVES).read_text() == (tmp_path / "whole" / CURVES).read_text()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([STATE, CURVES])
+
+
+def test_a_folder_changes_no_number(tiny, tmp_path):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    with_folder, without = student_of(tiny), student_of(tiny)
+    distill(with_folder, tokens, folder=tmp_path, **OPTIONS)
+    distill(without, tokens, **OPTIONS)
+    assert equal(feature_maps(with_folder), feature_maps(without))
+
+
+def test_a_finished_run_is_opened_and_not_repeated(tiny, tmp_path):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    student = student_of(tiny)
+    history = distill(student, tokens, folder=tmp_path, **OPTIONS)
+    other = student_of(tiny, seed=5)
+    steps = []
+    again = distill(other, tokens, folder=str(tmp_path), progress=lambda *x: steps.append(x), **OPTIONS)
+    assert steps == []
+    assert torch.equal(again.losses, history.losses)
+    assert equal(feature_maps(other), feature_maps(student))
+
+
+def test_the_curves_can_be_read(tiny, tmp_path):
+    history = distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=tmp_path, loss="l2", steps=4)
+    data = json.loads((tmp_path / CURVES).read_text())
+    assert data["loss"] == "l2"
+    assert list(data["layers"]) == history.layers
+    torch.testing.assert_close(torch.tensor(list(data["layers"].values())).T, history.losses)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"loss": "l2"}, "loss"),
+        ({"seed": 1}, "seed"),
+        ({"batch_size": 4, "accumulate": 1}, "batch_size"),
+        ({"rows": None}, "rows"),
+        ({"steps": 7}, "steps"),
+        ({"learning_rates": {"z": 0.1}}, "learning_rates"),
+        ({"tokens": 1}, "data"),
+        ({"mask": True}, "data"),
+        ({"windows": 9}, "windows"),
+        ({"plan": {"features": 9}}, "plan"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_and_kept(tiny, tmp_path, change, named):
+    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=tmp_path, **OPTIONS)
+    state = (tmp_path / STATE).read_bytes()
+    options = OPTIONS | change
+    tokens = tiny.tokens(options.pop("windows", WINDOWS), LENGTH, seed=options.pop("tokens", 0))
+    if options.pop("mask", False):
+        mask = torch.ones_like(tokens)
+        mask[0, -1] = 0
+        tokens = {"input_ids": tokens, "attention_mask": mask}
+    student = student_of(tiny, **options.pop("plan", {}))
+    with pytest.raises(DoflaError, match=f"{STATE} belongs to a run with another {named}:"):
+        distill(student, tokens, folder=tmp_path, **options)
+    assert (tmp_path / STATE).read_bytes() == state
+
+
+def rewrite(path, change):
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    change(tensors, metadata)
+    save_file(tensors, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:1000]),
+        lambda path: path.write_bytes(b"not a state"),
+        lambda path: path.write_bytes(b""),
+        lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("curve")),
+        lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.maps.0.z:exp_avg")),
+        lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.maps.0.z")),
+        lambda path: rewrite(path, lambda tensors, metadata: metadata.pop("settings")),
+        lambda path: rewrite(path, lambda tensors, metadata: metadata.update(settings="{")),
+    ],
+    ids=["cut off", "other bytes", "empty", "no curve", "no moment", "no weights", "no settings", "half the settings"],
+)
+def test_a_damaged_state_is_one_line_naming_the_file(tiny, tmp_path, damage):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    distill(student_of(tiny), tokens, folder=tmp_path, **OPTIONS)
+    damage(tmp_path / STATE)
+    with pytest.raises(DoflaError, match="is damaged") as error:
+        distill(student_of(tiny), tokens, folder=tmp_path, **OPTIONS)
+    assert str(tmp_path / STATE) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DoflaError, match=r"cannot write .*run: Not a directory"):
+        distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=tmp_path / "file" / "run")
+
+
+def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(tiny, tmp_path):
+    tokens = tiny.tokens(WINDOWS, LENGTH)
+    whole = student_of(tiny)
+    expected = distill(whole, tokens, **OPTIONS)
+
+    student = student_of(tiny)
+    # Between the layers, so that the first has its gradients already when the second fails.
+    weight = student.model.layers[0].mlp.down_proj.weight
+    healthy, states = weight.detach().clone(), []
+
+    def poison(done, steps, losses):
+        states.append((tmp_path / STATE).read_bytes())
+        if done == 3:
+            with torch.no_grad():
+                weight[0, 0] = torch.nan
+
+    with pytest.raises(DoflaError, match=r"the loss of layer model\.layers\.1\.self_attn is nan at step 3"):
+        distill(student, tokens, folder=tmp_path, checkpoint_every=1, progress=poison, **OPTIONS)
+    assert (tmp_path / STATE).read_bytes() == states[-1]
+    assert len(states) == 3
+
+    with torch.no_grad():
+        weight.copy_(healthy)
+    history = distill(student, tokens, folder=tmp_path, checkpoint_every=1, **OPTIONS)
+    assert torch.equal(history.losses, expected.losses)
+    assert equal(feature_maps(student), feature_maps(whole))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, output, softmax"),
+        ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
+        ({"batch_size": 9}, "8 windows are too few for one step of 9"),
+        ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"rows": 0}, "rows is 0"),
+        ({"checkpoint_every": 0}, "checkpoint_every is 0"),
+        ({"learning_rates": {"beta": 1.0}}, "learning_rates names 'beta': the feature maps have log_alpha, z"),
+        ({"learning_rates": {"z": 0.0}}, "the learning rate of 'z' is 0.0"),
+        ({"learning_rates": {"z": math.nan}}, "the learning rate of 'z' is nan"),
+        ({"learning_rates": {"z": math.inf}}, "the learning rate of 'z' is inf"),
+    ],
+)
+def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
+    student = student_of(tiny)
+    before = feature_maps(student)
+    with pytest.raises(DoflaError, match=message):
+        distill(student, tiny.tokens(WINDOWS, LENGTH), **options)
+    assert equal(feature_maps(student), before)
+
+
+def test_a_model_that_is_not_linearised_is_refused(tiny):
+    with pytest.raises(DoflaError, match="not linearised"):
+        distill(tiny.llama(), tiny.tokens(WINDOWS, LENGTH))
+
+
+def test_a_plan_without_linear_layers_has_nothing_to_train(tiny):
+    student = student_of(tiny, keep_softmax=True)
+    with pytest.raises(DoflaError, match="nothing to train"):
+        distill(student, tiny.tokens(WINDOWS, LENGTH))

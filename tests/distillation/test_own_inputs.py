@@ -1,0 +1,167 @@
+"""Layers trained on what they get in the student, towards what the teacher does there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_distill import Stop, equal, feature_maps, stop_after, student_of
+from torch.testing import assert_close
+
+import dofla
+from dofla.distillation import LOSSES, distill
+from dofla.distillation.losses import softmax_loss
+from dofla.errors import DoflaError
+from dofla.integration.recorder import recording, run_body
+from dofla.integration.surgery import linear_layers
+
+WINDOWS, LENGTH = 8, 16
+FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """(teacher's call, student's call) of each loss that is computed with the loss ``spy``."""
+    pairs = []
+
+    def spy(teacher, call, layer, rows, gather):
+        pairs.append((teacher, call))
+        return softmax_loss(teacher, call, layer, rows, gather)
+
+    monkeypatch.setitem(LOSSES, "spy", spy)
+    return pairs
+
+
+def projections(student, tokens):
+    """Keys before positions, and values, of each layer in a plain forward of the model as it is: [B, Hkv, L, d]."""
+    found, hooks = {}, []
+    for name in linear_layers(student):
+        module = student.get_submodule(name)
+        for side in ("k_proj", "v_proj"):
+
+            def keep(_, __, output, key=(name, side), size=module.head_dim):
+                found[key] = output.unflatten(-1, (-1, size)).transpose(1, 2)
+
+            hooks.append(module.get_submodule(side).register_forward_hook(keep))
+    with torch.no_grad():
+        student(**tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("plan", [{}, {"features": [5, 3], "window": 2, "sinks": 1}, {"feature_map": "mlp"}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_losses_see_the_students_own_calls_and_the_teachers(tiny, seen, plan, padded):
+    student = student_of(tiny, **plan)
+    tokens = tiny.padded(WINDOWS, LENGTH) if padded else {"input_ids": tiny.tokens(WINDOWS, LENGTH)}
+    options = {"steps": 1, "batch_size": WINDOWS, "from_data": False, "reach": LENGTH}
+    own = projections(student, tokens)
+    with dofla.softmax(student):
+        theirs = projections(student, tokens)
+    distill(student, tokens, loss="spy", own_inputs=1, **options)
+    order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(0))
+    real = tokens.get("attention_mask", torch.ones(WINDOWS, LENGTH))[order].bool()[:, None, :, None]
+    assert [(teacher.name, call.name) for teacher, call in seen] == [(FIRST, FIRST), (SECOND, SECOND)]
+    for teacher, call in seen:
+        assert_close(call.value * real, own[call.name, "v_proj"][order] * real, rtol=1e-4, atol=1e-5)
+        assert_close(teacher.value * real, theirs[call.name, "v_proj"][order] * real, rtol=1e-4, atol=1e-5)
+        # Rotary positions turn vectors and keep their length.
+        lengths = [x.norm(dim=-1, keepdim=True) for x in (call.key, own[call.name, "k_proj"][order])]
+        assert_close(lengths[0] * real, lengths[1] * real, rtol=1e-4, atol=1e-5)
+        assert (call.weight is None) == (teacher.weight is None) == (not padded)
+    (teacher, call), (later_teacher, later_call) = seen
+    for what in ("query", "key", "value"):
+        assert torch.equal(getattr(teacher, what), getattr(call, what))
+        assert (getattr(later_teacher, what) - getattr(later_call, what)).abs().max() > 0.1
+
+
+def test_without_own_inputs_both_calls_are_the_teachers(tiny, seen):
+    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=2)
+    assert len(seen) == 4
+    assert all(teacher is call for teacher, call in seen)
+
+
+@pytest.mark.parametrize(("share", "own"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.6, 2), (1.0, 4), (1, 4)])
+def test_it_is_the_last_steps_that_see_own_inputs(tiny, seen, share, own):
+    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=4, own_inputs=share, accumulate=2)
+    assert [teacher is call for teacher, call in seen] == [True] * 4 * (4 - own) + [False] * 4 * own
+
+
+def test_layers_kept_softmax_stay_softmax_on_the_way(tiny, seen):
+    model = tiny.llama(num_hidden_layers=3)
+    plan = tiny.plan(model)
+    plan.layers[0].keep_softmax = True
+    student = dofla.linearize(model, plan)
+    distill(student, tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=1, own_inputs=1)
+    (teacher, call), (later_teacher, later_call) = seen
+    assert call.name == SECOND
+    assert torch.equal(teacher.key, call.key)
+    assert not torch.equal(later_teacher.key, later_call.key)
+
+
+def own_error(student, tokens):
+    """Mean divergence of each layer on its own inputs from the teacher on the teacher's."""
+    layers, teacher, own = linear_layers(student), {}, {}
+    with torch.no_grad():
+        for calls, linear in ((teacher, False), (own, True)):
+            with recording(student, layers, lambda call, calls=calls: calls.update({call.name: call}), linear=linear):
+                run_body(student, tokens)
+        rows = torch.arange(LENGTH)
+        return [softmax_loss(teacher[name], own[name], layer, rows).item() for name, layer in layers.items()]
+
+
+@pytest.mark.parametrize("loss", ["softmax", "output"])
+@pytest.mark.parametrize("plan", [{}, {"feature_map": "mlp", "window": 2, "sinks": 1}])
+def test_training_on_own_inputs_lowers_the_error_there(tiny, loss, plan):
+    tokens, options = {"input_ids": tiny.tokens(WINDOWS, LENGTH)}, {"steps": 40, "batch_size": WINDOWS, "loss": loss}
+    untrained = own_error(student_of(tiny, **plan), tokens)
+    student, other = student_of(tiny, **plan), student_of(tiny, **plan)
+    history = distill(student, tokens, own_inputs=1, **options)
+    distill(other, tokens, **options)
+    found = own_error(student, tokens)
+    assert all(after < 0.9 * before for after, before in zip(found, untrained, strict=True))
+    # The first layer gets what it always gets; the second does better than one that never saw its own inputs.
+    assert found[1] < own_error(other, tokens)[1]
+    assert (history.losses[-1] < history.losses[0]).all()
+
+
+def test_padded_encoders_and_images_are_trained_on_own_inputs(tiny):
+    for model, windows in ((tiny.bert(), tiny.padded(WINDOWS, LENGTH)), (tiny.vit(), tiny.images(WINDOWS))):
+        losses = distill(student_of(tiny, model), windows, steps=30, batch_size=4, own_inputs=1).losses
+        assert torch.isfinite(losses).all()
+        assert losses[-5:].mean() < losses[:5].mean()
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path):
+    tokens, options = tiny.tokens(WINDOWS, LENGTH), {"steps": 4, "rows": 5, "own_inputs": 0.5}
+    whole = student_of(tiny)
+    expected = distill(whole, tokens, **options)
+    student = student_of(tiny)
+    options |= {"folder": tmp_path, "checkpoint_every": 1}
+    with pytest.raises(Stop):
+        distill(student, tokens, progress=stop_after(3), **options)
+    assert torch.equal(distill(student, tokens, **options).losses, expected.losses)
+    assert equal(feature_maps(student), feature_maps(whole))
+    with pytest.raises(DoflaError, match="belongs to a run with another own_inputs"):
+        distill(student_of(tiny), tokens, **options | {"own_inputs": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"own_inputs": -0.1}, "own_inputs is -0.1, loss 'output': give a share of the steps, 0 to 1"),
+        ({"own_inputs": 1.5}, "own_inputs is 1.5"),
+        ({"own_inputs": math.nan}, "own_inputs is nan"),
+        ({"own_inputs": 0.5, "loss": "direct"}, r"own_inputs is 0.5, loss 'direct': .*\(0 for direct\)"),
+    ],
+)
+def test_a_share_out_of_range_or_for_direct_is_refused(tiny, options, message):
+    student = student_of(tiny, feature_map="mlp")
+    before = student.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    with pytest.raises(DoflaError, match=message) as error:
+        distill(student, tiny.tokens(WINDOWS, LENGTH), **options)
+    assert "\n" not in str(error.value)
+    assert equal(student.state_dict(), before)

@@ -1,0 +1,109 @@
+"""Windows read at other positions than their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import dofla
+from dofla.data import Images, TokenWindows
+from dofla.distillation import LOSSES, distill, distill_end_to_end
+from dofla.distillation.places import placed, placed_anywhere, placed_evenly, reach_of
+from dofla.errors import DoflaError
+from dofla.integration.surgery import linear_layers
+
+LENGTH, REACH = 16, 48
+
+
+def student_of(model):
+    return dofla.linearize(model, budget=6)
+
+
+def test_a_rotary_teacher_does_not_notice_where_a_window_stands(tiny):
+    model, ids = tiny.llama().eval(), tiny.tokens(2, LENGTH)
+    with torch.inference_mode():
+        here, there = (model(**placed({"input_ids": ids}, first)).logits for first in (0, 29))
+    assert_close(there, here, rtol=1e-3, atol=1e-4)
+
+
+def test_windows_are_placed_from_the_first_position_to_the_last_that_leaves_room(tiny):
+    batch = {"input_ids": tiny.tokens(2, LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.int64)}
+    evenly = [x["position_ids"] for x in placed_evenly(batch, REACH)]
+    assert [(int(p[0, 0]), int(p[1, -1])) for p in evenly] == [(0, 15), (10, 25), (21, 36), (32, 47)]
+    generator = torch.Generator().manual_seed(0)
+    firsts = {int(placed_anywhere(batch, REACH, generator)["position_ids"][0, 0]) for _ in range(400)}
+    assert firsts == set(range(REACH - LENGTH + 1))
+    assert placed(batch, 3)["attention_mask"] is batch["attention_mask"]
+
+
+def test_the_layers_are_trained_on_the_keys_of_those_positions(tiny, monkeypatch):
+    seen = []
+
+    def spy(teacher, call, layer, rows, gather):
+        if call.name.endswith("layers.0.self_attn"):
+            seen.append(call.key.clone())
+        return LOSSES["softmax"](teacher, call, layer, rows, gather)
+
+    monkeypatch.setitem(LOSSES, "spy", spy)
+    same = tiny.tokens(1, LENGTH).repeat(2, 1)  # every window is the same text
+    distill(student_of(tiny.llama()), same, loss="spy", steps=6, batch_size=1, reach=REACH)
+    assert len({tuple(key.flatten().tolist()) for key in seen}) > 2
+    seen.clear()
+    distill(student_of(tiny.llama()), same, loss="spy", steps=6, batch_size=1, reach=LENGTH)
+    assert all(torch.equal(key, seen[0]) for key in seen)
+
+
+def test_statistics_are_taken_over_the_whole_reach(tiny):
+    stds = []
+    for options in ({"reach": LENGTH}, {"reach": REACH}):
+        student = student_of(tiny.llama())
+        distill(student, tiny.tokens(2, LENGTH), steps=1, learning_rates={}, **options)
+        stds.append(next(iter(linear_layers(student).values())).maps[0].key_std.clone())
+    assert not torch.allclose(*stds)
+
+
+def test_hybrid_students_with_rotary_positions_reach_four_lengths_unless_told_otherwise(tiny):
+    windows = TokenWindows.of(tiny.tokens(2, LENGTH))
+    student = student_of(tiny.llama())
+    assert reach_of(student, windows, None) == 4 * LENGTH
+    assert reach_of(student, windows, LENGTH) is None
+    assert reach_of(student, windows, REACH) == REACH
+    few = student_of(tiny.llama(max_position_embeddings=LENGTH + 5))
+    assert reach_of(few, windows, None) == LENGTH + 5
+    assert reach_of(student_of(tiny.llama(max_position_embeddings=LENGTH)), windows, None) is None
+    assert reach_of(student_of(tiny.gpt2()), windows, None) is None
+    assert reach_of(student_of(tiny.gpt2()), windows, LENGTH) is None
+    model = tiny.llama()
+    assert reach_of(dofla.linearize(model, tiny.plan(model)), windows, None) is None  # features alone
+
+
+def test_the_record_of_a_training_says_how_far_it_reached(tiny):
+    windows = tiny.tokens(4, LENGTH)
+    assert distill(student_of(tiny.llama()), windows, steps=1).settings["reach"] == 4 * LENGTH
+    assert distill_end_to_end(student_of(tiny.llama()), windows, steps=1, batch_size=2).settings["reach"] == 4 * LENGTH
+    assert distill(student_of(tiny.llama()), windows, steps=1, reach=LENGTH).settings["reach"] is None
+
+
+@pytest.mark.parametrize("train", [distill, distill_end_to_end])
+def test_the_same_seed_places_windows_alike(tiny, train):
+    curves = [
+        train(student_of(tiny.llama()), tiny.tokens(4, LENGTH), steps=3, reach=REACH, seed=seed).losses
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(curves[0], curves[1])
+    assert not torch.equal(curves[0], curves[2])
+
+
+@pytest.mark.parametrize("train", [distill, distill_end_to_end])
+def test_a_reach_that_cannot_be_is_refused(tiny, train):
+    student, tokens = student_of(tiny.llama()), tiny.tokens(2, LENGTH)
+    most = student.config.max_position_embeddings
+    with pytest.raises(DoflaError, match="reach is 8, less than the windows' 16 tokens"):
+        train(student, tokens, steps=1, reach=8)
+    with pytest.raises(DoflaError, match=f"reach is {most + 1}: the model has {most} positions"):
+        train(student, tokens, steps=1, reach=most + 1)
+    with pytest.raises(DoflaError, match="GPT2LMHeadModel has no rotary positions"):
+        train(student_of(tiny.gpt2()), tokens, steps=1, reach=32)
+    with pytest.raises(DoflaError, match="images have no positions"):
+        train(student, Images(torch.zeros(2, 3, 8, 8)), steps=1, reach=32)

@@ -1,0 +1,303 @@
+"""Error curves of tiny models: what is tried, what it is compared with, and that the teacher comes back untouched."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.distillation import measure_curves, trials
+from dofla.distillation.fidelity import attention_fidelity
+from dofla.errors import DoflaError
+from dofla.integration.recorder import run_body
+from dofla.integration.sites import attention_sites
+from dofla.integration.surgery import even_plan, is_linearized, linear_layers
+from dofla.plans.curves import Curves
+from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
+
+BUDGET, WINDOWS, LENGTH, HELD_OUT = 8, 8, 24, 3
+OPTIONS = {"steps": 2, "batch_size": 2, "rows": 8, "held_out": HELD_OUT}
+SIZES = [(TOKEN_SHARE, level) for level in trials.LEVELS]
+SIZES += [(share, level) for share in trials.OTHER_SHARES for level in (0.15, 1.0, 6.0)]
+every_family = pytest.mark.parametrize("family", ["llama", "bert", "vit"])
+
+
+def data(tiny, family):
+    if family == "vit":
+        return tiny.images(WINDOWS)
+    return tiny.padded(WINDOWS, LENGTH) if family == "bert" else tiny.tokens(WINDOWS, LENGTH)
+
+
+def measured(tiny, family="llama", model=None, **options):
+    model = getattr(tiny, family)() if model is None else model
+    return measure_curves(model, data(tiny, family), BUDGET, **OPTIONS | options)
+
+
+def cost_of(site, itemsize=4, token_dtype=None):
+    token_dtype = token_dtype or ("int8" if site.causal else "model")
+    return HeadCost.of(site.head_dim, site.value_dim, itemsize, token_dtype)
+
+
+def size_of(cost, share, level):
+    """(features, window, sinks) that are tried."""
+    return split(round(max(1, level * BUDGET) * cost.feature), cost, share)
+
+
+def spent(cost, share, level):
+    """Bytes of a KV head at a size."""
+    return cost.total(*size_of(cost, share, level))
+
+
+def everything(model):
+    """All that could differ from a model never touched."""
+    return {
+        "config": model.config.to_dict(),
+        "implementation": model.config._attn_implementation,
+        "attributes": {name: set(vars(module)) for name, module in model.named_modules()},
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
+        "weights": {name: (value.requires_grad, value.tolist()) for name, value in model.named_parameters()},
+    }
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_all_layers_are_measured_at_all_sizes_and_the_model_is_restored(tiny, family):
+    model, stages = getattr(tiny, family)(), []
+    before = everything(model)
+    curves = measured(tiny, family, model, progress=lambda *stage: stages.append(stage))
+    assert everything(model) == before
+    sites, longest = attention_sites(model), {"llama": LENGTH, "bert": 19, "vit": 17}[family]
+    assert [curve.name for curve in curves.layers] == list(sites)
+    for curve in curves.layers:
+        site = sites[curve.name]
+        expected = [(share, spent(cost_of(site), share, level)) for share, level in SIZES]
+        assert [(point.share, point.bytes) for point in curve.points] == expected
+        assert all(len(point.errors) == site.kv_heads for point in curve.points)
+        for point, size in zip(curve.points, SIZES, strict=True):
+            if size_of(cost_of(site), *size)[1] < longest or site.causal:
+                assert all(0 < error < 20 for error in point.errors)
+            else:  # all of so short a text is seen exactly
+                assert point.errors == pytest.approx([0] * site.kv_heads, abs=1e-6)
+        assert len(curve.effects) == site.kv_heads
+        assert min(curve.effects) > 0
+    assert [stage for stage in stages if stage[0] == "sizes"] == [("sizes", n + 1, 11) for n in range(11)]
+    total = HELD_OUT * sum(site.kv_heads for site in sites.values())
+    assert [stage for stage in stages if stage[0] == "effects"] == [("effects", n + 1, total) for n in range(total)]
+
+
+@pytest.mark.parametrize("token_dtype", [None, "model", "int8"])
+def test_the_curves_say_how_they_were_measured(tiny, tmp_path, token_dtype):
+    model = tiny.llama()
+    model.config._name_or_path = "a/teacher"
+    curves = measured(tiny, model=model, feature_map="exponential", token_dtype=token_dtype, seed=3)
+    assert curves.model == "a/teacher"
+    expected = OPTIONS | {"budget": BUDGET, "feature_map": "exponential", "seed": 3, "tokens": WINDOWS * LENGTH}
+    assert curves.made_by == expected | {"source": "tensor", "token_dtype": token_dtype or "int8"}
+    curves.save(tmp_path / "curves.json")
+    assert Curves.load(tmp_path / "curves.json") == curves
+
+
+def test_more_bytes_lose_less(tiny):
+    curves = measured(tiny, steps=20)
+    for curve in curves.layers:
+        for share in (TOKEN_SHARE, *trials.OTHER_SHARES):
+            points = [point for point in curve.points if point.share == share]
+            assert all(less < more for less, more in zip(points[-1].errors, points[0].errors, strict=True))
+
+
+def test_the_same_seed_measures_the_same_and_another_something_else(tiny):
+    assert measured(tiny) == measured(tiny)
+    assert measured(tiny).layers != measured(tiny, seed=1).layers
+
+
+def test_layers_kept_softmax_are_left_out(tiny):
+    names = list(attention_sites(tiny.llama()))
+    curves = measured(tiny, keep_softmax=[names[0]])
+    assert [curve.name for curve in curves.layers] == names[1:]
+    with pytest.raises(DoflaError, match=r"keep_softmax names 'odd', .* it has model\.layers\.0\.self_attn"):
+        measured(tiny, keep_softmax=["odd"])
+
+
+@pytest.mark.parametrize("token_dtype", ["model", "int8"])
+def test_tokens_of_a_half_precision_model_cost_half_unless_they_are_kept_in_eight_bits(tiny, token_dtype):
+    models = (tiny.llama(), tiny.llama().bfloat16())
+    whole, half = (measured(tiny, model=model, token_dtype=token_dtype) for model in models)
+    sizes = []
+    for model, curves in zip(models, (whole, half), strict=True):
+        cost = cost_of(attention_sites(model)[curves.layers[0].name], model.dtype.itemsize, token_dtype)
+        sizes.append([point.bytes for point in curves.layers[0].points])
+        assert sizes[-1] == [spent(cost, share, level) for share, level in SIZES]
+    assert all(effect > 0 for curve in half.layers for effect in curve.effects)
+    assert (sizes[0] == sizes[1]) == (token_dtype == "int8")
+
+
+# --- against its definition -------------------------------------------------------------------------------------------
+
+
+def alone(model, plan, states, name):
+    """The student in which only the layer ``name`` is linear, with its trained features."""
+    plan = copy.deepcopy(plan)
+    for layer in plan.layers:
+        layer.keep_softmax = layer.name != name
+    student = dofla.linearize(copy.deepcopy(model), plan)
+    linear_layers(student)[name].load_state_dict(states[name])
+    return student
+
+
+def output_projection(model, family, name):
+    """What takes the outputs of all heads of a layer side by side."""
+    if family == "bert":
+        return model.get_submodule(name.removesuffix(".self")).output.dense
+    return model.get_submodule(name).o_proj
+
+
+@contextmanager
+def one_head(student, model, family, name, head):
+    """Of the only linear layer, which sees what the teacher sees, all heads but one give what the teacher gives."""
+    theirs = []
+    ours, original = (output_projection(x, family, name) for x in (student, model))
+    share = original.in_features // len(linear_layers(student)[name].features)
+
+    def mixed(module, args):
+        (out,) = args
+        result = theirs.pop().clone()
+        part = slice(head * share, (head + 1) * share)
+        result[..., part] = out[..., part]
+        return (result,)
+
+    listening = original.register_forward_pre_hook(lambda _, args: theirs.append(args[0]))
+    mixing = ours.register_forward_pre_hook(mixed)
+    yield
+    listening.remove()
+    mixing.remove()
+
+
+def harm(teacher, student, family, batch):
+    """What the student's answer to a batch is off by; the teacher answers first."""
+    with torch.no_grad():
+        if family == "llama":
+            wanted, found = (torch.log_softmax(m(**batch).logits.double(), -1) for m in (teacher, student))
+            return (wanted.exp() * (wanted - found)).sum(-1).mean()
+        wanted, found = (run_body(m, batch).last_hidden_state.double() for m in (teacher, student))
+    if family == "bert":
+        real = batch["attention_mask"].bool()
+        wanted, found = wanted[real], found[real]
+    return (wanted - found).square().sum() / wanted.square().sum()
+
+
+@every_family
+def test_points_and_effects_are_those_of_students_made_for_it(tiny, family, monkeypatch):
+    model, tokens, trained = getattr(tiny, family)(), data(tiny, family), {}
+
+    def keep(student, windows, **options):
+        assert len(windows) == WINDOWS - HELD_OUT
+        assert options | {key: OPTIONS[key] for key in ("steps", "batch_size", "rows")} | {"seed": 5} == options
+        dofla.distill(student, windows, **options)
+        states = {name: copy.deepcopy(layer.state_dict()) for name, layer in linear_layers(student).items()}
+        trained[len(trained)] = states
+
+    monkeypatch.setattr(trials, "distill", keep)
+    curves = measured(tiny, family, model, seed=5)
+    middle = SIZES.index((TOKEN_SHARE, 1.0))
+    plan = even_plan(model, BUDGET)
+    whole = dofla.linearize(copy.deepcopy(model), plan)
+    for name, layer in linear_layers(whole).items():
+        layer.load_state_dict(trained[middle][name])
+    windows = dofla.data.as_windows(tokens)
+    last = range(WINDOWS - HELD_OUT, WINDOWS)
+    judging = dofla.data.as_windows(windows.batch(last))
+    errors = attention_fidelity(whole, judging, batch_size=2, seed=5)
+    for curve in curves.layers:
+        own = errors[curve.name]["head_kl"]
+        assert curve.points[middle].errors == pytest.approx(own, rel=1e-6)
+        student = alone(model, plan, trained[middle], curve.name)
+        for head, error in enumerate(own):
+            with one_head(student, model, family, curve.name, head):
+                harms = [harm(model, student, family, windows.batch([n])) for n in last]
+            expected = torch.stack(harms).mean() / error
+            assert_close(torch.tensor(curve.effects[head]), expected.float(), rtol=1e-3, atol=1e-6)
+
+
+def test_a_head_that_nothing_listens_to_does_no_harm(tiny):
+    model, deaf = tiny.llama(), 1
+    first, second = attention_sites(model)
+    with torch.no_grad():
+        model.get_submodule(first).o_proj.weight[:, deaf * 16 : (deaf + 1) * 16] = 0  # two query heads of eight
+    curves = {curve.name: curve.effects for curve in measured(tiny, model=model).layers}
+    assert abs(curves[first][deaf]) < 1e-6
+    assert min(curves[first][1 - deaf], *curves[second]) > 1e-3
+
+
+def test_dropout_plays_no_part_and_training_mode_stays(tiny):
+    calm = measured(tiny, model=tiny.llama(attention_dropout=0.5))
+    model = tiny.llama(attention_dropout=0.5).train()
+    assert measured(tiny, model=model) == calm
+    assert all(module.training for module in model.modules())
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("where", "call"), [("distill", 3), ("attention_fidelity", 1), ("_answer", 1), ("_answer", 4)])
+def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch, where, call):
+    model, calls, before = tiny.llama(), [], everything(tiny.llama())
+    original = getattr(trials, where)
+
+    def fail(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call:
+            raise Broken
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(trials, where, fail)
+    with pytest.raises(Broken):
+        measured(tiny, model=model)
+    assert len(calls) == call
+    assert not is_linearized(model)
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_too_few_windows_are_refused(tiny, count):
+    with pytest.raises(DoflaError, match=f"{count} windows are too few for error curves: give 5 or more"):
+        measure_curves(tiny.llama(), tiny.tokens(count, LENGTH), BUDGET, **OPTIONS)
+    enough = TokenWindows.of(tiny.tokens(5, LENGTH))
+    assert len(measure_curves(tiny.llama(), enough, BUDGET, **OPTIONS).layers) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0}, "budget 0 is too small for one feature per layer: give 1 or more"),
+        ({"feature_map": "magic"}, "unknown feature map 'magic'"),
+        ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
+        ({"feature_map": "performer"}, "nothing to train"),
+        ({"steps": 0}, "steps is 0"),
+        ({"rows": 0}, "rows is 0"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_leaves_the_model_alone(tiny, options, message):
+    model, before = tiny.llama(), everything(tiny.llama())
+    with pytest.raises(DoflaError, match=message) as error:
+        measure_curves(model, tiny.tokens(WINDOWS, LENGTH), **{"budget": BUDGET} | OPTIONS | options)
+    assert "\n" not in str(error.value)
+    assert everything(model) == before
+
+
+def test_a_linearised_model_is_refused_and_stays_so(tiny):
+    student = dofla.linearize(tiny.llama(), budget=BUDGET)
+    with pytest.raises(DoflaError, match="linearised already"):
+        measured(tiny, model=student)
+    assert is_linearized(student)

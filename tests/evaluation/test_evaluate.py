@@ -1,0 +1,120 @@
+"""The record of a student: what is in it for each kind of model, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from students import student_of
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.distillation.fidelity import attention_fidelity
+from dofla.errors import DoflaError
+from dofla.evaluation.embeddings import embedding_figures
+from dofla.evaluation.language import next_token_figures
+
+LENGTH = 16
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_language_model_is_compared_token_by_token_and_layer_by_layer(tiny, kind):
+    student, windows = student_of(tiny, kind), TokenWindows(tiny.tokens(4, LENGTH), source="some text")
+    figures = dofla.evaluate(student, windows, batch_size=2, seed=3)
+    assert figures["language"] == next_token_figures(student, windows, batch_size=2, seed=3)
+    assert figures["layers"] == attention_fidelity(student, windows, batch_size=2, seed=3)
+    assert "embeddings" not in figures
+    assert (figures["source"], figures["windows"], figures["length"]) == ("some text", 4, LENGTH)
+    assert figures["model"]["class"] == type(student).__name__
+    assert json.loads(json.dumps(figures)) == figures
+
+
+@pytest.mark.parametrize("kind", ["bert", "vit"])
+def test_an_encoder_is_compared_by_its_embeddings(tiny, kind):
+    data = tiny.padded(6, LENGTH) if kind == "bert" else tiny.images(6)
+    student = student_of(tiny, kind)
+    figures = dofla.evaluate(student, data, batch_size=3)
+    assert set(figures["embeddings"]) == {"cosine", "spearman"}
+    assert "language" not in figures
+    assert len(figures["layers"]) == 2
+    assert ("softmax_bytes" in figures) == (kind == "bert")
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_an_encoder_runs_in_batches_of_the_size_asked_for(tiny):
+    student, sizes = student_of(tiny, "bert"), []
+    student.register_forward_pre_hook(lambda m, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    data = TokenWindows.of(tiny.padded(5, LENGTH))
+    figures = dofla.evaluate(student, data, batch_size=2)
+    assert set(sizes) == {2, 1}
+    assert figures["embeddings"] == pytest.approx(embedding_figures(student, data), abs=1e-5)
+
+
+def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
+    model = tiny.llama()
+    plan = tiny.plan(model, features=[6, 4], window=2, sinks=1)
+    plan.layers[1].keep_softmax = True
+    plan.made_by = {"strategy": "by hand"}
+    dofla.linearize(model, plan)
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        figures = dofla.evaluate(model.to(dtype), tiny.tokens(2, LENGTH))
+        one_cache = LENGTH * 2 * (8 + 8) * size
+        assert figures["softmax_bytes"] == 2 * one_cache
+        assert figures["state_bytes"] == (6 + 4) * (8 + 2) * 4 + 3 * 2 * (8 + 8) * size + one_cache
+    assert figures["strategy"] == "by hand"
+
+
+@pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}])
+def test_exact_attention_shows_as_no_loss_at_all(tiny, plan):
+    figures = dofla.evaluate(student_of(tiny, **plan), tiny.tokens(3, LENGTH))
+    assert figures["language"]["gap"] == pytest.approx(0, abs=1e-5)
+    assert figures["language"]["kl"] == pytest.approx(0, abs=1e-5)
+    assert figures["language"]["top1_agreement"] == 1
+    assert all(layer["kl"] < 1e-6 for layer in figures["layers"].values())
+    if "keep_softmax" in plan:
+        assert figures["state_bytes"] == figures["softmax_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_the_student_is_left_as_it_was(tiny, kind):
+    student, tokens = student_of(tiny, kind), tiny.tokens(4, LENGTH)
+    student.train()
+    student.base_model.get_submodule("layers.0" if kind == "llama" else "encoder.layer.0").eval()
+    modes = {name: module.training for name, module in student.named_modules()}
+    weights = {key: value.clone() for key, value in student.state_dict().items()}
+    dofla.evaluate(student, tokens)
+    assert {name: module.training for name, module in student.named_modules()} == modes
+    assert all(torch.equal(value, weights[key]) for key, value in student.state_dict().items())
+    assert all(p.grad is None for p in student.parameters())
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        ours = student.eval()(tokens)[0]
+        with dofla.softmax(student):
+            assert not torch.allclose(student(tokens)[0], ours)
+
+
+def test_dropout_plays_no_part(tiny):
+    model, tokens = tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), tiny.tokens(3, LENGTH)
+    dofla.linearize(model, tiny.plan(model))
+    assert dofla.evaluate(model.train(), tokens) == dofla.evaluate(model.eval(), tokens)
+
+
+def test_training_shows_in_the_figures(tiny):
+    student, tokens = student_of(tiny), tiny.tokens(8, LENGTH)
+    before = dofla.evaluate(student, tokens)
+    dofla.distill(student, tokens, steps=30, batch_size=8)
+    after = dofla.evaluate(student, tokens)
+    assert all(after["layers"][name]["kl"] < 0.8 * layer["kl"] for name, layer in before["layers"].items())
+    assert after["language"]["kl"] < before["language"]["kl"]
+
+
+def test_a_model_that_is_not_linearised_is_refused(tiny):
+    with pytest.raises(DoflaError, match="not linearised"):
+        dofla.evaluate(tiny.llama(), tiny.tokens(2, LENGTH))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_batch_size_below_one_is_refused(tiny, kind):
+    with pytest.raises(DoflaError, match="batch_size is 0"):
+        dofla.evaluate(student_of(tiny, kind), tiny.tokens(2, LENGTH), batch_size=0)

@@ -1,0 +1,174 @@
+"""Next-token figures against the model's own loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.errors import DoflaError
+from dofla.evaluation.language import bootstrap_interval, next_token_figures
+
+LENGTH = 20
+
+
+def student_of(tiny, model=None, **plan):
+    model = model or tiny.llama()
+    return dofla.linearize(model, tiny.plan(model, **plan))
+
+
+def own_loss(model, batch):
+    labels = batch["input_ids"]
+    if "attention_mask" in batch:
+        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        return model(**batch, labels=labels).loss.item()
+
+
+def test_losses_are_those_the_models_report_themselves(tiny):
+    batch = {"input_ids": tiny.tokens(5, LENGTH)}
+    original = own_loss(tiny.llama(), batch)
+    student = student_of(tiny)
+    figures = next_token_figures(student, TokenWindows.of(batch), batch_size=2)
+    assert figures["tokens"] == 5 * (LENGTH - 1)
+    assert figures["teacher_loss"] == pytest.approx(original, rel=1e-5)
+    assert figures["student_loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
+    assert figures["gap"] == pytest.approx(figures["student_loss"] - figures["teacher_loss"])
+    assert abs(figures["gap"]) > 1e-3
+
+
+def test_padding_is_neither_context_nor_target(tiny):
+    batch = tiny.padded(5, LENGTH, "right")
+    original = own_loss(tiny.llama(), batch)
+    student = student_of(tiny)
+    figures = next_token_figures(student, TokenWindows.of(batch), batch_size=5)
+    assert figures["teacher_loss"] == pytest.approx(original, rel=1e-5)
+    assert figures["student_loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
+    assert figures["tokens"] == int((batch["attention_mask"].sum(1) - 1).sum())
+
+
+def test_texts_padded_on_the_left_give_the_loss_of_the_texts_alone(tiny):
+    batch = tiny.padded(4, LENGTH, "left")
+    student = student_of(tiny)
+    figures = next_token_figures(student, TokenWindows.of(batch), batch_size=4)
+    texts = [ids[mask.bool()].unsqueeze(0) for ids, mask in zip(*batch.values(), strict=True)]
+    alone = [next_token_figures(student, TokenWindows.of(text)) for text in texts]
+    assert figures["tokens"] == sum(text["tokens"] for text in alone)
+    # Only the teacher's: rotary scores know distances, while features also see how far the padding shifts a text.
+    expected = sum(text["tokens"] * text["teacher_loss"] for text in alone) / figures["tokens"]
+    assert figures["teacher_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_divergence_and_agreement_are_means_over_positions(tiny):
+    tokens = tiny.tokens(3, LENGTH)
+    student = student_of(tiny)
+    with torch.no_grad():
+        ours = student(tokens).logits[:, :-1].double().log_softmax(-1)
+        with dofla.softmax(student):
+            theirs = student(tokens).logits[:, :-1].double().log_softmax(-1)
+    figures = next_token_figures(student, TokenWindows.of(tokens))
+    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+    assert figures["kl"] == pytest.approx(kl, rel=1e-4)
+    agreement = (ours.argmax(-1) == theirs.argmax(-1)).double().mean().item()
+    assert figures["top1_agreement"] == pytest.approx(agreement)
+    assert 0 < agreement < 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_batch_size_plays_no_part(tiny, batch_size, side):
+    student, windows = student_of(tiny), TokenWindows.of(tiny.padded(5, LENGTH, side))
+    figures, reference = (next_token_figures(student, windows, batch_size=size) for size in (batch_size, 3))
+    for name, value in reference.items():
+        assert figures[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}, {"window": 12, "sinks": 8}])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_student_whose_attention_is_exact_has_no_gap(tiny, kind, plan):
+    student = student_of(tiny, getattr(tiny, kind)(), **plan)
+    figures = next_token_figures(student, TokenWindows.of(tiny.tokens(4, LENGTH)), batch_size=2)
+    assert figures["gap"] == pytest.approx(0, abs=1e-5)
+    assert figures["gap_interval"] == pytest.approx([0, 0], abs=1e-5)
+    assert figures["kl"] == pytest.approx(0, abs=1e-5)
+    assert figures["top1_agreement"] == 1
+    assert figures["student_loss"] == pytest.approx(figures["teacher_loss"], abs=1e-5)
+
+
+def test_a_window_of_half_the_length_still_has_a_gap(tiny):
+    student = student_of(tiny, window=LENGTH // 2)
+    assert next_token_figures(student, TokenWindows.of(tiny.tokens(4, LENGTH)))["kl"] > 1e-4
+
+
+def test_the_interval_of_the_gap_is_that_of_the_windows(tiny):
+    student, tokens = student_of(tiny), tiny.tokens(6, LENGTH)
+    windows = [next_token_figures(student, TokenWindows.of(tokens[n : n + 1])) for n in range(6)]
+    gaps = torch.tensor([figures["gap"] for figures in windows], dtype=torch.float64)
+    figures = next_token_figures(student, TokenWindows.of(tokens), seed=4)
+    counts = torch.full((6,), float(LENGTH - 1), dtype=torch.float64)
+    expected = bootstrap_interval(gaps * counts, counts, seed=4)
+    assert figures["gap_interval"] == pytest.approx(expected, rel=1e-4)
+    assert figures["gap_interval"][0] < figures["gap"] < figures["gap_interval"][1]
+
+
+def test_progress_is_reported(tiny):
+    seen = []
+    windows = TokenWindows.of(tiny.tokens(5, LENGTH))
+    next_token_figures(student_of(tiny), windows, batch_size=2, progress=lambda *x: seen.append(x))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_student_that_returns_nan_is_an_error(tiny):
+    student = student_of(tiny)
+    with torch.no_grad():
+        student.model.layers[0].self_attn.dofla.maps[0].z.fill_(torch.nan)
+    with pytest.raises(DoflaError, match="NaN or infinity"):
+        next_token_figures(student, TokenWindows.of(tiny.tokens(2, LENGTH)))
+
+
+def test_windows_of_one_token_are_refused(tiny):
+    with pytest.raises(DoflaError, match="windows of one token"):
+        next_token_figures(student_of(tiny), TokenWindows.of(tiny.tokens(2, 1)))
+
+
+# --- the bootstrap ----------------------------------------------------------------------------------------------------
+
+
+def gaussian(count, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_interval_brackets_the_mean_and_shrinks_with_more_windows():
+    widths = []
+    for count in (25, 400):
+        totals = 3 + gaussian(count)
+        low, high = bootstrap_interval(totals, torch.ones(count, dtype=torch.float64))
+        assert low < totals.mean() < high
+        # The interval of the mean of a sample with a known deviation.
+        assert high - low == pytest.approx(2 * 1.96 * totals.std().item() / math.sqrt(count), rel=0.15)
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 3
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    covered = 0
+    for seed in range(200):
+        low, high = bootstrap_interval(gaussian(60, seed), torch.ones(60, dtype=torch.float64), level=0.8, draws=400)
+        covered += low < 0 < high
+    assert 0.7 < covered / 200 < 0.9
+
+
+def test_windows_weigh_as_many_tokens_as_they_hold():
+    counts = torch.tensor([1.0, 99.0], dtype=torch.float64)
+    low, high = bootstrap_interval(torch.tensor([1.0, 0.0], dtype=torch.float64), counts)
+    assert (low, high) == (0.0, 1.0)
+    assert bootstrap_interval(2 * counts, counts) == pytest.approx([2.0, 2.0])
+
+
+def test_the_interval_is_that_of_its_seed():
+    totals, counts = gaussian(30), torch.ones(30, dtype=torch.float64)
+    assert bootstrap_interval(totals, counts, seed=1) == bootstrap_interval(totals, counts, seed=1)
+    assert bootstrap_interval(totals, counts, seed=1) != bootstrap_interval(totals, counts, seed=2)

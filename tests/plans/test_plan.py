@@ -1,0 +1,247 @@
+"""The plan's bytes are the bytes that generation holds, and a plan survives a person's editor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dofla
+from dofla.errors import DoflaError
+from dofla.integration.cache import cache_bytes
+from dofla.plans.plan import LayerPlan, Plan
+
+FLOAT = 4
+
+
+def generated_cache(model, tokens, new_tokens):
+    options = {"min_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    with torch.no_grad():
+        return model.generate(tokens, max_new_tokens=new_tokens, **options).past_key_values
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("new_tokens", [2, 9])
+def test_without_window_and_sinks_state_bytes_are_the_bytes_of_the_cache(tiny, kind, dtype, new_tokens):
+    model = getattr(tiny, kind)().to(dtype)
+    plan = tiny.plan(model, features=11)
+    dofla.linearize(model, plan)
+    assert cache_bytes(generated_cache(model, tiny.tokens(1, 7), new_tokens)) == plan.state_bytes(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("token_dtype", ["int8", "model"])
+@pytest.mark.parametrize("features", [6, [6, 3]])
+@pytest.mark.parametrize(("window", "sinks"), [(5, 0), (0, 2), (5, 2), ([5, 1], 2), ([5, 1], [2, 0]), ([0, 3], [0, 1])])
+def test_with_window_or_sinks_the_cache_also_holds_one_weight_per_token_and_group(
+    tiny, dtype, token_dtype, features, window, sinks
+):
+    model = tiny.llama().to(dtype)
+    plan = tiny.plan(model, features=features, window=window, sinks=sinks, token_dtype=token_dtype)
+    dofla.linearize(model, plan)
+    weights = sum(w + s for layer in plan.layers for _, w, s in set(layer.sizes)) * FLOAT
+    assert cache_bytes(generated_cache(model, tiny.tokens(1, 4), 6)) == plan.state_bytes(dtype) + weights
+
+
+def test_every_sequence_of_a_batch_has_a_state_of_its_own(tiny):
+    model = tiny.llama()
+    plan = tiny.plan(model, features=[5, 2])
+    dofla.linearize(model, plan)
+    assert cache_bytes(generated_cache(model, tiny.tokens(3, 7), 4)) == 3 * plan.state_bytes()
+
+
+def test_layers_kept_softmax_cost_what_their_cache_costs(tiny):
+    model = tiny.llama()
+    plan = tiny.plan(model, features=6)
+    plan.layers[1].keep_softmax = True
+    dofla.linearize(model, plan)
+    cache = generated_cache(model, tiny.tokens(1, 7), 5)
+    length = cache.layers[1].get_seq_length()
+    assert cache_bytes(cache) == plan.state_bytes() + plan.kept_softmax_bytes(length)
+    assert plan.state_bytes() == plan.layers[0].state_bytes(FLOAT)
+
+
+@pytest.mark.parametrize("token_dtype", ["int8", "model"])
+def test_softmax_bytes_are_the_bytes_of_the_teachers_cache(tiny, token_dtype):
+    model = tiny.llama()
+    plan = tiny.plan(model, token_dtype=token_dtype)
+    cache = generated_cache(model, tiny.tokens(1, 7), 5)
+    assert cache_bytes(cache) == plan.softmax_bytes(cache.get_seq_length())
+
+
+def test_bytes_of_a_layer_by_hand():
+    layer = LayerPlan("a", kv_heads=2, head_dim=6, value_dim=4, features=[3, 5], window=7, sinks=2)
+    assert layer.features_per_head == [3, 5]
+    assert layer.sizes == [(3, 7, 2), (5, 7, 2)]
+    assert layer.state_bytes(4) == 8 * 6 * 4 + 18 * 10 * 4
+    assert LayerPlan("b", 2, 6, 4, features=3, window=7, keep_softmax=True).state_bytes(4) == 0
+    plan = Plan([layer, LayerPlan("b", 2, 6, 4, keep_softmax=True)])
+    assert plan.state_bytes() == (48 + 180) * 4
+    assert plan.state_bytes(torch.bfloat16) == 48 * 4 + 180 * 2
+    assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
+    assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
+
+
+def test_bytes_of_a_layer_whose_heads_differ_and_keep_eight_bits_by_hand():
+    layer = LayerPlan("a", 2, head_dim=6, value_dim=4, features=3, window=[7, 1], sinks=[0, 2], token_dtype="int8")
+    assert layer.sizes == [(3, 7, 0), (3, 1, 2)]
+    # Of a token, a byte a number and one for each power of two, whatever the model's dtype.
+    assert layer.state_bytes(4) == layer.state_bytes(2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
+    plan = Plan([layer, LayerPlan("b", 2, 6, 4, token_dtype="int8", keep_softmax=True)])
+    assert plan.state_bytes() == plan.state_bytes(torch.bfloat16) == layer.state_bytes(4)
+    assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
+    assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
+
+
+@st.composite
+def layer_plans(draw):
+    kv_heads = draw(st.integers(1, 4))
+
+    def count(least, most):
+        one = st.integers(least, most)
+        return draw(one | st.lists(one, min_size=kv_heads, max_size=kv_heads))
+
+    return LayerPlan(
+        name=draw(st.text(min_size=1, max_size=8)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 128)),
+        value_dim=draw(st.integers(1, 128)),
+        features=count(1, 300),
+        window=count(0, 64),
+        sinks=count(0, 8),
+        token_dtype=draw(st.sampled_from(["int8", "model"])),
+        keep_softmax=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    layers=st.lists(layer_plans(), min_size=1, max_size=5, unique_by=lambda x: x.name),
+    model=st.text(max_size=5),
+    made_by=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5))),
+)
+def test_a_plan_round_trips_through_json(layers, model, made_by):
+    plan = Plan(layers, model, made_by)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_a_plan_round_trips_through_a_file_or_its_folder(tmp_path):
+    plan = Plan([LayerPlan("a", 2, 8, 8, [4, 3], window=2)], "model", {"strategy": "dof", "lambda": 0.1})
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(str(tmp_path)) == plan
+
+
+def test_a_plan_that_says_nothing_of_how_tokens_are_kept_keeps_them_in_the_models_dtype():
+    data = Plan([LayerPlan("a", 2, 8, 8, 4, window=3, token_dtype="int8")]).to_dict()
+    del data["layers"]["a"]["token_dtype"]
+    assert Plan.from_dict(data)["a"].token_dtype == "model"
+
+
+def test_the_map_none_needs_something_for_every_head_to_see():
+    plan = LayerPlan("a", 2, 8, 8, 1, window=[3, 0], sinks=[0, 1], feature_map="none")
+    assert plan.sizes == [(1, 3, 0), (1, 0, 1)]
+    with pytest.raises(DoflaError, match="feature_map none sees nothing without a window or sinks"):
+        LayerPlan("a", 2, 8, 8, 1, window=[3, 0], feature_map="none")
+
+
+def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
+    model = tiny.llama()
+    path = tmp_path / "plan.json"
+    tiny.plan(model).save(path)
+    data = json.loads(path.read_text())
+    first, second = data["layers"].values()
+    first |= {"features": [3, 9], "window": 4, "sinks": [2, 0], "token_dtype": "int8"}
+    second["keep_softmax"] = True
+    del second["features"], second["token_dtype"], data["made_by"], data["model"]
+    path.write_text(json.dumps(data))
+
+    plan = Plan.load(path)
+    dofla.linearize(model, plan)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert first.dofla.features == [3, 9]
+    assert first.dofla.exact_tokens == [(4, 2), (4, 0)]
+    assert first.dofla.keeps_eight_bits
+    assert not hasattr(second, "dofla")
+    assert plan["model.layers.1.self_attn"].keep_softmax
+    with pytest.raises(KeyError):
+        plan["model.layers.2.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"features": 0}, "features is 0"),
+        ({"features": -3}, "features is -3"),
+        ({"features": 4.0}, "features is 4.0"),
+        ({"features": "8"}, "features is '8'"),
+        ({"features": None}, "features is None"),
+        ({"features": True}, "features is True"),
+        ({"features": [4]}, "features has 1 numbers for 2 KV heads: give one each, or an int"),
+        ({"features": [4, 0]}, r"features is \[4, 0\]"),
+        ({"features": []}, "features has 0 numbers for 2 KV heads"),
+        ({"window": -1}, "window is -1: every KV head needs a whole number, 0 or more"),
+        ({"window": [3, 3, 3]}, "window has 3 numbers for 2 KV heads"),
+        ({"window": [3, -1]}, r"window is \[3, -1\]"),
+        ({"window": [3, 1.5]}, r"window is \[3, 1.5\]"),
+        ({"window": {"first": 3}}, "window is {'first': 3}"),
+        ({"sinks": [2]}, "sinks has 1 numbers for 2 KV heads"),
+        ({"sinks": [2, None]}, r"sinks is \[2, None\]"),
+        ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
+        ({"token_dtype": None}, "token_dtype is None"),
+        ({"token_dtype": ["int8", "model"]}, r"token_dtype is \['int8', 'model'\]"),
+        ({"feature_map": "none", "window": [3, 0]}, "feature_map none sees nothing without a window or sinks"),
+        ({"window": 2.5}, "window is 2.5"),
+        ({"sinks": "many"}, "sinks is 'many'"),
+        ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
+        ({"feature_map": ["prf"]}, "wrong fields"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"head_dim": "8"}, "head_dim is '8'"),
+        ({"value_dim": None}, "value_dim is None"),
+        ({"keep_softmax": "no"}, "keep_softmax is 'no'"),
+        ({"colour": "red"}, "colour"),
+        ({"name": "other"}, "wrong fields"),
+    ],
+)
+def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, edit, message):
+    plan = Plan([LayerPlan("first.attention", 2, 8, 8, 4), LayerPlan("second.attention", 2, 8, 8, 4)])
+    data = plan.to_dict()
+    data["layers"]["second.attention"] |= edit
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(DoflaError, match=message) as error:
+        Plan.load(path)
+    assert "layer second.attention" in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("layers"), "has no layers"),
+        (lambda data: data.update(layers={}), "has no layers"),
+        (lambda data: data.update(layers=[1]), "has no layers"),
+        (lambda data: data.update(layers={"a": 5}), "layer a has wrong fields"),
+        (lambda data: data.update(layers={"a": {"kv_heads": 1}}), "layer a has wrong fields: .*head_dim"),
+        (lambda data: data.update(made_by="me"), "made_by is 'me'"),
+    ],
+)
+def test_a_plan_of_another_form_is_one_line_naming_the_file(tmp_path, change, message):
+    data = Plan([LayerPlan("a", 2, 8, 8, 4)]).to_dict()
+    change(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(DoflaError, match=message) as error:
+        Plan.load(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_plan_is_one_line(tmp_path):
+    with pytest.raises(DoflaError, match=r"plan\.json does not exist: it should hold a plan"):
+        Plan.load(tmp_path)

@@ -1,0 +1,522 @@
+"""Profiles: the sample they rest on, what they say of a model's attention, and their files."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dofla
+from dofla import Profile
+from dofla.errors import DoflaError
+from dofla.integration.profiler import MASS_FIRST, MASS_LAST, Reservoir
+from dofla.integration.recorder import AttentionCall, recording
+from dofla.profiles.profile import HeadStatistics, LayerProfile, SkippedLayer
+from dofla.profiles.spectrum import Spectrum, degrees_of_freedom, gram_spectrum
+
+ALL = 10_000
+"""More samples than any text here has vectors."""
+
+
+# --- the sample -------------------------------------------------------------------------------------------------------
+
+KV_HEADS, SHARE = 2, 3
+PADDING = -1.0
+
+
+def numbered_call(first: int, batch: int, length: int, padded: set[int] = frozenset()) -> AttentionCall:
+    """A call whose vectors say what they are: (0 = key or 1 = query, number of the token, head)."""
+    tokens = torch.arange(first, first + batch * length).view(batch, 1, length, 1).float()
+    weight = torch.tensor([[n not in padded for n in row] for row in tokens.view(batch, length).long().tolist()])
+    tokens = torch.where(weight[:, None, :, None], tokens, PADDING)
+
+    def vectors(kind, heads):
+        head = torch.arange(heads).view(1, heads, 1, 1).expand(batch, -1, length, -1)
+        return torch.cat([torch.full_like(head, kind), tokens.expand(-1, heads, -1, -1), head], dim=-1).float()
+
+    query, key = vectors(1, KV_HEADS * SHARE), vectors(0, KV_HEADS)
+    return AttentionCall("a", query, key, key, weight if padded else None, 1.0, True)
+
+
+def sample(size: int, seed: int, calls: list[AttentionCall]) -> torch.Tensor:
+    reservoir = Reservoir(size, torch.Generator().manual_seed(seed))
+    for call in calls:
+        reservoir.add(call)
+        assert reservoir.vectors.shape[1] <= size
+    return reservoir.vectors
+
+
+def test_a_sample_is_uniform_over_keys_and_queries_of_a_stream_of_uneven_batches():
+    padded = {0, 1, 9, 10, 15}
+    calls = [numbered_call(0, 2, 3, padded), numbered_call(6, 1, 7, padded), numbered_call(13, 1, 4, padded)]
+    real = [n for n in range(17) if n not in padded]
+    size, draws = 5, 1500
+    counts = torch.zeros(2, 17)
+    pairs = torch.zeros(24, 24)
+    members = torch.zeros(SHARE)
+    for seed in range(draws):
+        vectors = sample(size, seed, calls)
+        assert vectors.shape == (KV_HEADS, size, 3)
+        kinds, tokens, heads = (vectors[0, :, n].long() for n in range(3))
+        assert PADDING not in tokens
+        # All heads sample the same tokens, and the same member of their group.
+        assert torch.equal(vectors[0, :, :2], vectors[1, :, :2])
+        assert torch.equal(vectors[1, :, 2], heads + torch.where(kinds == 1, SHARE, 1))
+        counts.index_put_((kinds, tokens), torch.ones(()), accumulate=True)
+        places = kinds * 12 + torch.tensor([real.index(n) for n in tokens.tolist()])
+        pairs[places[:, None], places] += 1
+        members += heads[kinds == 1].bincount(minlength=SHARE)
+    counts = counts[:, real].flatten()
+    share = size / len(counts)
+    assert counts.sum() == draws * size
+    # Without replacement the counts vary by a factor 1 - share less than a Poisson count would.
+    chi_squared = ((counts - draws * share) ** 2).sum() / (draws * share * (1 - share))
+    freedom = len(counts) - 1
+    assert abs(chi_squared - freedom) < 4 * math.sqrt(2 * freedom)
+    # Pairs are kept together as often as independence of a draw without replacement says.
+    together = pairs[~torch.eye(24, dtype=torch.bool)]
+    expected = draws * share * (size - 1) / (len(counts) - 1)
+    assert ((together - expected).abs() < 5 * math.sqrt(expected)).all()
+    assert ((members - members.sum() / SHARE).abs() < 4 * math.sqrt(members.sum() / SHARE)).all()
+
+
+def test_a_sample_larger_than_the_stream_holds_every_key_and_one_query_per_token():
+    calls = [numbered_call(0, 2, 3, {1}), numbered_call(6, 1, 4, {6})]
+    for head, vectors in enumerate(sample(100, 0, calls)):
+        kinds, tokens, heads = vectors.long().unbind(-1)
+        real = [n for n in range(10) if n not in (1, 6)]
+        assert sorted(tokens[kinds == 0].tolist()) == sorted(tokens[kinds == 1].tolist()) == real
+        assert set(heads[kinds == 0].tolist()) == {head}
+        assert set(heads[kinds == 1].tolist()) <= {head * SHARE + member for member in range(SHARE)}
+
+
+def test_a_batch_of_padding_only_changes_nothing():
+    calls = [numbered_call(0, 1, 4), numbered_call(4, 1, 3, {4, 5, 6})]
+    with_it, without = (sorted(sample(100, 0, some)[0].tolist()) for some in (calls, calls[:1]))
+    assert with_it == without
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def rotated(x: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary positions written out: pairs (i, i + d/2) of [B, H, L, d] turn by position · base^(-2i/d)."""
+    length, size = x.shape[-2:]
+    angle = torch.arange(length)[:, None] * base ** (-torch.arange(0, size, 2) / size)
+    left, right = x[..., : size // 2], x[..., size // 2 :]
+    return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
+
+
+def projected_by_hand(model, tokens) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and keys [B, H, L, d] after RoPE of each layer of a Llama, from the outputs of its projections."""
+    projections, hooks = {}, []
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "k_proj")):
+            hooks.append(module.register_forward_hook(lambda m, i, out, name=name: projections.update({name: out})))
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    result = {}
+    for n in range(model.config.num_hidden_layers):
+        name = f"model.layers.{n}.self_attn"
+        parts = (
+            projections[f"{name}.{which}"].unflatten(-1, (-1, 8)).transpose(1, 2) for which in ("q_proj", "k_proj")
+        )
+        result[name] = tuple(rotated(part, model.config.rope_parameters["rope_theta"]) for part in parts)
+    return result
+
+
+def eager_attentions(model, batch) -> list[torch.Tensor]:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(**batch, output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    return attentions
+
+
+def statistics_by_hand(weights, query, key, mask, causal, kv_head) -> HeadStatistics:
+    """Loops over the real rows of one KV head's queries: weights [B, H, L, L], query and key [B, H, L, d]."""
+    share = query.shape[1] // key.shape[1]
+    entropies, first, last = [], {n: [] for n in MASS_FIRST}, {n: [] for n in MASS_LAST}
+    norms = {"query": [], "key": []}
+    for b, real in enumerate(mask.bool()):
+        order = real.nonzero().flatten()
+        norms["key"] += key[b, kv_head, real].norm(dim=-1).tolist()
+        for h in range(kv_head * share, (kv_head + 1) * share):
+            norms["query"] += query[b, h, real].norm(dim=-1).tolist()
+            for i in order.tolist():
+                row = weights[b, h, i]
+                entropies.append(-(row * row.clamp_min(1e-30).log()).sum().item())
+                for n, values in first.items():
+                    values.append(row[order[:n]].sum().item())
+                for n, values in last.items():
+                    stop = i + 1 if causal else i + n
+                    values.append(row[max(0, i - n + 1) : stop].sum().item())
+
+    def mean(values):
+        return sum(values) / len(values)
+
+    return HeadStatistics(
+        query_norm_mean=mean(norms["query"]),
+        query_norm_max=max(norms["query"]),
+        key_norm_mean=mean(norms["key"]),
+        key_norm_max=max(norms["key"]),
+        entropy=mean(entropies),
+        mass_first={n: mean(values) for n, values in first.items()},
+        mass_last={n: mean(values) for n, values in last.items()},
+    )
+
+
+def assert_close(got: HeadStatistics, expected: HeadStatistics, tolerance=3e-5) -> None:
+    for field in fields(HeadStatistics):
+        ours, theirs = getattr(got, field.name), getattr(expected, field.name)
+        assert ours == pytest.approx(theirs, abs=tolerance), field.name
+
+
+def recorded(model, batch) -> dict[str, AttentionCall]:
+    calls = {}
+    names = [name for name in dict(model.named_modules()) if name.endswith(("attn", "attention.self", "attention"))]
+    with recording(model, names, lambda call: calls.update({call.name: call})), torch.no_grad():
+        model(**batch)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2 left", "gpt2 right", "bert right", "bert left"])
+def test_statistics_are_those_of_eager_attention(tiny, kind):
+    name, _, side = kind.partition(" ")
+    model = getattr(tiny, name)()
+    batch = tiny.padded(5, 32, side) if side else {"input_ids": tiny.tokens(5, 32)}
+    mask = batch.get("attention_mask", torch.ones(5, 32))
+    calls, attentions = recorded(model, batch), eager_attentions(model, batch)
+    profile = dofla.profile(model, batch, batch_size=2, samples=16)
+    assert [layer.name for layer in profile.layers] == list(calls)
+    for layer, weights in zip(profile.layers, attentions, strict=True):
+        call = calls[layer.name]
+        for kv_head in range(layer.kv_heads):
+            expected = statistics_by_hand(weights, call.query, call.key, mask, name != "bert", kv_head)
+            assert_close(layer.statistics[kv_head], expected)
+    # Not all alike: a profile that mixed up heads would show.
+    entropies = [head.entropy for layer in profile.layers for head in layer.statistics]
+    assert max(entropies) - min(entropies) > 0.01
+
+
+def test_queries_and_keys_are_those_after_positions(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(3, 12)
+    calls = recorded(model, {"input_ids": tokens})
+    for name, (query, key) in projected_by_hand(model, tokens).items():
+        torch.testing.assert_close(calls[name].query, query, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(calls[name].key, key, rtol=1e-4, atol=1e-4)
+        assert calls[name].query.shape == (3, 4, 12, 8)
+        assert calls[name].key.shape == (3, 2, 12, 8)
+
+
+def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(tiny):
+    model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(3, 12)
+    profile = dofla.profile(model, tokens, samples=ALL, batch_size=2)
+    for layer in profile.layers:
+        assert (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 4, 8, 8)
+        assert layer.scaling == pytest.approx(8**-0.5)
+        assert layer.causal
+        vectors = torch.cat(projected_by_hand(model, tokens)[layer.name], dim=2).transpose(0, 1).flatten(1, 2)
+        for head, spectrum in enumerate(layer.spectra):
+            expected = gram_spectrum(vectors[head], layer.scaling)
+            assert spectrum.log_scale == pytest.approx(expected.log_scale, abs=1e-3)
+            for lam in (2.0**-4, 2.0**-8):
+                got = degrees_of_freedom(spectrum, lam)
+                assert got == pytest.approx(degrees_of_freedom(expected, lam), rel=1e-4)
+
+
+def test_a_kv_heads_vectors_are_its_keys_and_the_queries_of_its_group(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(1, 6)
+    profile = dofla.profile(model, tokens, samples=ALL)
+    for layer in profile.layers:
+        query, key = projected_by_hand(model, tokens)[layer.name]
+        for head, spectrum in enumerate(layer.spectra):
+            trace = (spectrum.eigenvalues.sum().log() + spectrum.log_scale).exp().item()
+            keys = torch.exp(layer.scaling * key[0, head].double().square().sum(-1)).sum()
+            queries = torch.exp(layer.scaling * query[0, 2 * head : 2 * head + 2].double().square().sum(-1))
+            # Which member of the group each token shows is drawn; all 2^6 draws are possible.
+            choices = torch.cartesian_prod(*queries.T).sum(-1) + keys
+            assert (choices / trace - 1).abs().min() < 1e-3
+
+
+def test_the_batch_size_plays_no_part(tiny):
+    model, batch = tiny.gpt2(), tiny.padded(5, 20, "left")
+    one, all_at_once = (dofla.profile(model, batch, samples=ALL, batch_size=size) for size in (1, 5))
+    for left, right in zip(one.layers, all_at_once.layers, strict=True):
+        for ours, theirs in zip(left.statistics, right.statistics, strict=True):
+            assert_close(ours, theirs)
+    torch.testing.assert_close(torch.tensor(one.dof()), torch.tensor(all_at_once.dof()), rtol=1e-4, atol=0)
+
+
+def test_padding_plays_no_part(tiny):
+    model, tokens = tiny.bert(), tiny.tokens(4, 12)
+    mask = torch.zeros(4, 20, dtype=torch.int64)
+    mask[:, :12] = 1
+    padded = {"input_ids": torch.cat([tokens, tiny.tokens(4, 8, seed=1)], dim=1), "attention_mask": mask}
+    plain, with_padding = (dofla.profile(model, batch, samples=ALL) for batch in (tokens, padded))
+    assert plain.tokens == with_padding.tokens == 48
+    for left, right in zip(plain.layers, with_padding.layers, strict=True):
+        assert not left.causal
+        for ours, theirs in zip(left.statistics, right.statistics, strict=True):
+            assert_close(ours, theirs)
+    torch.testing.assert_close(torch.tensor(plain.dof()), torch.tensor(with_padding.dof()), rtol=1e-4, atol=0)
+
+
+def test_images_are_profiled_like_text(tiny):
+    profile = dofla.profile(tiny.vit(), tiny.images(3), samples=ALL)
+    assert profile.tokens == 3
+    assert len(profile.layers) == 2
+    for layer in profile.layers:
+        assert not layer.causal
+        assert len(layer.spectra) == 4
+        assert len(layer.spectra[0].eigenvalues) == 3 * 2 * 17
+    few = dofla.profile(tiny.vit(), tiny.images(3), samples=20)
+    assert {len(s.eigenvalues) for layer in few.layers for s in layer.spectra} == {20}
+
+
+def test_the_same_seed_gives_the_same_profile_and_another_seed_another_sample(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(4, 40)
+    one, same, other = (dofla.profile(model, tokens, samples=16, seed=seed).dof() for seed in (7, 7, 8))
+    assert one == same
+    assert one != other
+
+
+def test_half_precision_teachers_are_profiled(tiny):
+    model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(4, 16)
+    full = dofla.profile(model, tokens, samples=ALL)
+    half = dofla.profile(model.bfloat16(), tokens, samples=ALL)
+    torch.testing.assert_close(torch.tensor(half.dof(0.1)), torch.tensor(full.dof(0.1)), rtol=0.2, atol=0)
+
+
+def test_the_profile_says_what_was_measured(tiny):
+    tokens = dofla.profile(tiny.llama(), tiny.tokens(4, 10), samples=16, seed=3, normalization="top")
+    assert (tokens.model, tokens.samples, tokens.tokens, tokens.seed) == ("LlamaForCausalLM", 16, 40, 3)
+    assert tokens.normalization == "top"
+    spectrum = tokens.layers[1].spectra[0]
+    assert tokens.dof(0.1)[1][0] == degrees_of_freedom(spectrum, 0.1, "top")
+    assert tokens.dof(0.1, "trace")[1][0] == degrees_of_freedom(spectrum, 0.1, "trace")
+
+
+def test_layers_kept_softmax_are_listed_and_not_measured(tiny):
+    profile = dofla.profile(tiny.llama(), tiny.tokens(2, 10), samples=8, keep_softmax=["model.layers.0.self_attn"])
+    assert [layer.name for layer in profile.layers] == ["model.layers.1.self_attn"]
+    assert profile.skipped == [SkippedLayer("model.layers.0.self_attn", 2, 8, 8, "asked for")]
+
+
+def test_progress_is_reported(tiny):
+    seen = []
+    dofla.profile(tiny.llama(), tiny.tokens(5, 8), samples=8, batch_size=2, progress=lambda *x: seen.append(x))
+    assert seen == [("reading", n, 3) for n in (1, 2, 3)] + [("spectra", n, 2) for n in (1, 2)]
+
+
+# --- what it leaves behind --------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was(tiny):
+    model = tiny.llama()
+    model.set_attn_implementation("eager")
+    model.train()
+    model.model.layers[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    dofla.profile(model, tiny.tokens(2, 8), samples=8)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert model.config._attn_implementation == "eager"
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_dropout_is_off_even_if_the_model_is_being_trained(tiny):
+    model, tokens = tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), tiny.tokens(3, 10)
+    calm = dofla.profile(model, tokens, samples=ALL).dof()
+    assert dofla.profile(model.train(), tokens, samples=ALL).dof() == calm
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}])
+def test_the_model_can_be_trained_afterwards(tiny, rope):
+    model = tiny.llama(rope_parameters=rope | {"rope_theta": 1e4}, max_position_embeddings=16)
+    tokens = tiny.tokens(2, 24)
+    dofla.profile(model, tokens, samples=8)
+    model(tokens, labels=tokens).loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_nothing_of_a_measurement_hangs_on_gradients(tiny):
+    profile = dofla.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
+    eigenvalues = profile.layers[0].spectra[0].eigenvalues
+    assert not eigenvalues.requires_grad
+    assert not eigenvalues.is_inference()
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_nan_in_the_activations_names_layer_and_batch(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(6, 10).clamp(9, 62)
+    tokens[4, 3] = 63
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = torch.nan
+    with pytest.raises(DoflaError, match=r"queries of layer model\.layers\.0\.self_attn hold NaN .* in batch 2"):
+        dofla.profile(model, tokens, samples=8, batch_size=2)
+    assert model.config._attn_implementation == "sdpa"
+    dofla.profile(model, tokens[:4], samples=8)
+
+
+def test_a_broken_later_layer_is_the_one_named(tiny):
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.inf
+    with pytest.raises(DoflaError, match=r"keys of layer model\.layers\.1\.self_attn hold NaN or infinity in batch 0"):
+        dofla.profile(model, tiny.tokens(2, 8), samples=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalization": "unit"}, "unknown normalization 'unit': choose one of trace, top, mean, none"),
+        ({"samples": 1}, "samples is 1: at least 2"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"keep_softmax": ["layers.9"]}, r"keep_softmax names 'layers.9'.*model\.layers\.0\.self_attn"),
+        ({"keep_softmax": ["model.layers.0.self_attn", "model.layers.1.self_attn"]}, "no layer is left"),
+    ],
+)
+def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
+    with pytest.raises(DoflaError, match=message):
+        dofla.profile(tiny.llama(), tiny.tokens(2, 8), **options)
+
+
+def test_a_linearised_model_is_refused(tiny):
+    model = tiny.llama()
+    dofla.linearize(model, tiny.plan(model))
+    with pytest.raises(DoflaError, match="linearised already"):
+        dofla.profile(model, tiny.tokens(2, 8))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def some_profile() -> Profile:
+    generator = torch.Generator().manual_seed(0)
+
+    def layer(name, kv_heads, causal):
+        spectra = [
+            Spectrum(torch.rand(7, generator=generator, dtype=torch.float64), 1 / 3 + head, [None, "jitter"][head % 2])
+            for head in range(kv_heads)
+        ]
+        statistics = [HeadStatistics(1.5, 2.5, 3.5, 4.5, 0.1 * head, {1: 0.25}, {4: 0.5}) for head in range(kv_heads)]
+        return LayerProfile(name, 4, kv_heads, 8, 6, 8**-0.5, causal, spectra, statistics)
+
+    layers = [layer("a.attention", 2, True), layer("b.attention", 4, False)]
+    skipped = [SkippedLayer("c.attention", 2, 8, 6, "asked for")]
+    return Profile("some/model", layers, 7, 1000, "a text", 3, "top", skipped)
+
+
+def test_a_profile_round_trips_exactly(tmp_path):
+    profile = some_profile()
+    assert profile.save(tmp_path / "profile") == tmp_path / "profile"
+    loaded = Profile.load(str(tmp_path / "profile"))
+    for left, right in zip(profile.layers, loaded.layers, strict=True):
+        for ours, theirs in zip(left.spectra, right.spectra, strict=True):
+            assert torch.equal(ours.eigenvalues, theirs.eigenvalues)
+            assert (ours.log_scale, ours.retry) == (theirs.log_scale, theirs.retry)
+        left.spectra = right.spectra = []
+        assert left == right
+    assert loaded == profile
+    assert loaded.dof() == profile.dof()
+
+
+def test_a_measured_profile_round_trips(tiny, tmp_path):
+    profile = dofla.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
+    profile.save(tmp_path / "profile")
+    assert Profile.load(tmp_path / "profile").dof(0.1, "top") == profile.dof(0.1, "top")
+
+
+def test_the_readable_part_shows_degrees_of_freedom(tmp_path):
+    profile = some_profile()
+    profile.save(tmp_path / "profile")
+    data = json.loads((tmp_path / "profile" / "profile.json").read_text())
+    shown = [[head["dof"] for head in layer["per_head"]] for layer in data["layers"]]
+    assert shown == [[pytest.approx(n, abs=1e-4) for n in row] for row in profile.dof()]
+
+
+def test_a_profile_is_not_written_over(tmp_path):
+    some_profile().save(tmp_path / "profile")
+    with pytest.raises(DoflaError, match="exists already"):
+        some_profile().save(tmp_path / "profile")
+
+
+def edit_json(change):
+    def damage(folder):
+        data = json.loads((folder / "profile.json").read_text())
+        change(data)
+        (folder / "profile.json").write_text(json.dumps(data))
+
+    return damage
+
+
+def edit_spectra(change):
+    def damage(folder):
+        tensors = load_file(folder / "spectra.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "spectra.safetensors")
+
+    return damage
+
+
+def truncate(name):
+    def damage(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+DAMAGES = {
+    "no profile.json": (lambda folder: (folder / "profile.json").unlink(), "profile.json"),
+    "half of profile.json": (truncate("profile.json"), "profile.json"),
+    "profile.json is a list": (lambda folder: (folder / "profile.json").write_text("[]"), "profile.json"),
+    "no layers": (edit_json(lambda data: data.pop("layers")), "profile.json"),
+    "layers of another kind": (edit_json(lambda data: data.update(layers=5)), "profile.json"),
+    "a layer of another kind": (edit_json(lambda data: data["layers"].append("x")), "profile.json"),
+    "a field missing": (edit_json(lambda data: data["layers"][0].pop("scaling")), "profile.json"),
+    "no seed": (edit_json(lambda data: data.pop("seed")), "profile.json"),
+    "a head missing": (edit_json(lambda data: data["layers"][1]["per_head"].pop()), "profile.json"),
+    "a head of another kind": (edit_json(lambda data: data["layers"][0].update(per_head=[1, 2])), "profile.json"),
+    "a strange statistic": (edit_json(lambda data: data["layers"][0]["per_head"][0].update(odd=1)), "profile.json"),
+    "a strange mass": (edit_json(lambda data: data["layers"][0]["per_head"][0]["mass_last"].update(x=1)), "profile"),
+    "a skipped layer of another kind": (edit_json(lambda data: data.update(skipped=[{"name": "x"}])), "profile.json"),
+    "no spectra": (lambda folder: (folder / "spectra.safetensors").unlink(), "spectra.safetensors"),
+    "half of the spectra": (truncate("spectra.safetensors"), "spectra.safetensors"),
+    "empty spectra": (lambda folder: (folder / "spectra.safetensors").write_bytes(b""), "spectra.safetensors"),
+    "the spectra of another layer": (edit_spectra(lambda x: x.update({"d": x.pop("a.attention")})), "a.attention"),
+    "a NaN eigenvalue": (edit_spectra(lambda x: x["b.attention"][1].fill_(torch.nan)), "b.attention"),
+    "a spectrum too few": (edit_spectra(lambda x: x.update({"a.attention": x["a.attention"][:1]})), "a.attention"),
+    "a number for a spectrum": (edit_spectra(lambda x: x.update({"a.attention": torch.ones(())})), "profile"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_profile_is_one_line_naming_the_file(tmp_path, kind):
+    damage, named = DAMAGES[kind]
+    folder = tmp_path / "measured"
+    some_profile().save(folder)
+    damage(folder)
+    with pytest.raises(DoflaError, match=named) as error:
+        Profile.load(folder)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_spectra_that_are_a_folder_are_named_in_one_line(tmp_path):
+    some_profile().save(tmp_path / "profile")
+    (tmp_path / "profile" / "spectra.safetensors").unlink()
+    (tmp_path / "profile" / "spectra.safetensors").mkdir()
+    with pytest.raises(DoflaError, match=r"spectra\.safetensors"):
+        Profile.load(tmp_path / "profile")

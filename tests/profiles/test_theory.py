@@ -1,0 +1,388 @@
+"""Theory against brute force: with a handful of z, every expectation, supremum and probability can be enumerated."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dofla.errors import DoflaError
+from dofla.profiles import theory
+from dofla.profiles.spectrum import degrees_of_freedom as profile_dof
+from dofla.profiles.spectrum import gram_spectrum
+
+seeds = st.integers(0, 2**31 - 1)
+lams = st.floats(-4.0, 1.0).map(lambda exponent: 10.0**exponent)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+class Finite:
+    """A kernel that is exactly a sum over `atoms` features: φ [J, Z] > 0, base probabilities [Z], gram [J, J]."""
+
+    def __init__(self, seed: int, points: int = 5, atoms: int = 7):
+        generator = torch.Generator().manual_seed(seed)
+        self.log_features = torch.randn(points, atoms, generator=generator, dtype=torch.float64)
+        self.features = self.log_features.exp()
+        self.base = torch.rand(atoms, generator=generator, dtype=torch.float64) + 0.05
+        self.base /= self.base.sum()
+        self.gram = self.features * self.base @ self.features.T
+        self.generator = generator
+
+    @property
+    def sigma(self) -> torch.Tensor:
+        return self.gram / len(self.gram)
+
+    def random_log_density(self) -> torch.Tensor:
+        """Relative to the base: E_z[q] = 1."""
+        weights = torch.rand(len(self.base), generator=self.generator, dtype=torch.float64) + 1e-3
+        return (weights / (weights * self.base).sum()).log()
+
+    def estimate(self, counts: torch.Tensor, log_density: torch.Tensor) -> torch.Tensor:
+        """K̂ [..., J, J] when atom z was drawn counts[..., z] times."""
+        weights = counts.double() / counts.sum(-1, keepdim=True) / log_density.exp()
+        return torch.einsum("iz,...z,jz->...ij", self.features, weights, self.features)
+
+    def deviation(self, estimate: torch.Tensor, lam: float) -> torch.Tensor:
+        """‖(Σ+λI)^-½ (Σ̂−Σ) (Σ+λI)^-½‖_op for each estimate."""
+        values, vectors = torch.linalg.eigh(self.sigma)
+        root = vectors * (values + lam).rsqrt() @ vectors.T
+        difference = (estimate - self.gram) / len(self.gram)
+        return torch.linalg.matrix_norm(root @ difference @ root, ord=2)
+
+
+def operator_matrix(gram: torch.Tensor) -> torch.Tensor:
+    """Σ in the orthonormal basis √J·δ_j of L²(ρ), entry by entry from the definitions of Σ and of <·, ·>."""
+    count = len(gram)
+    matrix = torch.zeros_like(gram)
+    for i in range(count):
+        for j in range(count):
+            basis_i, basis_j = torch.zeros(count).double(), torch.zeros(count).double()
+            basis_i[i] = basis_j[j] = math.sqrt(count)
+            image = torch.stack([sum(gram[k, m] * basis_j[m] for m in range(count)) / count for k in range(count)])
+            matrix[i, j] = sum(basis_i[k] * image[k] for k in range(count)) / count
+    return matrix
+
+
+@quick
+@given(seeds, lams)
+def test_degrees_of_freedom_equal_the_operators(seed, lam):
+    kernel = Finite(seed, points=4)
+    operator = operator_matrix(kernel.gram)
+    expected = torch.trace(operator @ torch.linalg.inv(operator + lam * torch.eye(4, dtype=torch.float64))).item()
+    assert theory.degrees_of_freedom(kernel.gram, lam) == pytest.approx(expected, rel=1e-9)
+    # The same spectrum seen from the other side: the covariance of the features under ρ, on L²(base).
+    covariance = kernel.features.T @ kernel.features / 4 * (kernel.base[:, None] * kernel.base).sqrt()
+    expected = torch.trace(covariance @ torch.linalg.inv(covariance + lam * torch.eye(7, dtype=torch.float64))).item()
+    assert theory.degrees_of_freedom(kernel.gram, lam) == pytest.approx(expected, rel=1e-9)
+
+
+@quick
+@given(seeds, lams)
+def test_leverage_equals_its_definition_and_averages_to_the_degrees_of_freedom(seed, lam):
+    kernel = Finite(seed, points=4)
+    scores = theory.log_leverage(kernel.log_features, kernel.gram, lam).exp()
+    for z in range(7):
+        feature = kernel.features[:, z]
+        solution = torch.linalg.solve(kernel.sigma + lam * torch.eye(4, dtype=torch.float64), feature)
+        definition = sum(feature[j] * solution[j] for j in range(4)) / 4
+        assert scores[z].item() == pytest.approx(definition.item(), rel=1e-8)
+    dof = theory.degrees_of_freedom(kernel.gram, lam)
+    assert (kernel.base * scores).sum().item() == pytest.approx(dof, rel=1e-10)
+
+
+@quick
+@given(seeds, lams)
+def test_optimal_density_is_normalised_and_no_density_has_a_smaller_supremum(seed, lam):
+    kernel = Finite(seed)
+    arguments = kernel.log_features, kernel.gram, lam
+    optimal = theory.optimal_log_density(*arguments)
+    dof = theory.degrees_of_freedom(kernel.gram, lam)
+    assert (kernel.base * optimal.exp()).sum().item() == pytest.approx(1.0, rel=1e-10)
+    assert theory.max_leverage(*arguments, optimal) == pytest.approx(dof, rel=1e-10)
+    for _ in range(50):
+        density = kernel.random_log_density()
+        found = theory.max_leverage(*arguments, density)
+        ratios = [math.exp(a - b) for a, b in zip(theory.log_leverage(*arguments), density, strict=True)]
+        assert found == pytest.approx(max(ratios), rel=1e-12)
+        assert found >= dof * (1 - 1e-12)
+
+
+@quick
+@given(seeds, lams)
+def test_a_larger_lambda_lowers_degrees_of_freedom_and_every_score(seed, lam):
+    kernel = Finite(seed)
+    assert 0 < theory.degrees_of_freedom(kernel.gram, 2 * lam) < theory.degrees_of_freedom(kernel.gram, lam) <= 5
+    low = theory.log_leverage(kernel.log_features, kernel.gram, lam)
+    high = theory.log_leverage(kernel.log_features, kernel.gram, 2 * lam)
+    assert (high < low).all()
+    assert (high > low - math.log(2) - 1e-12).all()
+
+
+def test_degrees_of_freedom_approach_the_rank_of_the_kernel():
+    assert theory.degrees_of_freedom(Finite(0, points=6, atoms=3).gram, 1e-9) == pytest.approx(3, abs=1e-4)
+
+
+@quick
+@given(seeds, lams, st.floats(-600.0, 600.0))
+def test_the_unit_of_the_kernel_does_not_matter(seed, lam, log_unit):
+    kernel = Finite(seed)
+    unit = math.exp(log_unit)
+    scores = theory.log_leverage(kernel.log_features, kernel.gram, lam)
+    scaled = theory.log_leverage(kernel.log_features + log_unit / 2, kernel.gram * unit, lam * unit)
+    assert torch.allclose(scores, scaled, rtol=0, atol=1e-7)
+
+
+def test_a_feature_that_is_zero_scores_zero_and_need_not_be_drawn():
+    kernel = Finite(0)
+    log_features = torch.cat([kernel.log_features, torch.full((5, 1), -math.inf)], dim=1)
+    assert theory.log_leverage(log_features, kernel.gram, 0.1)[-1] == -math.inf
+    density = theory.optimal_log_density(log_features, kernel.gram, 0.1)
+    dof = theory.degrees_of_freedom(kernel.gram, 0.1)
+    assert theory.max_leverage(log_features, kernel.gram, 0.1, density) == pytest.approx(dof)
+    density[0] = -math.inf
+    assert theory.max_leverage(log_features, kernel.gram, 0.1, density) == math.inf
+
+
+# --- Theorem 3 -------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.floats(0.01, 500.0), st.floats(0.01, 3.0), st.floats(0.001, 0.999))
+def test_required_features_is_the_smallest_integer(leverage, t, delta):
+    count = theory.required_features(leverage, t, delta)
+    bound = 4 * leverage / t * math.log(64 * leverage / (delta * t))
+    assert count >= max(bound, 1)
+    assert count == 1 or count - 1 < bound
+
+
+def test_required_features_by_hand_and_its_direction():
+    # 4 · 10 / 1 · log(64 · 10 / 0.1) = 40 · log 6400 = 350.56
+    assert theory.required_features(10.0, 1.0, 0.1) == 351
+    assert theory.required_features(10.0, 2.0, 0.1) < 351 < theory.required_features(20.0, 1.0, 0.1)
+    assert theory.required_features(10.0, 1.0, 0.2) < 351 < theory.required_features(10.0, 0.5, 0.1)
+
+
+def compositions(total: int) -> torch.Tensor:
+    """All [C, 3] counts of three atoms that add up to total."""
+    grid = torch.cartesian_prod(torch.arange(total + 1), torch.arange(total + 1))
+    grid = grid[grid.sum(1) <= total]
+    return torch.cat([grid, total - grid.sum(1, keepdim=True)], dim=1)
+
+
+def probability(counts: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Multinomial probability of each row of counts."""
+    counts = counts.double()
+    total = torch.lgamma(counts[0].sum() + 1)
+    return (total - torch.lgamma(counts + 1).sum(1) + counts @ chances.log()).exp()
+
+
+def errors(kernel: Finite, estimate: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared errors of the kernel in L²(ρ⊗ρ) and of its integral against values [J, C] in L²(ρ)."""
+    difference = estimate - kernel.gram
+    count = len(kernel.gram)
+    integral = (difference @ values / count).square().sum((-2, -1)) / count
+    return difference.square().mean((-2, -1)), integral
+
+
+@pytest.mark.parametrize("t", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("optimal", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_theorem_3_with_every_outcome_enumerated(seed, optimal, t):
+    kernel, lam, delta = Finite(seed, points=4, atoms=3), 0.05, 0.5
+    arguments = kernel.log_features, kernel.gram, lam
+    density = theory.optimal_log_density(*arguments) if optimal else kernel.random_log_density()
+    leverage = theory.max_leverage(*arguments, density)
+    # Beyond this the outcomes are too many to enumerate; fewer draws make the claim harder to meet, never easier.
+    count = min(theory.required_features(leverage, t, delta), 400)
+    counts = compositions(count)
+    chances = probability(counts, kernel.base * density.exp())
+    assert chances.sum().item() == pytest.approx(1.0, rel=1e-9)
+    estimate = kernel.estimate(counts, density)
+    values = torch.randn(4, 2, generator=kernel.generator, dtype=torch.float64)
+    kernel_error, integral_error = errors(kernel, estimate, values)
+
+    failed = kernel.deviation(estimate, lam) > math.sqrt(t)
+    assert chances[failed].sum().item() <= delta
+    for error, bound in (
+        (kernel_error, theory.kernel_error_bound(kernel.gram, lam, t, leverage)),
+        (integral_error, theory.integral_error_bound(kernel.gram, lam, t, values)),
+    ):
+        assert chances[error > bound].sum().item() <= delta
+        assert (error[~failed] <= bound).all()
+    # The claim can fail: with two draws it does, for a tolerance this small.
+    if t == 0.3:
+        few = compositions(2)
+        failed = kernel.deviation(kernel.estimate(few, density), lam) > math.sqrt(t)
+        assert probability(few, kernel.base * density.exp())[failed].sum().item() > 0.5
+
+
+@pytest.mark.parametrize("optimal", [True, False])
+def test_theorem_3_by_drawing(optimal):
+    kernel, lam, t, delta, trials = Finite(11, points=6, atoms=12), 0.02, 1.0, 0.1, 400
+    arguments = kernel.log_features, kernel.gram, lam
+    density = theory.optimal_log_density(*arguments) if optimal else kernel.random_log_density()
+    leverage = theory.max_leverage(*arguments, density)
+    count = theory.required_features(leverage, t, delta)
+    drawn = torch.multinomial(
+        (kernel.base * density.exp()).expand(trials, -1), count, replacement=True, generator=kernel.generator
+    )
+    counts = torch.nn.functional.one_hot(drawn, 12).sum(1)
+    estimate = kernel.estimate(counts, density)
+    values = torch.randn(6, 3, generator=kernel.generator, dtype=torch.float64)
+    kernel_error, integral_error = errors(kernel, estimate, values)
+    assert (kernel.deviation(estimate, lam) > math.sqrt(t)).double().mean() <= 2 * delta
+    kernel_bound = theory.kernel_error_bound(kernel.gram, lam, t, leverage)
+    integral_bound = theory.integral_error_bound(kernel.gram, lam, t, values)
+    assert (kernel_error > kernel_bound).double().mean() <= 2 * delta
+    assert (integral_error > integral_bound).double().mean() <= 2 * delta
+
+
+@quick
+@given(seeds, lams, st.integers(1, 300))
+def test_the_bounds_follow_from_the_deviation_whatever_was_drawn(seed, lam, draws):
+    """The part of the proof without probability: put the deviation that happened in the place of √t."""
+    kernel = Finite(seed)
+    density = kernel.random_log_density()
+    leverage = theory.max_leverage(kernel.log_features, kernel.gram, lam, density)
+    drawn = torch.multinomial(kernel.base * density.exp(), draws, replacement=True, generator=kernel.generator)
+    estimate = kernel.estimate(torch.bincount(drawn, minlength=7), density)
+    t = kernel.deviation(estimate, lam).item() ** 2
+    assume(t <= 3)
+    values = torch.randn(5, 2, generator=kernel.generator, dtype=torch.float64)
+    kernel_error, integral_error = errors(kernel, estimate, values)
+    assert kernel_error.item() <= theory.kernel_error_bound(kernel.gram, lam, t, leverage) * (1 + 1e-9)
+    assert integral_error.item() <= theory.integral_error_bound(kernel.gram, lam, t, values) * (1 + 1e-9)
+    single = theory.integral_error_bound(kernel.gram, lam, t, values[:, 0])
+    assert single < theory.integral_error_bound(kernel.gram, lam, t, values)
+
+
+@quick
+@given(seeds, lams, st.floats(0.01, 3.0))
+def test_the_kernel_bound_has_the_closed_form_for_the_optimal_density(seed, lam, t):
+    kernel = Finite(seed)
+    dof = theory.degrees_of_freedom(kernel.gram, lam)
+    trace, top = torch.trace(kernel.sigma).item(), torch.linalg.matrix_norm(kernel.sigma, ord=2).item()
+    bound = theory.kernel_error_bound(kernel.gram, lam, t, dof)
+    assert bound <= trace * (t * top + 2 * lam * (t + math.sqrt(t))) * (1 + 1e-9)
+    assert theory.kernel_error_bound(kernel.gram, lam, t / 2, dof) < bound
+    assert theory.kernel_error_bound(kernel.gram, lam, t, 2 * dof) >= bound
+
+
+def test_the_bounds_by_hand():
+    gram = torch.diag(torch.tensor([4.0, 2.0]))  # Σ = diag(2, 1): ‖Σ‖_HS² = 5, tr Σ = 3
+    # N*_1 = 2/3 + 1/2, so tJ = ½ is the smaller remainder; N*_8 = 1/5 + 1/9, where the other one is.
+    assert theory.kernel_error_bound(gram, 1.0, 0.25, 2.0) == pytest.approx(0.25 * 5 + 2 * 0.25 * 3 + 0.5)
+    assert theory.kernel_error_bound(gram, 8.0, 1.0, 0.5) == pytest.approx(5 + 16 * 3 + 64 * (0.5 + 1 / 5 + 1 / 9))
+    # v = (1, 1): <v, (Σ + I)v> = (3 + 2) / 2
+    assert theory.integral_error_bound(gram, 1.0, 0.5, torch.ones(2)) == pytest.approx(0.5 * 3 * 2.5)
+
+
+# --- positive random features ----------------------------------------------------------------------------------------
+
+
+def gauss_hermite(width: int, nodes: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """Atoms [Z, width] and probabilities [Z] that integrate N(0, I) as good as exactly."""
+    points, weights = (torch.from_numpy(values) for values in np.polynomial.hermite_e.hermegauss(nodes))
+    atoms = torch.cartesian_prod(*[points] * width).reshape(-1, width)
+    return atoms, torch.cartesian_prod(*[weights / weights.sum()] * width).reshape(-1, width).prod(1)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("relative", [True, False])
+def test_prf_reproduce_the_kernel_and_the_degrees_of_freedom(width, relative):
+    scaling, lam = 0.6, 0.01
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    z, base = gauss_hermite(width)
+    log_scale = theory.prf_log_trace(x, scaling) if relative else 0.0
+    log_features = theory.prf_log_features(x, z, scaling, log_scale)
+    gram = theory.prf_gram(x, scaling, log_scale)
+    assert torch.allclose(log_features.exp() * base @ log_features.exp().T, gram, rtol=1e-9)
+    expected = torch.stack([torch.stack([(scaling * a @ b).exp() for b in x]) for a in x]) / math.exp(log_scale)
+    assert torch.allclose(gram, expected, rtol=1e-12)
+    scores = theory.log_leverage(log_features, gram, lam).exp()
+    assert (scores * base).sum().item() == pytest.approx(theory.degrees_of_freedom(gram, lam), rel=1e-8)
+
+
+def test_prf_log_trace_makes_the_trace_one_and_degrees_of_freedom_those_of_the_profile():
+    x = 2 * torch.randn(20, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = theory.prf_gram(x, 0.5, theory.prf_log_trace(x, 0.5))
+    assert torch.trace(gram / 20).item() == pytest.approx(1.0, rel=1e-12)
+    spectrum = gram_spectrum(x, 0.5)
+    assert theory.degrees_of_freedom(gram, 2**-8) == pytest.approx(profile_dof(spectrum, 2**-8, "trace"), rel=1e-9)
+    raw = theory.prf_gram(x, 0.5)
+    assert theory.degrees_of_freedom(raw, 0.1) == pytest.approx(profile_dof(spectrum, 0.1, "mean"), rel=1e-9)
+
+
+def test_vectors_too_long_for_exp_are_fine_relative_to_the_trace():
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 20
+    z = torch.randn(32, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with pytest.raises(DoflaError, match="prf_log_trace"):
+        theory.prf_gram(x, 1.0)
+    log_scale = theory.prf_log_trace(x, 1.0)
+    gram, log_features = theory.prf_gram(x, 1.0, log_scale), theory.prf_log_features(x, z, 1.0, log_scale)
+    assert 0.9 < theory.degrees_of_freedom(gram, 2**-8) < 16
+    assert theory.log_leverage(log_features, gram, 2**-8).isfinite().all()
+
+
+def test_the_base_distribution_has_no_finite_supremum():
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    gram = theory.prf_gram(x, 0.7)
+    found = [
+        theory.max_leverage(theory.prf_log_features(x, torch.tensor([[radius, 0.0]]), 0.7), gram, 0.1, torch.zeros(1))
+        for radius in (1.0, 10.0, 100.0)
+    ]
+    assert found[0] < found[1] / 100 < found[2] / 1e4
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+GRAM = torch.eye(3)
+LOGS = torch.zeros(3, 2)
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: theory.degrees_of_freedom(GRAM, 0.0), "lam=0.0"),
+        (lambda: theory.degrees_of_freedom(GRAM, NAN), "lam=nan"),
+        (lambda: theory.log_leverage(LOGS, GRAM, -1.0), "lam=-1.0"),
+        (lambda: theory.kernel_error_bound(GRAM, math.inf, 1.0, 3.0), "lam=inf"),
+        (lambda: theory.integral_error_bound(GRAM, -1.0, 1.0, torch.ones(3)), "lam=-1.0"),
+        (lambda: theory.degrees_of_freedom(torch.ones(2, 3), 1.0), r"gram has shape \[2, 3\]"),
+        (lambda: theory.degrees_of_freedom(torch.ones(0, 0), 1.0), r"gram has shape \[0, 0\]"),
+        (lambda: theory.degrees_of_freedom(GRAM * NAN, 1.0), "gram holds nan"),
+        (lambda: theory.degrees_of_freedom(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), 1.0), "transpose by 2"),
+        (lambda: theory.degrees_of_freedom(-GRAM, 1.0), "eigenvalue -1"),
+        (lambda: theory.log_leverage(torch.zeros(2, 2), GRAM, 1.0), r"shape \[2, 2\], expected \[3, Z\]"),
+        (lambda: theory.log_leverage(torch.zeros(3, 0), GRAM, 1.0), r"shape \[3, 0\]"),
+        (lambda: theory.log_leverage(LOGS * NAN, GRAM, 1.0), "log_features holds nan"),
+        (lambda: theory.max_leverage(LOGS, GRAM, 1.0, torch.zeros(3)), r"log_density has shape \[3\], expected \[2\]"),
+        (lambda: theory.max_leverage(LOGS, GRAM, 1.0, torch.tensor([0.0, NAN])), "log_density holds nan"),
+        (lambda: theory.optimal_log_density(LOGS, GRAM * 0, 1.0), "gram is zero"),
+        (lambda: theory.required_features(0.0, 1.0, 0.1), "max_leverage=0.0"),
+        (lambda: theory.required_features(math.inf, 1.0, 0.1), "max_leverage=inf"),
+        (lambda: theory.required_features(1.0, 0.0, 0.1), "t=0.0 is outside"),
+        (lambda: theory.required_features(1.0, 3.01, 0.1), "t=3.01 is outside"),
+        (lambda: theory.required_features(1.0, 1.0, 0.0), "delta=0.0 is outside"),
+        (lambda: theory.required_features(1.0, 1.0, 1.0), "delta=1.0 is outside"),
+        (lambda: theory.kernel_error_bound(GRAM, 1.0, 4.0, 3.0), "t=4.0 is outside"),
+        (lambda: theory.kernel_error_bound(GRAM, 1.0, 1.0, 0.5), "max_leverage=0.5 is below"),
+        (lambda: theory.integral_error_bound(GRAM, 1.0, -1.0, torch.ones(3)), "t=-1.0 is outside"),
+        (lambda: theory.integral_error_bound(GRAM, 1.0, 1.0, torch.ones(4)), r"values has shape \[4\]"),
+        (lambda: theory.prf_log_features(torch.ones(0, 2), torch.ones(1, 2), 1.0), r"x has shape \[0, 2\]"),
+        (lambda: theory.prf_log_features(torch.ones(2, 2), torch.ones(2), 1.0), r"z has shape \[2\]"),
+        (lambda: theory.prf_log_features(torch.ones(2, 2), torch.ones(1, 3), 1.0), "z has width 3 but x has width 2"),
+        (lambda: theory.prf_log_features(torch.ones(2, 2), torch.ones(1, 2), 0.0), "scaling=0.0"),
+        (lambda: theory.prf_gram(torch.ones(2, 2) * NAN, 1.0), "x holds nan"),
+        (lambda: theory.prf_log_trace(torch.ones(2, 0), 1.0), r"x has shape \[2, 0\]"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(call, said):
+    with pytest.raises(DoflaError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)

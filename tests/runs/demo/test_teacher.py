@@ -1,0 +1,133 @@
+"""The bundled teacher must need its attention, and distant tokens too: only then can a student lose anything."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from huggingface_hub import ModelCard
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from dofla.runs.demo import teacher_path
+from dofla.runs.demo.documents import recall_documents, recall_prompts
+
+WINDOW = 16
+RECALL_DISTANCE = 300
+
+
+def uniform_attention(module, query, key, value, attention_mask, **kwargs):
+    """The mean of all values so far, whatever the query."""
+    seen = torch.arange(1, value.shape[-2] + 1, dtype=value.dtype)
+    return (value.cumsum(-2) / seen[:, None]).transpose(1, 2), None
+
+
+def window_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Softmax attention to the last ``WINDOW`` tokens."""
+    visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril().triu(1 - WINDOW)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(teacher_path())
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    for name, function in (("uniform", uniform_attention), ("window", window_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    return AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def documents(tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    texts = recall_documents(8, seed=2024)
+    return [tokenizer(tokenizer.bos_token + text, return_tensors="pt").input_ids[:, :512] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def samples(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    """Stories by the teacher itself, as the training stories are no part of the repository."""
+    torch.manual_seed(0)
+    start = torch.full((8, 1), tokenizer.bos_token_id)
+    stories = model.generate(
+        start, attention_mask=torch.ones_like(start), do_sample=True, min_length=200, max_length=200
+    )
+    return list(stories.split(1))
+
+
+@torch.no_grad()
+def loss(model: PreTrainedModel, texts: list[torch.Tensor], attention: str) -> float:
+    """Nats per token with the given attention."""
+    model.set_attn_implementation(attention)
+    total = sum(model(text, labels=text).loss.item() * (text.shape[1] - 1) for text in texts)
+    model.set_attn_implementation("sdpa")
+    return total / sum(text.shape[1] - 1 for text in texts)
+
+
+@torch.no_grad()
+def recalls(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> bool:
+    asked = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
+    expected = tokenizer.encode(" " + answer, add_special_tokens=False)
+    decoded = model.generate(**asked, do_sample=False, max_new_tokens=len(expected))
+    return decoded[0, asked.input_ids.shape[1] :].tolist() == expected
+
+
+def test_uniform_attention_costs_a_nat(model, documents, samples):
+    texts = documents + samples
+    gap = loss(model, texts, "uniform") - loss(model, texts, "sdpa")
+    print(f"uniform attention costs {gap:.2f} nats per token")
+    assert gap >= 1.0
+
+
+def test_nearby_tokens_do_not_suffice(model, documents):
+    gap = loss(model, documents, "window") - loss(model, documents, "sdpa")
+    print(f"attention to the last {WINDOW} tokens costs {gap:.2f} nats per token")
+    assert gap >= 0.3
+
+
+def test_names_are_recalled_over_a_distance(model, tokenizer):
+    prompts = recall_prompts(40, RECALL_DISTANCE, tokenizer, seed=2024)
+    accuracy = sum(recalls(model, tokenizer, *prompt) for prompt in prompts) / len(prompts)
+    print(f"recall at {RECALL_DISTANCE} tokens: {accuracy:.0%}")
+    assert accuracy >= 0.9
+
+
+def test_the_teacher_has_learnt_its_stories(tokenizer):
+    figures = json.loads((teacher_path() / "training.json").read_text(encoding="utf-8"))["written"]
+    print(f"validation loss on stories: {figures['stories_loss']:.3f} nats per token")
+    assert figures["stories_loss"] < 0.4 * math.log(len(tokenizer))
+
+
+def test_the_card_says_what_was_measured():
+    folder = teacher_path()
+    card = ModelCard.load(folder / "README.md")
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert card.data.license == re.search('^license = "(.*)"$', project, re.MULTILINE)[1].lower()
+    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    measured = record["written"]
+    assert f"{record['parameters']:,} parameters" in card.text
+    steps = record["settings"]["steps"]
+    assert f"{record['tokens']:,} tokens: {steps:,} steps of {record['tokens'] // steps:,} tokens" in card.text
+    assert f"| loss on stories | {measured['stories_loss']:.2f} nats" in card.text
+    assert f"| loss on recall documents | {measured['recall_loss']:.2f} nats" in card.text
+    for distance in (60, 300):
+        assert f"over {distance} tokens, greedily | {100 * measured[f'recall_at_{distance}']:.0f} %" in card.text
+
+
+def test_the_weights_are_small():
+    weights = list(teacher_path().glob("*.safetensors"))
+    assert weights
+    assert sum(file.stat().st_size for file in weights) <= 8_000_000

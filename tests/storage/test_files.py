@@ -1,0 +1,188 @@
+"""Files are whole or not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dofla.errors import DoflaError
+from dofla.storage.files import new_folder, read_json, replacing, write_json
+
+
+class Broken(Exception):
+    pass
+
+
+def test_a_new_folder_appears_when_its_block_ends_well(tmp_path):
+    folder = tmp_path / "some" / "where"
+    with new_folder(str(folder)) as out:
+        (out / "a.txt").write_text("a")
+        assert not folder.exists()
+    assert [p.name for p in folder.iterdir()] == ["a.txt"]
+    assert [p.name for p in folder.parent.iterdir()] == ["where"]
+
+
+def test_a_new_folder_leaves_nothing_behind_when_its_block_fails(tmp_path):
+    def make():
+        with new_folder(tmp_path / "out") as out:
+            (out / "a.txt").write_text("a")
+            raise Broken
+
+    with pytest.raises(Broken):
+        make()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    with new_folder(tmp_path / "out") as out:
+        (out / "a.txt").write_text("a")
+    assert (tmp_path / "out" / "a.txt").exists()
+
+
+def test_an_existing_folder_is_refused_and_kept(tmp_path):
+    (tmp_path / "a.txt").write_text("mine")
+    for taken in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(DoflaError, match="exists already"), new_folder(taken):
+            pass
+    assert (tmp_path / "a.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DoflaError, match=r"cannot write .*out: Not a directory"), new_folder(tmp_path / "file" / "out"):
+        pass
+
+
+def test_replacing_changes_the_file_when_its_block_ends_well(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with replacing(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_replacing_keeps_the_old_file_when_its_block_fails(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def write():
+        with replacing(path) as partial:
+            partial.write_text("half of the n")
+            raise Broken
+
+    with pytest.raises(Broken):
+        write()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_that_cannot_be_written_keeps_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert read_json(path, "numbers") == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("place", ["no/such/folder/a.json", "file/a.json", "folder"])
+def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DoflaError, match=f"cannot write {tmp_path / place}: "):
+        write_json(tmp_path / place, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_json_round_trips_and_can_be_read_by_a_person(tmp_path):
+    data = {"λ": 2.0**-8, "layers": {"a.b": [1, 2]}, "none": None}
+    write_json(tmp_path / "a.json", data)
+    assert read_json(tmp_path / "a.json", "data") == data
+    text = (tmp_path / "a.json").read_text(encoding="utf-8")
+    assert "λ" in text
+    assert text.count("\n") > len(data)
+    assert json.loads(text) == data
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist: it should hold a plan"),
+        (b'{"a": 1', "is not a plan"),
+        (b"\xff\xfe\x00", "is not a plan"),
+        (b"", "is not a plan"),
+        (b"[1, 2]", "expected a JSON object, got list"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_named_in_one_line(tmp_path, content, message):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DoflaError, match=message) as error:
+        read_json(path, "a plan")
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_reading_a_folder_or_below_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DoflaError, match="is a folder: expected a file with a plan"):
+        read_json(tmp_path, "a plan")
+    with pytest.raises(DoflaError, match="cannot read"):
+        read_json(tmp_path / "file" / "plan.json", "a plan")
+
+
+def test_sealed_json_is_read_as_it_was_and_every_change_is_noticed(tmp_path):
+    path, data = tmp_path / "a.json", {"a": [0.1, 1e-9, None], "b": {"c": "ä", "3": 4}}
+    write_json(path, data, sealed=True)
+    assert read_json(path, "numbers") == data
+    text = path.read_text()
+    for old, new in (("0.1", "0.2"), ('"c"', '"d"'), ("ä", "ö"), ("null", "true"), ("1e-09", "1e-08")):
+        path.write_text(text.replace(old, new))
+        with pytest.raises(
+            DoflaError, match=r"a\.json is damaged, or was edited .*: make it again, or remove its sha256"
+        ):
+            read_json(path, "numbers")
+    path.write_text(json.dumps({"a": 1}))
+    assert read_json(path, "numbers") == {"a": 1}
+
+
+def test_keys_and_numbers_that_json_writes_otherwise_are_no_damage(tmp_path):
+    write_json(tmp_path / "a.json", {1: (1, 2), "x": float("inf"), "y": "\udcff"}, sealed=True)
+    assert read_json(tmp_path / "a.json", "numbers") == {"1": [1, 2], "x": float("inf"), "y": "\udcff"}
+
+
+def test_a_folder_is_written_under_its_own_name(tmp_path):
+    with new_folder(tmp_path / "out") as out, replacing(tmp_path / "file.txt") as file:
+        assert (out.name, file.name) == ("out", "file.txt")
+        file.write_text(out.name)
+
+
+def test_a_folder_that_another_process_makes_meanwhile_is_kept(tmp_path):
+    def make():
+        with new_folder(tmp_path / "out") as out:
+            (out / "a.txt").write_text("mine")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "a.txt").write_text("theirs")
+
+    with pytest.raises(DoflaError, match=r"cannot write .*out: Directory not empty: another process"):
+        make()
+    assert (tmp_path / "out" / "a.txt").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_libraries_leave_beside_a_file_goes_with_it(tmp_path):
+    with replacing(tmp_path / "a.txt") as partial:
+        (partial.parent / ".tmp123").write_text("half")
+        partial.write_text("a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_path_without_a_name_is_one_line(path):
+    with pytest.raises(DoflaError, match="give a name"), replacing(path):
+        pass
