@@ -34,6 +34,12 @@ def sum_error(terms: int, size: float = 1.0, dtype: torch.dtype = torch.float32)
     return terms * torch.finfo(dtype).eps * size
 
 
+LOGITS = {"rtol": sum_error(1000), "atol": sum_error(1000)}
+"""For :func:`torch.testing.assert_close`: answers of the tiny models, of order 1 to 10, computed in two ways. In a row
+come two layers of products of at most 48 terms (some 250 together), their attention over at most 100 tokens and the
+output layer, some 750 terms; normalisation keeps all in between of order 1."""
+
+
 def adam_error(steps: int, rate: float, gradient_error: float) -> float:
     """How far weights can be apart after Adam, if their gradients were apart by ``gradient_error``.
 

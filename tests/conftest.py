@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from dofla import LayerPlan, Plan
 from dofla.attention import compiled
 from dofla.integration.sites import attention_sites
 
-torch.set_num_threads(THREADS)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
