@@ -115,7 +115,7 @@ def test_adversarial_orders_in_float32(order, reach):
     expected = naive_attention(a.double(), b.double(), v.double())
     for form in (chunked, recurrent):
         out, _, _ = form(a, b, v, state=FeatureState.empty(1, 2, features, 4))
-        assert ((out - expected).abs() / expected.abs()).max() < 1e-4
+        assert ((out - expected).abs() / expected.abs()).max() < sum_error(3, 300.0)  # log-features rounded a few times
 
 
 @pytest.mark.parametrize(("window", "sinks", "causal"), [(0, 0, True), (3, 2, True), (0, 0, False), (3, 2, False)])

@@ -184,7 +184,7 @@ def test_states_of_padding_alone_stay_empty(form):
     a, b, value = log_features()
     out, _, _ = form(a, b, value, state=state)
     expected = naive_attention(a.double(), b.double(), value.double())
-    assert ((out - expected).abs() / expected).max() < 1e-4
+    assert ((out - expected).abs() / expected).max() < ROUNDING
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -197,7 +197,7 @@ def test_identical_keys_weigh_the_same(squared, options, way):
     key = key[:, :, :1].expand_as(key) * math.sqrt(squared / 200)
     out = attend_in_a_way(way, query, key, value, prf, scaling=scaling, **options)
     expected = prf_truth(query, key, value, prf, scaling, **options)
-    assert ((out - expected).abs() / expected).max() < 1e-4
+    assert ((out - expected).abs() / expected).max() < ROUNDING
     if not options:
         mean = value.double().cumsum(-2) / torch.arange(1, value.shape[-2] + 1).unsqueeze(-1)
         assert ((out - mean.repeat_interleave(2, 1)).abs() / mean.repeat_interleave(2, 1)).max() < sum_error(LENGTH)
