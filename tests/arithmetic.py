@@ -54,10 +54,15 @@ def in_float64(student: _Model) -> _Model:
     """The same linearised model, in place, with its feature maps, which else stay float32, and with its loss of next
     tokens, which transformers takes in float32, in float64."""
     student.double()
-    for layer in linear_layers(student).values():
-        layer.maps.double()
     if student.can_generate():
         student.loss_function = _next_token_loss
+    return with_maps_in_float64(student)
+
+
+def with_maps_in_float64(student: _Model) -> _Model:
+    """The same linearised model, in place, of which the rest is in float64 already."""
+    for layer in linear_layers(student).values():
+        layer.maps.double()
     return student
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dofla.attention import accumulable
 from dofla.data import Images, TokenWindows, batches
 from dofla.distillation.losses import attention_kl, log_kernel_errors
 from dofla.integration.recorder import AttentionCall, recording, run_body
@@ -41,11 +42,11 @@ def attention_fidelity(
         kl = attention_kl(call, call, layers[call.name], rows)
         teacher = call.log_weights(rows).exp()
         share = call.query.shape[1] // call.value.shape[1]
-        values = call.value.float().repeat_interleave(share, dim=1)
+        values = accumulable(call.value).repeat_interleave(share, dim=1)
         exact = teacher @ values
         options = {"scaling": call.scaling, "weight": call.weight, "causal": call.causal}
         out, _ = layers[call.name](call.query, call.key, call.value, **options)
-        error = (out[:, :, rows].float() - exact) * real.unsqueeze(-1)
+        error = (accumulable(out[:, :, rows]) - exact) * real.unsqueeze(-1)
         exact = exact * real.unsqueeze(-1)
         sums[call.name] += torch.stack([error.square().sum(), exact.square().sum()]).double().cpu()
         divergences[call.name] += (kl * real).sum((0, 2)).unflatten(0, (-1, share)).sum(1).double().cpu()
