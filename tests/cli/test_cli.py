@@ -366,6 +366,29 @@ def test_a_bar_says_nothing_of_a_number_that_it_does_not_know():
     assert "1/4 spectra" in shown.getvalue()
 
 
+def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
+    def row(name, gap, kl):
+        figures = {"student_loss": gap + 1, "gap": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": kl}
+        figures = {key: {"mean": value, "spread": 0.0} for key, value in figures.items()}
+        return {"name": name, "state_bytes": 2**17, **figures}
+
+    names = ["Fix", "Window and sinks", "Measured"]
+    lines = []
+    for name, gap, kl in zip(names, (12.25, 0.5, 0.0625), (3.0, 1e9, 0.5), strict=True):
+        View().student(row(name, gap, kl), names, [0])
+        lines += capsys.readouterr().out.splitlines()
+    empty, heads, *rows = lines
+    assert (empty, heads.split()[0]) == ("", "student")
+    assert [line.split("  ")[0] for line in rows] == names
+    assert {len(line) for line in (heads, *rows)} == {len(heads)}
+    ends = [heads.index(" KL") + 3, heads.index("attn KL") + 7]
+    assert [[line[:end].split()[-1] for end in ends] for line in rows] == [
+        ["12.250", "3.000"],
+        ["0.500", "∞"],
+        ["0.062", "0.500"],
+    ]
+
+
 def test_the_installed_command_starts():
     done = subprocess.run([sys.executable, "-m", "dofla", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from playwright.sync_api import Browser, sync_playwright
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dofla.report import report_on
+from dofla.report import look, report_on
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 
@@ -25,6 +26,14 @@ SIZES = {
     "distill": {"steps": 3, "rows": 8, "batch_size": 2},
     "evaluate": {"batch_size": 2, "fidelity_windows": 2},
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_are_looked_at() -> Iterator[None]:
+    """However many students a run has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look, "MOST", 8)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -81,5 +90,7 @@ def bert_run(home) -> Path:
 def made(home: Path, model: str, data: dict, students: list[dict], seeds: list[int]) -> Path:
     folder = home / f"{model}-run"
     given = {"model": str(home / model), "seeds": seeds, "data": data, "students": students, **SIZES}
-    run(Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder, finish=report_on)
+    run(
+        Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder, finish=partial(report_on, speed=True)
+    )
     return folder

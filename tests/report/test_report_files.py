@@ -75,8 +75,8 @@ def test_state_bytes_are_those_of_the_evaluation(llama_run):
 
 
 def test_what_was_measured_is_not_measured_again(copied, tmp_path, monkeypatch):
-    monkeypatch.setattr(dofla.report, "look_closer", lambda *_: pytest.fail("measured again"))
-    path = write_report([copied], tmp_path / "again.html")
+    monkeypatch.setattr(dofla.report, "look_closer", lambda *_, **__: pytest.fail("measured again"))
+    path = write_report([copied], tmp_path / "again.html", speed=True)
     assert data_of(path)["runs"][0]["students"][0]["texts"]
 
 
@@ -84,13 +84,30 @@ def test_what_is_missing_is_measured_once_more(copied, tmp_path):
     before = {path: path.read_text() for path in copied.rglob(LOOK)}
     forget(copied)
     run = read_run(copied)
-    look_closer(run, Workshop(run.recipe, copied), lambda *_: None)
+    look_closer(run, Workshop(run.recipe, copied), lambda *_: None, speed=True)
     for path, text in before.items():
         old, new = json.loads(text), json.loads(path.read_text())
         for record in (old, new):  # times differ, the machine may
             for name in ("speed", "machine", "sha256"):
                 record.pop(name, None)
         assert old == new
+
+
+def test_students_are_timed_when_that_is_asked_for(copied, tmp_path, monkeypatch):
+    forget(copied)
+    monkeypatch.setattr(look, "MOST", 1)
+    out = tmp_path / "page.html"
+    assert call("report", copied, "--out", out) == 0
+    (run,) = data_of(out)["runs"]
+    best = run["students"][run["best"]]
+    assert best["speed"] is None
+    assert run["commands"]["speed"] == f"dofla report {copied} --speed"
+    monkeypatch.setattr(look, "_of_student", lambda *_: pytest.fail("measured again"))
+    assert call(*run["commands"]["speed"].split()[1:], "--out", out) == 0
+    (run,) = data_of(out)["runs"]
+    timed = run["students"][run["best"]]
+    assert timed["speed"]["student"]["read"]
+    assert timed["texts"] == best["texts"]
 
 
 def test_without_the_model_the_page_says_what_is_missing(copied, tmp_path, capsys):

@@ -19,6 +19,7 @@ from dofla.cli.judging import evaluate, probe
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
 from dofla.cli.reproduce import reproduce
+from dofla.cli.threads import settle
 from dofla.cli.using import generate
 from dofla.cli.verb import MANNER, Debug, Json, Manner, Quiet, Verbose
 from dofla.cli.verb import verb as as_verb
@@ -54,6 +55,7 @@ def options(
 
 def main() -> None:
     """Entry point. Bad input is one line on standard error and exit code 2; a fault of dofla's own one line and 1."""
+    settle()
     MANNER.set(Manner())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

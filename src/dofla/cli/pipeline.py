@@ -262,7 +262,7 @@ def demo(
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
     track: Track = None,
 ) -> dict[str, Any]:
-    """Run the whole pipeline on the bundled teacher: some minutes on a CPU."""
+    """Run the whole pipeline on the bundled teacher: three minutes of a CPU core."""
     return _run(RECIPES / "demo.yaml", change, track, out)
 
 

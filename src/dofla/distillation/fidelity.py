@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from dofla.attention import accumulable
 from dofla.data import Images, TokenWindows, batches
-from dofla.distillation.losses import attention_kl, log_kernel_errors
+from dofla.distillation.losses import divergence, log_kernel_errors, student_log_scores
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.surgery import linear_layers
 
@@ -39,11 +39,11 @@ def attention_fidelity(
     def compare(call: AttentionCall) -> None:
         rows = call.random_rows(ROWS, generator)
         real = call.real_rows(rows)[:, None, :]
-        kl = attention_kl(call, call, layers[call.name], rows)
-        teacher = call.log_weights(rows).exp()
+        teacher, approximate = call.log_weights(rows), student_log_scores(call, layers[call.name], rows)
+        kl = divergence(teacher, torch.log_softmax(approximate, dim=-1))
         share = call.query.shape[1] // call.value.shape[1]
         values = accumulable(call.value).repeat_interleave(share, dim=1)
-        exact = teacher @ values
+        exact = teacher.exp() @ values
         options = {"scaling": call.scaling, "weight": call.weight, "causal": call.causal}
         out, _ = layers[call.name](call.query, call.key, call.value, **options)
         error = (accumulable(out[:, :, rows]) - exact) * real.unsqueeze(-1)
@@ -51,7 +51,7 @@ def attention_fidelity(
         sums[call.name] += torch.stack([error.square().sum(), exact.square().sum()]).double().cpu()
         divergences[call.name] += (kl * real).sum((0, 2)).unflatten(0, (-1, share)).sum(1).double().cpu()
         row_counts[call.name] += real.sum().item() * share
-        kernel = torch.stack(log_kernel_errors(call, call, layers[call.name], rows)).double().cpu()
+        kernel = torch.stack(log_kernel_errors(call, approximate, rows)).double().cpu()
         kernels[call.name] = torch.logaddexp(kernels[call.name], kernel) if call.name in kernels else kernel
 
     with recording(student, layers, compare):

@@ -35,10 +35,11 @@ def student_log_scores(call: AttentionCall, layer: LinearAttention, rows: Tensor
 
 def attention_kl(teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
     """KL(teacher ‖ student) of the attention of each row [B, H, R], nats."""
-    return _kl(teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1))
+    return divergence(teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1))
 
 
-def _kl(teacher: Tensor, student: Tensor) -> Tensor:
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(teacher ‖ student) of log-probabilities [..., L]: [...], nats."""
     return (teacher.exp() * (teacher - student)).sum(dim=-1)
 
 
@@ -85,16 +86,15 @@ def output_errors(
     over = (0, 2, 3)
     error, square = gather(torch.stack([(found - wanted).square().sum(over), wanted.square().sum(over)])).sum(0)
     relative = error / square.clamp_min(torch.finfo(square.dtype).tiny)
-    return _mean_of_rows(_kl(exact, approximate), call, rows, gather), relative.mean()
+    return _mean_of_rows(divergence(exact, approximate), call, rows, gather), relative.mean()
 
 
-def log_kernel_errors(
-    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log of Σ (K − K̂)² and of Σ K², over the visible pairs of the whole batch, per query head [H]."""
-    hidden = call.hidden(rows) | ~call.real_rows(rows)[:, None, :, None]
+def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Log of Σ (K − K̂)² and of Σ K², over the visible pairs of the whole batch, per query head [H]; ``approximate`` are
+    the :func:`student_log_scores`."""
+    hidden = teacher.hidden(rows) | ~teacher.real_rows(rows)[:, None, :, None]
     exact = exact_scores(teacher.query[:, :, rows], teacher.key, teacher.scaling).masked_fill(hidden, LOG_ZERO)
-    approximate = student_log_scores(call, layer, rows).masked_fill(hidden, LOG_ZERO)
+    approximate = approximate.masked_fill(hidden, LOG_ZERO)
     over = (0, 2, 3)
     level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
     levels = level[None, :, None, None]
@@ -111,7 +111,9 @@ def l2_loss(
     The paper's plain squared error overflows on real heads, where K passes exp(100). Per head, the logarithm of the
     relative error has the same minimum on a batch and a gradient of the same direction, to whose length Adam is blind.
     """
-    error, square = gather(torch.stack(log_kernel_errors(teacher, call, layer, rows))).logsumexp(0)
+    error, square = gather(
+        torch.stack(log_kernel_errors(teacher, student_log_scores(call, layer, rows), rows))
+    ).logsumexp(0)
     return (error - square).mean()
 
 

@@ -31,41 +31,46 @@ REPORT = "report.html"
 
 
 def write_report(
-    folders: Sequence[str | Path], out: str | Path, *, workshop: Workshop | None = None, view: View | None = None
+    folders: Sequence[str | Path],
+    out: str | Path,
+    *,
+    workshop: Workshop | None = None,
+    view: View | None = None,
+    speed: bool = False,
 ) -> Path:
     """Write the page of one or more runs.
 
-    What the page needs and a run does not hold yet (attention maps, continuations, recall, timings, errors before
-    training) is measured first and kept in the run's folder, if the model can be opened; otherwise the page says what
-    is missing.
+    What the page needs and a run does not hold yet (attention maps, continuations, recall, errors before training) is
+    measured first and kept in the run's folder, if the model can be opened; otherwise the page says what is missing.
 
     Args:
         folders: of the runs.
         out: HTML file, which is replaced.
         workshop: of the one run, if it is at hand; otherwise the model is loaded where something is missing.
         view: where progress goes.
+        speed: time reading and writing as well, which takes some ten seconds per student and wants an idle machine.
 
     Raises:
         DoflaError: a folder that is no run's, or damaged; a page that would be too large, or cannot be written.
     """
     view, runs = view or View(quiet=True), [read_run(folder) for folder in folders]
     for run in runs:
-        if missing(run):
-            _look(run, workshop, view)
+        if missing(run, speed):
+            _look(run, workshop, view, speed)
     return write_page(out, _page([run_data(run) for run in runs]))
 
 
-def report_on(workshop: Workshop) -> Path:
+def report_on(workshop: Workshop, *, speed: bool = False) -> Path:
     """Write ``report.html`` beside what the workshop has made; see :func:`write_report`."""
     folder = workshop.folder
-    return write_report([folder], folder / REPORT, workshop=workshop, view=workshop.view)
+    return write_report([folder], folder / REPORT, workshop=workshop, view=workshop.view, speed=speed)
 
 
-def _look(run: RunRecord, workshop: Workshop | None, view: View) -> None:
+def _look(run: RunRecord, workshop: Workshop | None, view: View, speed: bool) -> None:
     try:
         # Whoever brings a workshop holds the folder already.
         with nullcontext() if workshop else locked(run.folder), view.progress("report") as bar:
-            look_closer(run, workshop or Workshop(run.recipe, run.folder, view), bar)
+            look_closer(run, workshop or Workshop(run.recipe, run.folder, view), bar, speed=speed)
     except DoflaError as error:
         run.unread.append(f"not everything could be measured: {error}")
         view.say(f"the report lacks what needs the model: {error}")

@@ -1,4 +1,4 @@
-"""What the report measures of a run: a few seconds per student, kept in the run's folder."""
+"""What the report measures of a run, kept in the run's folder: a second or two per student, and more if asked to."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dofla.runs.demo.recall import Villagers
 from dofla.runs.workshop import Workshop, machine
 from dofla.storage.files import write_json
 
-MOST = 8
+MOST = 3
 """Students of a run that are looked at closely: those that lost least."""
 
-_POSITION_WINDOWS = 4
+_BEFORE_WINDOWS = _POSITION_WINDOWS = 4
 _RECALL_PROMPTS, _RECALL_LENGTHS = 8, (64, 128, 256, 512)
 
 Progress = Callable[[int, int, str], None]
@@ -44,29 +44,39 @@ def passed_over(run: RunRecord, student: StudentRecord) -> str | None:
     return None
 
 
-def missing(run: RunRecord) -> list[StudentRecord]:
-    """The students that are still to be looked at."""
-    return [x for x in run.best if not (x.folder / LOOK).exists() and passed_over(run, x) is None]
+def missing(run: RunRecord, speed: bool = False) -> list[StudentRecord]:
+    """The students that are still to be looked at, or, if their ``speed`` is wanted, to be timed."""
+    return [x for x in run.best if passed_over(run, x) is None and _is_missing(x, speed)]
 
 
-def look_closer(run: RunRecord, workshop: Workshop, progress: Progress) -> None:
+def _is_missing(student: StudentRecord, speed: bool) -> bool:
+    return not (student.folder / LOOK).exists() or (speed and student.lacks("speed"))
+
+
+def look_closer(run: RunRecord, workshop: Workshop, progress: Progress, *, speed: bool = False) -> None:
     """Measure what is missing of a run and keep it there: ``report.json``, in its folder and in each student's.
 
     Args:
         run: whose students are looked at.
         workshop: of the same recipe and folder: the teacher, and held-out text.
         progress: called with (done, total, what is measured).
+        speed: time them as well, for ten seconds each.
 
     Raises:
         DoflaError: a student's files are damaged or do not fit the model.
     """
-    students, windows = missing(run), workshop.validation()
+    students = missing(run, speed)
     for n, student in enumerate(students):
-        with _opened(workshop.model, student, run, windows) as (model, before):
-            parts = _Parts(lambda what, n=n: progress(n, len(students), what))
+        parts = _Parts(lambda what, n=n: progress(n, len(students), what))
+        record = student.record(LOOK)
+        with _linearised(workshop.model, student) as model:
+            before = None if record else _before(model, student, run, workshop.validation())
+            apply_adapter(model, student.adapter)
             if not (run.folder / LOOK).exists():
                 write_json(run.folder / LOOK, _of_teacher(model, workshop, run, parts), sealed=True)
-            record = {"before": before, **_of_student(model, workshop, run, parts)}
+            record = record or {"before": before, **_of_student(model, workshop, run, parts)}
+            if speed:
+                parts(record, "speed", lambda: _timed(model, workshop.validation()))
             write_json(student.folder / LOOK, record, sealed=True)
     progress(len(students), len(students), "")
 
@@ -87,16 +97,12 @@ class _Parts:
 
 
 @contextmanager
-def _opened(
-    model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
-) -> Iterator[tuple[PreTrainedModel, dict[str, Any] | None]]:
-    """The student, and its layers' errors before it was trained."""
+def _linearised(model: PreTrainedModel, student: StudentRecord) -> Iterator[PreTrainedModel]:
+    """The student as it was before it was trained."""
     linearize(model, student.plan, seed=student.seed)
     try:
         with evaluation_mode(model):
-            before = _before(model, student, run, windows)
-            apply_adapter(model, student.adapter)
-            yield model, before
+            yield model
     finally:
         restore(model)
 
@@ -104,7 +110,7 @@ def _opened(
 def _before(
     model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
 ) -> dict[str, Any] | None:
-    """Errors of the student just linearised, on the windows and rows that it is evaluated on. Maps that start from
+    """Errors of the student just linearised, on the first of the windows that it is evaluated on. Maps that start from
     data take their scale from held-out text here, and not from the first batch of training."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")
@@ -113,7 +119,7 @@ def _before(
     options = run.recipe.evaluate
     if start == "data":
         calibrate(model, [windows.batch(batches(windows, options.batch_size)[-1])])
-    some = windows.take(options.fidelity_windows)
+    some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))
     return attention_fidelity(model, some, batch_size=options.batch_size, seed=student.seed)
 
 
@@ -124,7 +130,7 @@ def _of_teacher(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
     heads = sum(layer.heads for layer in run.profile.layers) if run.profile else 64
     start, end = sentence(windows, pieces, heads, 1 + min(MOST, len(run.students)))
     ids = text[start:end]
-    record: dict[str, Any] = {"machine": machine(), "ids": ids.tolist(), "pieces": token_texts(tokenizer, ids.tolist())}
+    record: dict[str, Any] = {"ids": ids.tolist(), "pieces": token_texts(tokenizer, ids.tolist())}
     record["longest"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     parts(record, "maps", lambda: packed(attention_maps(model, ids[None].to(model.device))[0]))
     return record
@@ -141,8 +147,11 @@ def _of_student(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
         some, size = windows.take(_POSITION_WINDOWS), {"batch_size": options.batch_size}
         parts(record, "positions", lambda: probe(model, tokenizer, some, wanted=["positions"], **size)["positions"])
         parts(record, "recall", lambda: _recall(model, workshop))
-    parts(record, "speed", lambda: timings(model, _longest_text(windows)))
     return record
+
+
+def _timed(model: PreTrainedModel, windows: TokenWindows) -> dict[str, Any]:
+    return timings(model, _longest_text(windows)) | {"machine": machine()}
 
 
 def _longest_text(windows: TokenWindows) -> Tensor:

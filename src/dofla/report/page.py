@@ -65,7 +65,6 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "best": run.students.index(run.best[0]),
         "recipe": run.text,
         "machine": run.machine,
-        "measured_on": look.get("machine"),
         "notes": run.unread,
         "commands": _commands(run, where),
     }
@@ -269,7 +268,7 @@ def _student_commands(run: RunRecord, student: StudentRecord) -> dict[str, str]:
 def _commands(run: RunRecord, where: str) -> dict[str, str]:
     is_run = (run.folder / "recipe.yaml").exists()
     again = {"again": f"dofla run {where}/recipe.yaml --out {where}-again"} if is_run else {}
-    return again | {"report": f"dofla report {where}"}
+    return again | {"report": f"dofla report {where}", "speed": f"dofla report {where} --speed"}
 
 
 def _short(value: float, digits: int = 5) -> float | None:

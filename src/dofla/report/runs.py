@@ -82,6 +82,11 @@ class StudentRecord:
         path = self.folder / name
         return read_json(path, "a record") if path.exists() else {}
 
+    def lacks(self, part: str) -> bool:
+        """Whether nobody has tried yet to measure this part of :data:`LOOK`."""
+        own = self.record(LOOK)
+        return part not in own and part not in own.get("left_out", {})
+
 
 @dataclass
 class RunRecord:

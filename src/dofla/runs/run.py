@@ -56,6 +56,7 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
     for student in recipe.students:
         runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
+        view.student(rows[-1], [x.name for x in recipe.students], recipe.seeds)
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
     view.results(results)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,13 +73,13 @@ class View:
         """A bar, for the time of the block. Without a terminal, one line at the end."""
         counts = TextColumn("{task.fields[count]} {task.fields[text]}")
         columns = (TextColumn(label), BarColumn(bar_width=20), counts, TimeRemainingColumn())
-        shown = self._status.is_terminal and not self.quiet
+        shown, started = self._status.is_terminal and not self.quiet, time.perf_counter()
         with Progress(*columns, console=self._status, transient=True, disable=not shown) as progress:
             bar = Bar(progress, progress.add_task(label, total=None, count="", text=""))
             yield bar
-            state = progress.tasks[0]
-        if not self.quiet:
-            self.note(f"{label}: {state.fields['text'] or 'done'} ({state.finished_time or state.elapsed or 0:.0f} s)")
+            text = progress.tasks[0].fields["text"]
+        if not self.quiet:  # of the whole block, which may go on after the last that the bar was told
+            self.note(f"{label}: {text or 'done'} ({time.perf_counter() - started:.0f} s)")
 
     def profile(self, profile: Profile, lam: float) -> None:
         """Degrees of freedom, layers down and KV heads across."""
@@ -168,10 +169,21 @@ class View:
         self.console.print()
         self.console.print(curve_table(figures["win_and_tie"]["acc"]))
 
+    def student(self, row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> None:
+        """A row of a run's comparison, as soon as it is known; the first with what stands above all of them.
+
+        Args:
+            row: of the results.
+            names: of all students, for the width of their column.
+            seeds: of the run.
+        """
+        first = row["name"] == names[0]
+        if first:
+            self.console.print()
+        self.console.print(results_row(row, max(map(len, names)), several=len(seeds) > 1, heads=first))
+
     def results(self, results: dict[str, Any]) -> None:
-        """The comparison of a run, one row per student."""
-        self.console.print()
-        self.console.print(results_table(results))
+        """What stands below the rows of a run's comparison."""
         if "teacher_loss" in results["students"][0]:
             self.say(f"teacher loss {results['students'][0]['teacher_loss']:.4f} nats per token")
         if len(results["seeds"]) > 1:
@@ -194,20 +206,20 @@ _COLUMNS = {
     "attention_kl": "attn KL",
     "attention_output_error": "out err",
 }
+_FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 
 
-def results_table(results: dict[str, Any]) -> Table:
-    """Students down, figures across."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("student", no_wrap=True)
-    keys = [key for key in _COLUMNS if key in results["students"][0]]
+def results_row(row: dict[str, Any], longest_name: int, *, several: bool, heads: bool) -> Table:
+    """A student, its figures across, in columns as wide as for any other; perhaps with their heads."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=heads)
+    table.add_column("student", no_wrap=True, min_width=max(longest_name, len("student")))
+    keys = [key for key in _COLUMNS if key in row]
     for key in keys:
-        table.add_column(_COLUMNS[key], justify="right", no_wrap=True)
-    table.add_column("state", justify="right", no_wrap=True)
-    several = len(results["seeds"]) > 1
-    for row in results["students"]:
-        cells = [_figure(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
-        table.add_row(row["name"], *cells, size(row["state_bytes"]))
+        width = _FIGURE + (_SPREAD if several and key == "gap" else 0)
+        table.add_column(_COLUMNS[key], justify="right", no_wrap=True, min_width=max(width, len(_COLUMNS[key])))
+    table.add_column("state", justify="right", no_wrap=True, min_width=_SIZE)
+    cells = [_figure(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+    table.add_row(row["name"], *cells, size(row["state_bytes"]))
     return table
 
 

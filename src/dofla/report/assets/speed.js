@@ -8,12 +8,17 @@ function drawSpeed(host, run, student) {
     timeChart(run, student, "read"),
   ].filter(Boolean);
   if (charts.length) host.append(el("div", { class: "columns" }, charts));
-  if (!student.speed) host.append(missing(run, student, "speed", "Timings"));
-  else host.append(el("p", { class: "small quiet" }, howTimed(student.speed.threads, run.measured_on)));
+  if (!student.speed) host.append(timingsLeftOut(run, student));
+  else host.append(el("p", { class: "small quiet" }, howTimed(student.speed)));
   return true;
 }
 
-function howTimed(threads, machine) {
+function timingsLeftOut(run, student) {
+  const why = student.left_out.speed;
+  return why ? note(`Timings left out: ${why}.`) : adds("Timings are made when asked for", run.commands.speed);
+}
+
+function howTimed({ threads, machine }) {
   const where = machine ? ` of ${machine.gpu || machine.processor || machine.platform}` : "";
   return (
     `A first impression: batch of one, ${threads} ${threads === 1 ? "thread" : "threads"}${where}, the best of a few ` +
