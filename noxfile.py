@@ -4,6 +4,12 @@
     nox -s tests -- tests/integration                 # those that can be installed here, on some tests
     nox -s "tests-3.11(torch='2.13.0', transformers='5.21.0')"
 
+And, in the environment that nox itself is in, settings under which sums are taken in other orders, as another processor
+takes them:
+
+    nox -s orders                                     # all of them, on all tests
+    nox -s "orders(avx2)" -- tests/attention -n 2
+
 The lowest versions are those of pyproject.toml, the highest the ones pinned in requirements/. docs/versions.md says
 which cells were run.
 """
@@ -11,6 +17,7 @@ which cells were run.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import nox
@@ -18,6 +25,15 @@ import nox
 HERE = Path(__file__).parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
+ORDERS = {
+    "one_thread": {"OMP_NUM_THREADS": "1"},
+    "two_threads": {"OMP_NUM_THREADS": "2"},
+    "plain_torch": {"DOFLA_KERNELS": "0"},
+    "no_vectors": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_CBWR": "AVX512"},
+}
+"""What torch, oneDNN, MKL and our kernels are told. Those that the processor lacks are as its best."""
 
 nox.options.sessions = ["tests"]
 nox.options.reuse_existing_virtualenvs = True
@@ -45,3 +61,10 @@ def tests(session: nox.Session, torch: str, transformers: str) -> None:
     session.install(f"torch=={torch}", f"transformers=={transformers}", *others)
     session.install("--no-deps", "--editable", ".")
     session.run("python", "-m", "pytest", *(session.posargs or TESTS))
+
+
+@nox.session(python=False)
+@nox.parametrize("order", list(ORDERS), ids=list(ORDERS))
+def orders(session: nox.Session, order: str) -> None:
+    """All tests, or those that are named, with sums in another order."""
+    session.run(sys.executable, "-m", "pytest", *session.posargs, env=ORDERS[order])

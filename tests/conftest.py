@@ -1,13 +1,18 @@
-"""Tiny random models for all tests, as the fixture ``tiny``. Nothing may try the network."""
+"""Tiny random models for all tests, as the fixture ``tiny``. Nothing may try the network.
+
+Tests compute in one thread, or in ``OMP_NUM_THREADS``, and so do the processes they start.
+"""
 
 from __future__ import annotations
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import trials
 from transformers import (
     BertConfig,
     BertModel,
@@ -22,9 +27,10 @@ from transformers import (
 from transformers.utils import logging
 
 from dofla import LayerPlan, Plan
+from dofla.attention import compiled
 from dofla.integration.sites import attention_sites
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -89,3 +95,30 @@ class Tiny:
 @pytest.fixture(scope="session")
 def tiny() -> Tiny:
     return Tiny()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes share the tests, have the kernels compiled once, before there are such processes."""
+    if config.getoption("numprocesses", None):
+        compiled.obstacle()
+
+
+# How many wrong inputs were tried is said at the end. A process that shares the tests tells the one that prints it.
+_tallies: list[dict] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["trials"] = trials.tally()
+    else:
+        _tallies.append(trials.tally())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    _tallies.append(getattr(node, "workeroutput", {}).get("trials", {}))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for line in trials.summary(_tallies):
+        terminalreporter.write_line(line)

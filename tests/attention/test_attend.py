@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from arithmetic import sum_error
 from forms import padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +115,7 @@ def test_adversarial_orders_in_float32(order, reach):
     expected = naive_attention(a.double(), b.double(), v.double())
     for form in (chunked, recurrent):
         out, _, _ = form(a, b, v, state=FeatureState.empty(1, 2, features, 4))
-        assert ((out - expected).abs() / expected.abs()).max() < 1e-4
+        assert ((out - expected).abs() / expected.abs()).max() < sum_error(3, 300.0)  # log-features rounded a few times
 
 
 @pytest.mark.parametrize(("window", "sinks", "causal"), [(0, 0, True), (3, 2, True), (0, 0, False), (3, 2, False)])
@@ -182,7 +183,7 @@ def test_log_kernel_has_gradients_where_the_product_underflows():
     a = torch.tensor([[[[200.0, 0.0]]]], requires_grad=True)
     b = torch.tensor([[[[0.0, 200.0], [1.0, 1.0]]]], requires_grad=True)
     log_kernel(a, b).sum().backward()
-    torch.testing.assert_close(b.grad[0, 0, 0].sum(), torch.tensor(1.0))
+    torch.testing.assert_close(b.grad[0, 0, 0].sum(), torch.tensor(1.0), rtol=sum_error(1, 200), atol=0)
     assert torch.isfinite(a.grad).all()
 
 

@@ -8,6 +8,7 @@ from math import isqrt
 
 import pytest
 import torch
+from arithmetic import sum_error
 from forms import KernelCalls, Opaque, error, naive_normaliser, naive_state, needs_kernels, sample, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +19,9 @@ from dofla.feature_maps import PRF
 pytestmark = needs_kernels
 
 SCALING = 0.7
-TOLERANCE = 1e-5
-"""Of averages, relative to the largest value. Log-features here are below about 50 in size, so that each rounds by at
-most 2e-6; a weight, the exponential of a sum of a few of them, is then right to some 1e-5 at worst."""
+TOLERANCE = sum_error(2, 50.0)
+"""Of averages, relative to the largest value, and of logarithms. Log-features here are below about 50 in size; a weight
+is the exponential of a sum of a few of them, each rounded by at most half of ``eps * 50``."""
 _PAIRS = 2_000_000
 """Pairs of tokens times features that the truth writes out per example."""
 
@@ -64,7 +65,7 @@ def assert_states_agree(got: State, expected: State, value: torch.Tensor) -> Non
     filled = (expected.features.log_mass > LOG_ZERO / 2).unsqueeze(-1)  # the mean of no keys means nothing
     assert error(got.features.mean * filled, expected.features.mean * filled, value) < TOLERANCE
     assert got.features.log_mass.dtype == torch.float64
-    torch.testing.assert_close(got.features.log_mass, expected.features.log_mass, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got.features.log_mass, expected.features.log_mass, rtol=sum_error(8), atol=TOLERANCE)
     for ours, theirs in ((got.window, expected.window), (got.sinks, expected.sinks)):
         assert (ours is None) == (theirs is None)
         if ours is not None:
@@ -97,7 +98,9 @@ def test_the_linear_kernel_is_the_oracle(seed, shape, length, with_maps, count):
     with threads(count):
         out, normaliser, state = compiled.linear_attention(query, TokenBuffer(key, value, s.log_weight), empty, maps)
     assert error(out, naive_attention(a, b, value.double(), weight=s.weight), s.value) < TOLERANCE
-    torch.testing.assert_close(normaliser.double(), naive_normaliser(a, b, log_weight), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        normaliser.double(), naive_normaliser(a, b, log_weight), rtol=sum_error(8), atol=TOLERANCE
+    )
     assert_states_agree(State(state), State(naive_state(b, value.double(), log_weight)), s.value)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from arithmetic import sum_error
 from forms import FORMS
 
 from dofla.attention import FeatureState
@@ -75,8 +76,7 @@ def in_float32(state):
 @DECODING
 def test_many_tiny_keys_are_not_lost_beside_a_huge_one(form):
     of_output, of_mass = drift(form, *one_huge_key_then_many_tiny_ones())
-    assert of_output < 1e-3
-    assert of_mass < 1e-3
+    assert max(of_output, of_mass) < sum_error(1, LEVEL)  # the normaliser, in float32, is rounded twice
 
 
 @DECODING

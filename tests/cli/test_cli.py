@@ -264,6 +264,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["profile", "MODEL", "--data", "TEXT", "--length", 100000, "--out", "NEW"], ["100000", "tokens"]),
         (["profile", "MODEL", "--data", "TEXT", "--out", "PROFILE"], ["exists already"]),
         (["profile", "MODEL", "--data", "TEXT", "--normalization", "size", "--out", "NEW"], ["size", "trace"]),
+        (["profile", "MODEL", "--data", "TEXT", "--estimator", "kernel", "--out", "NEW"], ["kernel", "attention"]),
         (["profile", "MODEL", "--data", "TEXT", "--dtype", "int3", "--out", "NEW"], ["int3", "bfloat16"]),
         (["allocate", "PROFILE", "--lambda", 0, "--out", "NEW"], ["lambda is 0"]),
         (["allocate", "PROFILE", "--strategy", "best", "--out", "NEW"], ["best", "dof_clip"]),

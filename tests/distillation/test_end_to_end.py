@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
+from arithmetic import LOGITS
 from safetensors.torch import load_file, save_file
 from test_distill import Stop, base_weights, equal, feature_maps, stop_after
 from torch.testing import assert_close
@@ -185,7 +186,7 @@ def test_merged_factors_answer_as_factors_beside_the_weights(tiny):
                 for weight in part.weights.values():
                     weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
             apart = logits(student, tokens)
-        assert_close(logits(student, tokens), apart, rtol=0, atol=5e-5)
+        assert_close(logits(student, tokens), apart, **LOGITS)
         assert (apart - logits(student_of(tiny, type(model)(model.config).eval()), tokens)).abs().max() > 0.01
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from arithmetic import sum_error
 from students import student_of
 
 import dofla
@@ -60,8 +61,9 @@ def test_each_bin_holds_the_losses_of_its_positions(tiny):
         assert row.teacher_loss == pytest.approx(teacher[:, here].mean().item(), rel=1e-5)
         assert row.student_loss == pytest.approx(ours[:, here].mean().item(), rel=1e-5)
         gaps = (ours - teacher)[:, here].mean(dim=1)
-        assert row.gap == pytest.approx(gaps.mean().item(), rel=1e-4, abs=1e-6)
-        assert row.gap_error == pytest.approx(gaps.std().item() / 3**0.5, rel=1e-3, abs=1e-6)
+        rounding = sum_error(8, 6.0)  # of the difference of two losses of about 6 nats, each rounded a few times
+        assert row.gap == pytest.approx(gaps.mean().item(), abs=rounding)
+        assert row.gap_error == pytest.approx(gaps.std().item() / 3**0.5, abs=rounding)
 
 
 def test_padding_shifts_no_position(tiny):

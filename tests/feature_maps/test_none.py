@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from arithmetic import LOGITS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import make, vectors
@@ -88,7 +89,7 @@ def test_decoding_step_by_step_is_the_sequence_at_once(tiny, family, window, sin
             out = model(tokens[:, n : n + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             steps.append(out.logits)
-    assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
+    assert_close(torch.cat(steps, dim=1), whole, **LOGITS)
 
 
 def test_a_window_as_long_as_the_text_is_the_teacher(tiny):
@@ -98,7 +99,7 @@ def test_a_window_as_long_as_the_text_is_the_teacher(tiny):
         with torch.no_grad():
             found = model(**tokens)[0]
             with dofla.softmax(model):
-                assert_close(found * real, model(**tokens)[0] * real, rtol=1e-4, atol=1e-4)
+                assert_close(found * real, model(**tokens)[0] * real, **LOGITS)
 
 
 def test_a_plan_without_window_and_sinks_is_refused():

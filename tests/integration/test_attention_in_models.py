@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from arithmetic import LOGITS, sum_error
 from families import CAUSAL, own_student, student, teacher, tokens
 from torch.testing import assert_close
 
@@ -12,7 +13,6 @@ from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import linear_layers
 
 ENCODERS = ["bert", "roberta", "vit"]
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def inputs(model):
@@ -77,7 +77,8 @@ def test_each_layer_gives_what_the_oracle_gives(family, kind):
         assert (kwargs["weight"] is None) == (family == "vit" or ("decoder" in name and family == "bart"))
         assert len({sizes[1:] for sizes in linear_layers(model)[name].sizes}) > 1
         expected = oracle(linear_layers(model)[name], query, key, value, **kwargs)
-        assert_close(out.float(), expected.float(), rtol=1e-5, atol=1e-5)
+        bound = sum_error(200)  # scores of up to about 50 are rounded twice; an average of some 20 values
+        assert_close(out.float(), expected.float(), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS])
@@ -116,7 +117,7 @@ def test_a_family_that_passes_no_scaling_gets_the_customary_one():
 @pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, "bart"])
 def test_exact_scores_for_the_whole_text_make_the_student_its_teacher(family, kind):
     model, original = student(family, kind), teacher(family)
-    assert_close(output(model), output(original), **CLOSE)
+    assert_close(output(model), output(original), **LOGITS)
     if model.can_generate():
         ids, options = tokens(2, 9), {"max_new_tokens": 12, "do_sample": False}
         assert_close(model.generate(ids, **options), original.generate(ids, **options))
@@ -133,7 +134,7 @@ def test_padding_changes_no_vector_of_an_encoder(family):
     with torch.no_grad():
         together = model(ids, attention_mask=mask)[0]
         for row, sequence in enumerate(alone):
-            assert_close(together[row, : sequence.shape[1]], model(sequence)[0][0], **CLOSE)
+            assert_close(together[row, : sequence.shape[1]], model(sequence)[0][0], **LOGITS)
 
 
 def test_an_encoder_sees_later_tokens():
@@ -177,4 +178,4 @@ def test_a_decoder_beside_softmax_cross_attention_gives_with_cache_what_it_gives
         first = model(ids[:, :6], encoder_hidden_states=context, use_cache=True)
         cache = first.past_key_values
         rest = model(ids[:, 6:], encoder_hidden_states=context, past_key_values=cache, use_cache=True).logits
-    assert_close(torch.cat([first.logits, rest], 1), whole, **CLOSE)
+    assert_close(torch.cat([first.logits, rest], 1), whole, **LOGITS)

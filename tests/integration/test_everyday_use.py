@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from arithmetic import LOGITS
 from families import CAUSAL, VOCABULARY, own_student, plan_for, student, teacher, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,8 +26,6 @@ from transformers import (
 import dofla
 from dofla.integration.cache import cache_bytes
 from dofla.integration.surgery import linear_layers, plan_of
-
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_a_classifier_can_be_linearised_and_padding_does_not_matter(family):
     ids = torch.cat([tokens(1, 12), torch.zeros(1, 5, dtype=torch.long)], 1)
     with torch.no_grad():
         padded = model(ids, attention_mask=(ids > 0).long()).logits
-        assert_close(padded, model(ids[:, :12]).logits, **CLOSE)
+        assert_close(padded, model(ids[:, :12]).logits, **LOGITS)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -153,7 +152,7 @@ def test_a_compiled_student_gives_the_same_logits():
     model, ids = own_student("llama", "ragged"), tokens(2, 20)
     with torch.no_grad():
         expected = model(ids).logits
-        assert_close(torch.compile(model, backend="eager")(ids).logits, expected, **CLOSE)
+        assert_close(torch.compile(model, backend="eager")(ids).logits, expected, **LOGITS)
 
 
 @pytest.mark.long
@@ -194,7 +193,7 @@ def test_a_student_opens_on_a_device_map(tmp_path):
         opened = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
         ids = tokens(1, 9).to(opened.device)
         with torch.no_grad():
-            assert_close(opened(ids).logits.cpu(), model(ids.cpu()).logits, **CLOSE)
+            assert_close(opened(ids).logits.cpu(), model(ids.cpu()).logits, **LOGITS)
 
 
 def test_layers_of_a_student_can_wait_on_disk(tmp_path):
@@ -207,7 +206,7 @@ def test_layers_of_a_student_can_wait_on_disk(tmp_path):
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **options)
     assert all(p.is_meta for name, p in opened.named_parameters() if "layers.1" in name)
     with torch.no_grad():
-        assert_close(opened(ids).logits, model(ids).logits, **CLOSE)
+        assert_close(opened(ids).logits, model(ids).logits, **LOGITS)
     assert_close(opened.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
     found, expected = (dofla.evaluate(x, ids).layers for x in (opened, model))
     assert found["model.layers.1.self_attn"].kl == pytest.approx(expected["model.layers.1.self_attn"].kl, rel=1e-4)
@@ -226,7 +225,7 @@ def test_a_lora_of_a_student_opens_beside_it_again(tmp_path):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
         assert not torch.allclose(base(tokens(2, 9)).logits, expected, atol=1e-2)
         opened = peft.PeftModel.from_pretrained(base, tmp_path / "lora")
-        assert_close(opened(tokens(2, 9)).logits, expected, **CLOSE)
+        assert_close(opened(tokens(2, 9)).logits, expected, **LOGITS)
         merged = opened.merge_and_unload()
         merged.save_pretrained(tmp_path / "merged")
-        assert_close(dofla.load(tmp_path / "merged")(tokens(2, 9)).logits, expected, **CLOSE)
+        assert_close(dofla.load(tmp_path / "merged")(tokens(2, 9)).logits, expected, **LOGITS)

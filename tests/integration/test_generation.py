@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from arithmetic import LOGITS
 from families import CASES, student, tokens
 from torch.testing import assert_close
 from transformers import DynamicCache
 
 pytestmark = [pytest.mark.parametrize(("family", "kind"), CASES)]
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PREFILLS = (1, 2, 63, 64, 65, 200)
 
 
@@ -58,21 +58,21 @@ def test_prefill_and_single_steps_give_the_logits_of_one_forward_pass(model):
         pieces = [
             run(model, piece, cache=cache) for piece in (ids[:, :length], *ids[:, length : length + 3].split(1, 1))
         ]
-        assert_close(torch.cat(pieces, 1), whole[:, : length + 3], **CLOSE)
+        assert_close(torch.cat(pieces, 1), whole[:, : length + 3], **LOGITS)
         assert cache.get_seq_length() == length + 3
 
 
 def test_token_by_token_from_the_first_gives_the_logits_of_one_forward_pass(model):
     ids = tokens(2, 40)
     cache = DynamicCache(config=model.config)
-    assert_close(torch.cat([run(model, piece, cache=cache) for piece in ids.split(1, 1)], 1), run(model, ids), **CLOSE)
+    assert_close(torch.cat([run(model, piece, cache=cache) for piece in ids.split(1, 1)], 1), run(model, ids), **LOGITS)
 
 
 def test_several_tokens_at_a_time_give_the_logits_of_one_forward_pass(model):
     ids = tokens(2, 101)
     cache = DynamicCache(config=model.config)
     pieces = [run(model, piece, cache=cache) for piece in ids.split([5, 1, 2, 70, 1, 3, 19], 1)]
-    assert_close(torch.cat(pieces, 1), run(model, ids), **CLOSE)
+    assert_close(torch.cat(pieces, 1), run(model, ids), **LOGITS)
 
 
 def test_several_tokens_at_a_time_with_left_padding_do_too(model):
@@ -81,7 +81,7 @@ def test_several_tokens_at_a_time_with_left_padding_do_too(model):
     ends = (28, 29, 30)
     pieces = [run(model, ids[:, a:b], mask[:, :b], cache) for a, b in zip((0, *ends), ends, strict=False)]
     real = mask.bool()
-    assert_close(torch.cat(pieces, 1)[real], run(model, ids, mask)[real], **CLOSE)
+    assert_close(torch.cat(pieces, 1)[real], run(model, ids, mask)[real], **LOGITS)
 
 
 def test_greedy_search_with_cache_is_greedy_search_without(model):
@@ -96,7 +96,7 @@ def test_beam_search_with_cache_is_beam_search_without(model):
     options = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True, "return_dict_in_generate": True}
     with_cache, without = generate(model, ids, **options), generate(model, ids, **options, use_cache=False)
     assert_close(with_cache.sequences, without.sequences)
-    assert_close(with_cache.sequences_scores, without.sequences_scores, **CLOSE)
+    assert_close(with_cache.sequences_scores, without.sequences_scores, **LOGITS)
 
 
 def test_sampling_with_cache_is_sampling_without(model):
@@ -113,7 +113,7 @@ def test_a_left_padded_batch_is_each_sequence_alone(model):
     together = generate(model, ids, attention_mask=mask)
     beams = generate(model, ids, attention_mask=mask, num_beams=2)
     for row, sequence in enumerate(alone):
-        assert_close(logits[row, mask[row].bool()], run(model, sequence)[0], **CLOSE)
+        assert_close(logits[row, mask[row].bool()], run(model, sequence)[0], **LOGITS)
         assert_close(together[row, ids.shape[1] :], generate(model, sequence)[0, sequence.shape[1] :])
         assert_close(beams[row, ids.shape[1] :], generate(model, sequence, num_beams=2)[0, sequence.shape[1] :])
 
@@ -122,7 +122,7 @@ def test_right_padding_changes_no_logit(model):
     alone, ids, mask = padded([30, 17, 4], "right")
     logits = run(model, ids, mask)
     for row, sequence in enumerate(alone):
-        assert_close(logits[row, mask[row].bool()], run(model, sequence)[0], **CLOSE)
+        assert_close(logits[row, mask[row].bool()], run(model, sequence)[0], **LOGITS)
 
 
 def test_a_conversation_of_several_turns_in_one_cache_is_one_generation(model):

@@ -1,4 +1,4 @@
-"""One of everything that dofla reads, all in one folder; and, at the end, how many wrong inputs were tried."""
+"""One of everything that dofla reads, all in one folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from inputs import make
-from trials import summary
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +14,3 @@ def made(tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     make(folder, tiny)
     return folder
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    for line in summary():
-        terminalreporter.write_line(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,11 +37,18 @@ def profile(
     model: ModelArgument,
     data: Data,
     out: Out,
-    samples: Annotated[int, typer.Option(help="Vectors per KV head (J).")] = 1024,
+    samples: Annotated[
+        int | None, typer.Option(help="Rows of attention per KV head (J), 4096; of the paper's: vectors, 1024.")
+    ] = None,
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 4,
-    normalization: Annotated[str, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none.")] = "trace",
+    estimator: Annotated[
+        str, typer.Option(help="Of what: attention, or the kernel's Gram matrix: paper.")
+    ] = "attention",
+    normalization: Annotated[
+        str | None, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none; default by estimator.")
+    ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
     keep_softmax: KeepSoftmax = None,
     padded: Padded = False,
@@ -67,6 +75,7 @@ def profile(
                 tokens,
                 samples=samples,
                 batch_size=batch_size,
+                estimator=estimator,
                 normalization=normalization,
                 keep_softmax=keep_softmax or (),
                 seed=seed,
@@ -77,8 +86,11 @@ def profile(
     if html is not None:
         write_profile_page(result, html, folder=out, lam=lam)
     view.say(f"\nwritten to {out}")
-    dof = dict(zip((layer.name for layer in result.layers), result.dof(lam), strict=True))
-    return {"profile": out, "model": result.model, "lambda": lam, "degrees_of_freedom": dof}
+    names = [layer.name for layer in result.layers]
+    errors = [[None if math.isnan(error) else error for error in row] for row in result.dof_errors(lam)]
+    found = {"profile": out, "model": result.model, "estimator": estimator, "lambda": lam}
+    found["degrees_of_freedom"] = dict(zip(names, result.dof(lam), strict=True))
+    return found | {"standard_errors": dict(zip(names, errors, strict=True))}
 
 
 def allocate(

@@ -46,9 +46,8 @@ def next_token_gradients(
             if "attention_mask" in own:
                 labels = labels.masked_fill(own["attention_mask"] == 0, _IGNORED)
             asked = (labels[:, 1:] != _IGNORED).sum()
-            share = asked / gather(asked).sum(0)
             loss = student(**own, labels=labels, use_cache=False).loss
-            value = gather(loss * share).sum(0) / (sum(sizes) / size)
+            value = gather(loss * asked).sum(0) / gather(asked).sum(0) / (sum(sizes) / size)
             if value.requires_grad:  # not if the batch has no window for this process
                 value.backward()
             total += value.item()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dofla.attention import accumulable
 from dofla.data import Images, TokenWindows, batches
 from dofla.distillation.losses import divergence, log_kernel_errors, student_log_scores
 from dofla.integration.recorder import AttentionCall, recording, run_body
@@ -61,11 +62,11 @@ def attention_fidelity(
         teacher, approximate = call.log_weights(rows), student_log_scores(call, layers[call.name], rows)
         kl = divergence(teacher, torch.log_softmax(approximate, dim=-1))
         share = call.query.shape[1] // call.value.shape[1]
-        values = call.value.float().repeat_interleave(share, dim=1)
+        values = accumulable(call.value).repeat_interleave(share, dim=1)
         exact = teacher.exp() @ values
         options = {"scaling": call.scaling, "weight": call.weight, "causal": call.causal}
         out, _ = layers[call.name](call.query, call.key, call.value, **options)
-        error = (out[:, :, rows].float() - exact) * real.unsqueeze(-1)
+        error = (accumulable(out[:, :, rows]) - exact) * real.unsqueeze(-1)
         exact = exact * real.unsqueeze(-1)
         sums[call.name] += torch.stack([error.square().sum(), exact.square().sum()]).double().cpu()
         divergences[call.name] += (kl * real).sum((0, 2)).unflatten(0, (-1, share)).sum(1).double().cpu()

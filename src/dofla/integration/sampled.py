@@ -13,7 +13,7 @@ from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
 from dofla.integration.attaching import AttachedLinearAttention
-from dofla.integration.profiler import Reservoir
+from dofla.integration.estimators import Reservoir
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers

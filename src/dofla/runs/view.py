@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from tqdm.auto import tqdm
 
 from dofla.display import Bar, Part, Result, showing
 from dofla.profiles.profile import Profile
-
-_HEADS_PER_TABLE = 13
-_SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
 
 
 class View:
@@ -61,25 +57,5 @@ class View:
             self.note(f"{label}: {bar.text or 'done'} ({time.perf_counter() - started:.0f} s)")
 
     def profile(self, profile: Profile, lam: float) -> None:
-        """Degrees of freedom, layers down and KV heads across."""
-        dof = profile.dof(lam)
-        top = max(max(row) for row in dof)
-        heads = max(len(row) for row in dof)
-        for start in range(0, heads, _HEADS_PER_TABLE):
-            shown = range(start, min(start + _HEADS_PER_TABLE, heads))
-            table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-            table.add_column("layer", justify="right")
-            for head in shown:
-                table.add_column(str(head), justify="right")
-            for n, row in enumerate(dof):
-                table.add_row(str(n), *(_shaded(row[h], top) if h < len(row) else Text("") for h in shown))
-            kind = f"λ = {lam:.3g}, {profile.normalization} normalised, J = {profile.samples}"
-            self.console.print(f"\nDegrees of freedom, layer × KV head ({kind})")
-            self.console.print(table)
-        for layer in profile.skipped:
-            self.say(f"  left softmax: {layer.name} ({layer.reason})")
-
-
-def _shaded(value: float, top: float) -> Text:
-    shade = _SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * value / top))]
-    return Text(f"{value:.1f}" if value < 100 else f"{value:.0f}", style=shade)
+        """Degrees of freedom and their standard errors, layers down and KV heads across."""
+        self.show(*profile.parts(lam))

@@ -82,6 +82,7 @@ class Workshop:
                     some,
                     samples=spec.samples,
                     batch_size=spec.batch_size,
+                    estimator=spec.estimator,
                     normalization=spec.normalization,
                     keep_softmax=sorted(self.recipe.kept_by_all()),
                     seed=self.recipe.seeds[0],

@@ -15,7 +15,6 @@ import torch.distributed.fsdp  # before processes fork, of which each would take
 from forks import PATIENCE, in_processes
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from torch.testing import assert_close
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import dofla
@@ -90,7 +89,7 @@ def test_the_student_is_that_of_one_process_that_accumulates_twice_as_much(tiny,
     first, second = (load_file(trained / f"{case} {rank}") for rank in range(2))
     assert equal(first, second)
     alone = train(tiny, case, accumulate=2)
-    assert_close(first, alone, rtol=0, atol=1e-5)
+    assert equal(first, alone)  # to the last bit: a sum of two has one order
     assert not torch.equal(alone["losses"][0], alone["losses"][-1])
 
 

@@ -59,11 +59,17 @@ class Trials:
         assert not self.faults, "\n".join(self.faults[:20])
 
 
-def summary() -> Iterator[str]:
-    """Lines that say what the whole session has tried."""
+def tally() -> dict[str, dict[str, int]]:
+    """How often inputs of each kind ended in which way in this process."""
+    kinds = dict.fromkeys(trials.kind for trials in Trials.session)
+    return {kind: dict(sum((x.endings for x in Trials.session if x.kind == kind), Counter())) for kind in kinds}
+
+
+def summary(tallies: list[dict[str, dict[str, int]]]) -> Iterator[str]:
+    """Lines that say what the whole session has tried, in one process or several."""
     total: Counter = Counter()
-    for kind in dict.fromkeys(trials.kind for trials in Trials.session):
-        endings = sum((trials.endings for trials in Trials.session if trials.kind == kind), Counter())
+    for kind in dict.fromkeys(kind for tally in tallies for kind in tally):
+        endings = sum((Counter(tally.get(kind, {})) for tally in tallies), Counter())
         ways = [f"{endings[way]:,} {way}" for way in (REFUSED, ACCEPTED, TRACEBACK, FAULT)]
         yield f"{kind}: {endings.total():,} tried, {', '.join(ways)}"
         total += endings

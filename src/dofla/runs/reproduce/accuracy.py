@@ -13,12 +13,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench
-from dofla.reproduce.methods import baselines, paper_methods, trained, wide
-from dofla.reproduce.table import Cell, Figure, Table
 from dofla.runs.demo.tasks import demo_tasks
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce import paper
+from dofla.runs.reproduce.bench import Bench
+from dofla.runs.reproduce.methods import baselines, paper_methods, trained, wide
+from dofla.runs.reproduce.table import Cell, Figure, Table
 from dofla.tasks import Task, load_task
 from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
 from dofla.tasks.finetune import finetune, settings_for
