@@ -5,8 +5,8 @@
         --text ../shared/data/books-val.txt.gz --windows 24
     python benchmarks/quality/fading.py models/smollm2-135m --length 2048 --windows 8 ...
 
-Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. Each
-gap is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions are measured on other
+Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
+is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions are measured on other
 windows each time, and the spread is half the range of the means.
 """
 
