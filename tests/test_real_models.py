@@ -47,8 +47,8 @@ def test_minilm_keeps_its_embeddings_after_a_short_distillation():
     untrained = dofla.evaluate(model, held_out)
     dofla.distill(model, train, steps=20, batch_size=16, rows=32)
     trained = dofla.evaluate(model, held_out)
-    assert trained["embeddings"]["cosine"] > untrained["embeddings"]["cosine"]
-    kl = [[figures["layers"][name]["kl"] for name in figures["layers"]] for figures in (untrained, trained)]
+    assert trained.cosine > untrained.cosine
+    kl = [[layer.kl for layer in figures.layers.values()] for figures in (untrained, trained)]
     assert all(after < first for first, after in zip(*kl, strict=True))
 
     dofla.restore(model)

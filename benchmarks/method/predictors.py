@@ -48,7 +48,7 @@ def main(
     curves = Curves.load(run / "curves-mlp.json")
     teacher, tokenizer = load_teacher(model, dtype)
     text = windows_of(DataSpec(source, length, windows), teacher, tokenizer, seed=0)
-    profile = dofla.profile(teacher, text, samples=min(512, length), batch_size=1)
+    profile = dofla.profile(teacher, text, samples=min(512, length), batch_size=1, estimator="paper")
     names = [layer.name for layer in profile.layers]
     found = {"degrees of freedom of the kernel": dict(zip(names, map(torch.tensor, profile.dof()), strict=True))}
     found["entropy of attention"] = {

@@ -29,11 +29,11 @@ from dofla.evaluation.probe import probe
 from dofla.feature_maps import feature_map_class
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
-from dofla.reproduce.bench import Bench, layer_mean, recalled
-from dofla.reproduce.study import Study
-from dofla.reproduce.table import Cell, Figure, Table
 from dofla.runs.demo.recall import Villagers
 from dofla.runs.recipe import DataSpec, StudentSpec, apply_change, read_yaml
+from dofla.runs.reproduce.bench import Bench, layer_mean, recalled
+from dofla.runs.reproduce.study import Study
+from dofla.runs.reproduce.table import Cell, Figure, Table
 from dofla.runs.teacher import windows_of
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json
@@ -124,10 +124,8 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
 
     def recall(model: PreTrainedModel) -> dict[str, Any]:
         windows = bench.workshop.validation()
-        size = bench.study.probe.batch_size
-        return probe(
-            model, bench.workshop.tokenizer, windows, wanted=["recall"], recall_text=text, batch_size=size, **sizes
-        )
+        options = {"recall_text": text, "batch_size": bench.study.probe.batch_size, **sizes}
+        return probe(model, bench.workshop.tokenizer, windows, wanted=["recall"], **options).to_dict()
 
     runs = bench.evaluations(spec, seeds)
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 import typer
 from command_line import call
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -20,6 +18,7 @@ from typer.testing import CliRunner
 from dofla.cli import app
 from dofla.plans.curves import Curves
 from dofla.plans.plan import LayerPlan, Plan
+from dofla.runs.comparison import student_row
 from dofla.runs.view import View
 
 WORDS = [f"w{n}" for n in range(60)]
@@ -162,10 +161,10 @@ def test_how_tokens_are_kept_is_chosen_on_the_command_line(home, capsys, tmp_pat
     assert all(len(set(x.sizes)) == 1 for x in kept_as(*measured, "--no-per-head").layers)
 
 
-def test_a_plan_whose_heads_differ_is_shown_with_both_ends(capsys):
+def test_a_plan_whose_heads_differ_is_shown_with_both_ends():
     sizes = {"features": [3, 5], "window": [20, 4], "sinks": 2, "token_dtype": "int8"}
-    View().plan(Plan([LayerPlan("layers.0.attention", 2, 8, 8, **sizes), LayerPlan("b", 2, 8, 8, keep_softmax=True)]))
-    shown = capsys.readouterr().out.splitlines()
+    plan = Plan([LayerPlan("layers.0.attention", 2, 8, 8, **sizes), LayerPlan("b", 2, 8, 8, keep_softmax=True)])
+    shown = str(plan).splitlines()
     (line,) = (line.split() for line in shown if "layers.0.attention" in line)
     assert line[1:4] == ["3-5", "4-20", "2"]
     assert any("softmax" in line for line in shown)
@@ -265,6 +264,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["profile", "MODEL", "--data", "TEXT", "--length", 100000, "--out", "NEW"], ["100000", "tokens"]),
         (["profile", "MODEL", "--data", "TEXT", "--out", "PROFILE"], ["exists already"]),
         (["profile", "MODEL", "--data", "TEXT", "--normalization", "size", "--out", "NEW"], ["size", "trace"]),
+        (["profile", "MODEL", "--data", "TEXT", "--estimator", "kernel", "--out", "NEW"], ["kernel", "attention"]),
         (["profile", "MODEL", "--data", "TEXT", "--dtype", "int3", "--out", "NEW"], ["int3", "bfloat16"]),
         (["allocate", "PROFILE", "--lambda", 0, "--out", "NEW"], ["lambda is 0"]),
         (["allocate", "PROFILE", "--strategy", "best", "--out", "NEW"], ["best", "dof_clip"]),
@@ -357,15 +357,6 @@ def test_a_seed_below_zero_is_refused(capsys):
     assert capsys.readouterr().err == "dofla: seed is -1: give 0 or more\n"
 
 
-def test_a_bar_says_nothing_of_a_number_that_it_does_not_know():
-    view, shown = View(), io.StringIO()
-    view._status = Console(file=shown, force_terminal=True, width=80)
-    with view.progress("profile") as bar:
-        bar(1, 4, "spectra")
-    assert "None" not in shown.getvalue()
-    assert "1/4 spectra" in shown.getvalue()
-
-
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
     def row(name, gap, kl):
         figures = {"student_loss": gap + 1, "gap": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": kl}
@@ -375,7 +366,7 @@ def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
     names = ["Fix", "Window and sinks", "Measured"]
     lines = []
     for name, gap, kl in zip(names, (12.25, 0.5, 0.0625), (3.0, 1e9, 0.5), strict=True):
-        View().student(row(name, gap, kl), names, [0])
+        View().show(*student_row(row(name, gap, kl), names, [0]))
         lines += capsys.readouterr().out.splitlines()
     empty, heads, *rows = lines
     assert (empty, heads.split()[0]) == ("", "student")

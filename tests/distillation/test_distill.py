@@ -51,7 +51,7 @@ def equal(one, other):
 
 def mean_divergence(student, tokens):
     figures = attention_fidelity(student, TokenWindows.of(tokens))
-    return sum(layer["kl"] for layer in figures.values()) / len(figures)
+    return sum(layer.kl for layer in figures.values()) / len(figures)
 
 
 class Stop(Exception):
@@ -94,7 +94,7 @@ def test_the_curve_is_the_loss_before_each_step(tiny):
     student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
     untrained = attention_fidelity(student, TokenWindows.of(tokens))
     history = distill(student, tokens, loss="softmax", steps=1, batch_size=WINDOWS)
-    assert history.losses[0].tolist() == pytest.approx([layer["kl"] for layer in untrained.values()], rel=1e-4)
+    assert history.losses[0].tolist() == pytest.approx([layer.kl for layer in untrained.values()], rel=1e-4)
 
 
 def test_learning_rates_fall_along_a_cosine(tiny):

@@ -216,7 +216,7 @@ def test_points_and_effects_are_those_of_students_made_for_it(tiny, family, monk
     judging = dofla.data.as_windows(windows.batch(last))
     errors = attention_fidelity(whole, judging, batch_size=2, seed=5)
     for curve in curves.layers:
-        own = errors[curve.name]["head_kl"]
+        own = errors[curve.name].head_kl
         assert curve.points[middle].errors == pytest.approx(own, rel=1e-6)
         student = alone(model, plan, trained[middle], curve.name)
         for head, error in enumerate(own):

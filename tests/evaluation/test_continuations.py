@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.evaluation import generation_figures
-from dofla.evaluation.generation import TEXTS, decode, repeated
+from dofla.evaluation.generation import TEXTS, Agreement, decode, repeated
 from dofla.integration.prompt_state import read_prompt
 
 PROMPT, NEW, COUNT = 6, 10, 5
@@ -44,36 +45,37 @@ def test_figures_are_those_of_texts_generated_and_scored_by_hand(tiny, kind):
         teacher = generated(student, prompts)
     ours = generated(student, prompts)
     for name, tokens in (("text", text), ("teacher_greedy", teacher), ("student_greedy", ours)):
-        row = figures["texts"][name]
+        row = figures.texts[name]
         for who, attention in (("teacher_loss", dofla.softmax(student)), ("student_loss", nullcontext())):
             with attention:
                 expected = losses(student, prompts, tokens)[0].mean(dim=1)
-            assert row[who] == pytest.approx(expected.mean().item(), rel=1e-4)
-            assert row[f"{who}_error"] == pytest.approx(expected.std().item() / COUNT**0.5, rel=1e-3)
-        assert row["repeated"] == pytest.approx(repeated(tokens).mean().item())
+            assert getattr(row, who) == pytest.approx(expected.mean().item(), rel=1e-4)
+            assert getattr(row, f"{who}_error") == pytest.approx(expected.std().item() / COUNT**0.5, rel=1e-3)
+        assert row.repeated == pytest.approx(repeated(tokens).mean().item())
     same = teacher == ours
     forced = losses(student, prompts, teacher)[1] == teacher
     until = torch.stack([same[:, : n + 1].all(dim=1) for n in range(NEW)], dim=1)
     for name, shares in (("token", same), ("forced", forced), ("prefix", until)):
-        assert figures["agreement"][name] == pytest.approx(shares.double().mean(dim=0).tolist())
-    assert figures["agreed_tokens"] == pytest.approx(until.sum(dim=1).double().mean().item())
-    assert 0 < sum(figures["agreement"]["forced"]) < NEW
-    assert json.loads(json.dumps(figures)) == figures
+        assert getattr(figures.agreement, name) == pytest.approx(shares.double().mean(dim=0).tolist())
+    assert figures.agreed_tokens == pytest.approx(until.sum(dim=1).double().mean().item())
+    assert 0 < sum(figures.agreement.forced) < NEW
+    assert json.loads(json.dumps(figures.to_dict())) == figures.to_dict()
 
 
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": 64}])
 def test_a_student_whose_attention_is_exact_writes_what_its_teacher_writes(tiny, plan):
     figures = generation_figures(student_of(tiny, **plan), windows_of(tiny), batch_size=5, **SIZES)
-    assert figures["agreement"] == {name: [1.0] * NEW for name in ("forced", "token", "prefix")}
-    assert figures["agreed_tokens"] == NEW
+    assert figures.agreement == Agreement(*[[1.0] * NEW] * 3)
+    assert figures.agreed_tokens == NEW
     for how in ("greedy", "sampled"):
-        assert figures["texts"][f"teacher_{how}"] == pytest.approx(figures["texts"][f"student_{how}"], abs=1e-5)
-    for row in figures["texts"].values():
-        assert row["student_loss"] == pytest.approx(row["teacher_loss"], abs=1e-4)
+        one, other = (astuple(figures.texts[f"{who}_{how}"]) for who in ("teacher", "student"))
+        assert one == pytest.approx(other, abs=1e-5)
+    for row in figures.texts.values():
+        assert row.student_loss == pytest.approx(row.teacher_loss, abs=1e-4)
 
 
 def test_agreement_is_lost_once_and_for_all_when_texts_must_stay_the_same(tiny):
-    prefix = generation_figures(student_of(tiny), windows_of(tiny), batch_size=5, **SIZES)["agreement"]["prefix"]
+    prefix = generation_figures(student_of(tiny), windows_of(tiny), batch_size=5, **SIZES).agreement.prefix
     assert prefix == sorted(prefix, reverse=True)
 
 
@@ -81,12 +83,12 @@ def test_only_sampling_depends_on_the_seed_and_nothing_on_the_batch_size(tiny):
     student, windows = student_of(tiny), windows_of(tiny)
     one, same, other = (generation_figures(student, windows, seed=seed, batch_size=5, **SIZES) for seed in (1, 1, 2))
     assert one == same
-    assert one["agreement"] == other["agreement"]
+    assert one.agreement == other.agreement
     for name in TEXTS:
-        assert (one["texts"][name] == other["texts"][name]) == (not name.endswith("sampled"))
+        assert (one.texts[name] == other.texts[name]) == (not name.endswith("sampled"))
     batched = generation_figures(student, windows, seed=1, batch_size=2, **SIZES)
     for name in TEXTS:
-        assert batched["texts"][name] == pytest.approx(one["texts"][name], rel=1e-4)
+        assert astuple(batched.texts[name]) == pytest.approx(astuple(one.texts[name]), rel=1e-4)
 
 
 def test_sampled_tokens_follow_the_models_distribution(tiny):
@@ -108,7 +110,7 @@ def test_padded_windows_are_read_without_their_padding_and_short_ones_passed_ove
     assert 0 < len(enough) < 6
     expected = generation_figures(student, TokenWindows.of(torch.stack(enough)), batch_size=4, **SIZES)
     assert generation_figures(student, TokenWindows.of(batch), batch_size=4, **SIZES) == expected
-    assert expected["prompts"] == len(enough)
+    assert expected.prompts == len(enough)
 
 
 def test_repeated_grams_are_counted_within_a_text():
@@ -118,7 +120,7 @@ def test_repeated_grams_are_counted_within_a_text():
 
 def test_continuations_shorter_than_a_gram_have_no_repetition(tiny):
     figures = generation_figures(student_of(tiny), windows_of(tiny), prompts=2, prompt_tokens=4, new_tokens=3)
-    assert all(row["repeated"] is None for row in figures["texts"].values())
+    assert all(row.repeated is None for row in figures.texts.values())
 
 
 def test_what_cannot_be_done_is_refused(tiny):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -16,18 +18,23 @@ from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 
 LENGTH = 16
+BEFORE = ("model", "source", "windows")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_language_model_is_compared_token_by_token_and_layer_by_layer(tiny, kind):
     student, windows = student_of(tiny, kind), TokenWindows(tiny.tokens(4, LENGTH), source="some text")
     figures = dofla.evaluate(student, windows, batch_size=2, seed=3)
-    assert figures["language"] == next_token_figures(student, windows, batch_size=2, seed=3)
-    assert figures["layers"] == attention_fidelity(student, windows, batch_size=2, seed=3)
-    assert "embeddings" not in figures
-    assert (figures["source"], figures["windows"], figures["length"]) == ("some text", 4, LENGTH)
-    assert figures["model"]["class"] == type(student).__name__
-    assert json.loads(json.dumps(figures)) == figures
+    language, layers = next_token_figures(student, windows, batch_size=2, seed=3), figures.layers
+    assert {name: getattr(figures, name) for name in language} == language
+    assert layers == attention_fidelity(student, windows, batch_size=2, seed=3)
+    assert figures.cosine is None
+    assert (figures.source, figures.windows, figures.length) == ("some text", 4, LENGTH)
+    assert figures.model["class"] == type(student).__name__
+    data = figures.to_dict()
+    assert list(data) == [*BEFORE, "language", "layers", "length", "softmax_bytes", "state_bytes", "strategy"]
+    assert (data["language"], data["layers"]) == (language, {name: asdict(layer) for name, layer in layers.items()})
+    assert json.loads(json.dumps(data)) == data
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit"])
@@ -35,11 +42,40 @@ def test_an_encoder_is_compared_by_its_embeddings(tiny, kind):
     data = tiny.padded(6, LENGTH) if kind == "bert" else tiny.images(6)
     student = student_of(tiny, kind)
     figures = dofla.evaluate(student, data, batch_size=3)
-    assert set(figures["embeddings"]) == {"cosine", "spearman"}
-    assert "language" not in figures
-    assert len(figures["layers"]) == 2
-    assert ("softmax_bytes" in figures) == (kind == "bert")
-    assert json.loads(json.dumps(figures)) == figures
+    assert figures.gap is None
+    assert len(figures.layers) == 2
+    assert (figures.softmax_bytes is None) == (kind == "vit")
+    data, sizes = figures.to_dict(), ["length", "softmax_bytes"] if kind == "bert" else []
+    assert list(data) == [*BEFORE, "embeddings", "layers", *sizes, "state_bytes", "strategy"]
+    assert data["embeddings"] == {"cosine": figures.cosine, "spearman": figures.spearman}
+    assert json.loads(json.dumps(data)) == data
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "vit"])
+def test_the_figures_are_shown_as_tables(tiny, kind):
+    data = tiny.images(6) if kind == "vit" else tiny.padded(6, LENGTH)
+    figures = dofla.evaluate(student_of(tiny, kind), data, batch_size=3)
+    text, page = str(figures), figures._repr_html_()
+    assert max(map(len, text.splitlines())) <= 80
+    name = "gap" if kind == "llama" else "cosine"
+    assert re.search(rf"^{name} +{getattr(figures, name):.6g}$", text, re.M)
+    for layer, found in figures.layers.items():
+        assert re.search(rf"^{re.escape(layer)} +{found.kl:.4f} +{found.output_error:.4f}$", text, re.M)
+        assert f"{layer}</td>" in page
+    assert page.count("<table>") == page.count("</table>") == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_progress_is_that_of_all_batches(tiny, kind):
+    seen = []
+    dofla.evaluate(
+        student_of(tiny, kind),
+        tiny.padded(5, LENGTH),
+        batch_size=2,
+        fidelity_windows=3,
+        progress=lambda *x: seen.append(x),
+    )
+    assert seen == [(n, 5) for n in range(1, 6)]
 
 
 def test_an_encoder_runs_in_batches_of_the_size_asked_for(tiny):
@@ -48,7 +84,7 @@ def test_an_encoder_runs_in_batches_of_the_size_asked_for(tiny):
     data = TokenWindows.of(tiny.padded(5, LENGTH))
     figures = dofla.evaluate(student, data, batch_size=2)
     assert set(sizes) == {2, 1}
-    assert figures["embeddings"] == pytest.approx(embedding_figures(student, data), abs=1e-5)
+    assert figures.to_dict()["embeddings"] == pytest.approx(embedding_figures(student, data), abs=1e-5)
 
 
 def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
@@ -60,20 +96,20 @@ def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         figures = dofla.evaluate(model.to(dtype), tiny.tokens(2, LENGTH))
         one_cache = LENGTH * 2 * (8 + 8) * size
-        assert figures["softmax_bytes"] == 2 * one_cache
-        assert figures["state_bytes"] == (6 + 4) * (8 + 2) * 4 + 3 * 2 * (8 + 8) * size + one_cache
-    assert figures["strategy"] == "by hand"
+        assert figures.softmax_bytes == 2 * one_cache
+        assert figures.state_bytes == (6 + 4) * (8 + 2) * 4 + 3 * 2 * (8 + 8) * size + one_cache
+    assert figures.strategy == "by hand"
 
 
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}])
 def test_exact_attention_shows_as_no_loss_at_all(tiny, plan):
     figures = dofla.evaluate(student_of(tiny, **plan), tiny.tokens(3, LENGTH))
-    assert figures["language"]["gap"] == pytest.approx(0, abs=1e-5)
-    assert figures["language"]["kl"] == pytest.approx(0, abs=1e-5)
-    assert figures["language"]["top1_agreement"] == 1
-    assert all(layer["kl"] < 1e-6 for layer in figures["layers"].values())
+    assert figures.gap == pytest.approx(0, abs=1e-5)
+    assert figures.kl == pytest.approx(0, abs=1e-5)
+    assert figures.top1_agreement == 1
+    assert all(layer.kl < 1e-6 for layer in figures.layers.values())
     if "keep_softmax" in plan:
-        assert figures["state_bytes"] == figures["softmax_bytes"]
+        assert figures.state_bytes == figures.softmax_bytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
@@ -105,8 +141,8 @@ def test_training_shows_in_the_figures(tiny):
     before = dofla.evaluate(student, tokens)
     dofla.distill(student, tokens, steps=30, batch_size=8)
     after = dofla.evaluate(student, tokens)
-    assert all(after["layers"][name]["kl"] < 0.8 * layer["kl"] for name, layer in before["layers"].items())
-    assert after["language"]["kl"] < before["language"]["kl"]
+    assert all(after.layers[name].kl < 0.8 * layer.kl for name, layer in before.layers.items())
+    assert after.kl < before.kl
 
 
 def test_a_model_that_is_not_linearised_is_refused(tiny):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -51,19 +52,19 @@ def test_prompts_are_those_of_the_seed(tokenizer):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_figures_are_those_of_whole_texts_read_from_the_start(tiny, tokenizer, kind, batch_size):
     student, sizes = reader_of(tiny, kind), {"lengths": (70,), "depths": (0.0, 1.0), "count": 3, "choices": 3}
-    records = passkey_figures(student, tokenizer, batch_size=batch_size, seed=4, **sizes)
-    assert [(row["length"], row["depth"], row["n"]) for row in records] == [(70, 0.0, 3), (70, 1.0, 3)]
+    records = passkey_figures(student, tokenizer, batch_size=batch_size, seed=4, **sizes).records
+    assert [(row.length, row.depth, row.n) for row in records] == [(70, 0.0, 3), (70, 1.0, 3)]
     for row in records:
-        prompts = PasskeyText(tokenizer, choices=3).prompts(70, row["depth"], 3, seed=4)
+        prompts = PasskeyText(tokenizer, choices=3).prompts(70, row.depth, 3, seed=4)
         expected = {"teacher": [], "student": []}
         for prompt in prompts:
             with dofla.softmax(student):
                 expected["teacher"].append(by_hand(student, prompt))
             expected["student"].append(by_hand(student, prompt))
-        assert row["chance"] == pytest.approx(1 / 3)
+        assert row.chance == pytest.approx(1 / 3)
         for who, scores in expected.items():
             means = torch.tensor(scores, dtype=torch.float64).mean(dim=0).tolist()
-            assert list(row[who].values()) == pytest.approx(means, rel=1e-4)
+            assert astuple(getattr(row, who)) == pytest.approx(means, rel=1e-4)
 
 
 def by_hand(model, prompt):
@@ -80,8 +81,8 @@ def by_hand(model, prompt):
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": 256}])
 def test_a_student_whose_attention_is_exact_finds_what_its_teacher_finds(tiny, tokenizer, plan):
     sizes = {"lengths": (80,), "depths": (0.5,), "count": 3, "batch_size": 3}
-    (row,) = passkey_figures(reader_of(tiny, **plan), tokenizer, **sizes)
-    assert row["student"] == pytest.approx(row["teacher"], rel=1e-4)
+    (row,) = passkey_figures(reader_of(tiny, **plan), tokenizer, **sizes).records
+    assert astuple(row.student) == pytest.approx(astuple(row.teacher), rel=1e-4)
 
 
 def test_what_cannot_be_asked_is_refused(tiny, tokenizer):

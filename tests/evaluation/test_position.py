@@ -36,18 +36,18 @@ def test_bins_add_up_to_the_figures_of_all_tokens(tiny, kind, side):
     student = student_of(tiny, kind)
     windows = TokenWindows.of(tiny.padded(5, LENGTH, side) if side else tiny.tokens(5, LENGTH))
     record, whole = loss_by_position(student, windows, batch_size=2, edges=EDGES), next_token_figures(student, windows)
-    assert record["tokens"] == sum(row["tokens"] for row in record["bins"]) == whole["tokens"]
+    assert record.tokens == sum(row.tokens for row in record.bins) == whole["tokens"]
     for name in ("teacher_loss", "student_loss", "gap"):
-        total = sum(row["tokens"] * row[name] for row in record["bins"])
-        assert total / record["tokens"] == pytest.approx(whole[name], rel=1e-4)
-    assert json.loads(json.dumps(record)) == record
+        total = sum(row.tokens * getattr(row, name) for row in record.bins)
+        assert total / record.tokens == pytest.approx(whole[name], rel=1e-4)
+    assert json.loads(json.dumps(record.to_dict())) == record.to_dict()
 
 
 def test_each_bin_holds_the_losses_of_its_positions(tiny):
     student, tokens = student_of(tiny), tiny.tokens(3, LENGTH)
     teacher, ours = (torch.stack(x) for x in zip(*(by_hand(student, text) for text in tokens), strict=True))
     record = loss_by_position(student, TokenWindows.of(tokens), edges=EDGES, batch_size=3)
-    assert [(row["first"], row["last"]) for row in record["bins"]] == [
+    assert [(row.first, row.last) for row in record.bins] == [
         (0, 0),
         (1, 1),
         (2, 3),
@@ -55,15 +55,15 @@ def test_each_bin_holds_the_losses_of_its_positions(tiny):
         (8, 15),
         (16, 18),
     ]
-    for row in record["bins"]:
-        here = slice(row["first"], row["last"] + 1)
-        assert row["tokens"] == ours[:, here].numel()
-        assert row["teacher_loss"] == pytest.approx(teacher[:, here].mean().item(), rel=1e-5)
-        assert row["student_loss"] == pytest.approx(ours[:, here].mean().item(), rel=1e-5)
+    for row in record.bins:
+        here = slice(row.first, row.last + 1)
+        assert row.tokens == ours[:, here].numel()
+        assert row.teacher_loss == pytest.approx(teacher[:, here].mean().item(), rel=1e-5)
+        assert row.student_loss == pytest.approx(ours[:, here].mean().item(), rel=1e-5)
         gaps = (ours - teacher)[:, here].mean(dim=1)
         rounding = sum_error(8, 6.0)  # of the difference of two losses of about 6 nats, each rounded a few times
-        assert row["gap"] == pytest.approx(gaps.mean().item(), abs=rounding)
-        assert row["gap_error"] == pytest.approx(gaps.std().item() / 3**0.5, abs=rounding)
+        assert row.gap == pytest.approx(gaps.mean().item(), abs=rounding)
+        assert row.gap_error == pytest.approx(gaps.std().item() / 3**0.5, abs=rounding)
 
 
 def test_padding_shifts_no_position(tiny):
@@ -75,41 +75,41 @@ def test_padding_shifts_no_position(tiny):
         ]
     student = student_of(tiny)
     one, other = (loss_by_position(student, TokenWindows.of(batch), edges=EDGES) for batch in (left, right))
-    assert [row["tokens"] for row in one["bins"]] == [row["tokens"] for row in other["bins"]]
-    for a, b in zip(one["bins"], other["bins"], strict=True):
+    assert [row.tokens for row in one.bins] == [row.tokens for row in other.bins]
+    for a, b in zip(one.bins, other.bins, strict=True):
         # Only the teacher's: rotary scores know distances, while features also see how far padding shifts a text.
-        assert a["teacher_loss"] == pytest.approx(b["teacher_loss"], rel=1e-4)
+        assert a.teacher_loss == pytest.approx(b.teacher_loss, rel=1e-4)
 
 
 def test_bins_that_no_text_reaches_are_left_out(tiny):
     batch = {"input_ids": tiny.tokens(2, LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.int64)}
     batch["attention_mask"][:, 5:] = 0
     record = loss_by_position(student_of(tiny), TokenWindows.of(batch), edges=EDGES)
-    assert [(row["first"], row["tokens"]) for row in record["bins"]] == [(0, 2), (1, 2), (2, 4)]
+    assert [(row.first, row.tokens) for row in record.bins] == [(0, 2), (1, 2), (2, 4)]
 
 
 def test_default_bins_double(tiny):
     record = loss_by_position(student_of(tiny), TokenWindows.of(tiny.tokens(2, 100)))
-    assert [(row["first"], row["last"]) for row in record["bins"]] == [(0, 15), (16, 31), (32, 63), (64, 98)]
+    assert [(row.first, row.last) for row in record.bins] == [(0, 15), (16, 31), (32, 63), (64, 98)]
 
 
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}])
 def test_a_student_whose_attention_is_exact_has_no_gap_anywhere(tiny, plan):
     record = loss_by_position(student_of(tiny, **plan), TokenWindows.of(tiny.tokens(4, LENGTH)), edges=EDGES)
-    for row in record["bins"]:
-        assert row["gap"] == pytest.approx(0, abs=1e-5)
-        assert row["gap_error"] == pytest.approx(0, abs=1e-5)
+    for row in record.bins:
+        assert row.gap == pytest.approx(0, abs=1e-5)
+        assert row.gap_error == pytest.approx(0, abs=1e-5)
 
 
 def test_a_window_shows_where_it_ends(tiny):
     record = loss_by_position(student_of(tiny, window=4), TokenWindows.of(tiny.tokens(4, LENGTH)), edges=[0, 4])
-    assert record["bins"][0]["gap"] == pytest.approx(0, abs=1e-5)
-    assert abs(record["bins"][1]["gap"]) > 1e-3
+    assert record.bins[0].gap == pytest.approx(0, abs=1e-5)
+    assert abs(record.bins[1].gap) > 1e-3
 
 
 def test_one_window_has_no_standard_error(tiny):
     record = loss_by_position(student_of(tiny), TokenWindows.of(tiny.tokens(1, LENGTH)))
-    assert record["bins"][0]["gap_error"] is None
+    assert record.bins[0].gap_error is None
 
 
 def test_the_error_of_a_ratio_is_what_repetition_shows():

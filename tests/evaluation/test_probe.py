@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 
 import pytest
-from rich.console import Console
 from students import reader_of
 
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.evaluation import generation_figures, loss_by_position, passkey_figures, recall_figures
-from dofla.evaluation.probe import PROBES, probe
-from dofla.evaluation.recall import WordPairs
-from dofla.evaluation.view_probe import probe_view
+from dofla.evaluation.position import PositionBin, Positions
+from dofla.evaluation.probe import PROBES, Probe, probe
+from dofla.evaluation.recall import Answers, Recall, RecallRow, WordPairs
 from dofla.runs.demo.recall import Villagers
 
 SIZES = {"lengths": (80,), "count": 2, "batch_size": 2}
@@ -26,29 +24,25 @@ def student(tiny):
     return reader_of(tiny)
 
 
-def shown(record):
-    console = Console(width=80, file=StringIO())
-    for part in probe_view(record):
-        console.print(part)
-    return console.file.getvalue()
-
-
 def test_a_record_holds_what_its_parts_give(tiny, tokenizer, student):
     windows, seen = TokenWindows(tiny.tokens(3, 24), source="some text"), []
     student.train()
     record = probe(student, tokenizer, windows, seed=1, progress=lambda *x: seen.append(x), **SIZES, **GENERATION)
     assert student.training
     student.eval()
-    assert record["positions"] == loss_by_position(student, windows, batch_size=2)
-    assert record["generation"] == generation_figures(student, windows, batch_size=2, seed=1, **GENERATION)
-    assert record["recall"]["text"] == "word pairs"
-    assert record["recall"]["records"] == recall_figures(student, WordPairs(tokenizer), seed=1, **SIZES)
-    assert record["passkey"]["records"] == passkey_figures(student, tokenizer, seed=1, **SIZES)
-    assert (record["source"], record["seed"]) == ("some text", 1)
-    assert json.loads(json.dumps(record)) == record
+    assert record.positions == loss_by_position(student, windows, batch_size=2)
+    assert record.generation == generation_figures(student, windows, batch_size=2, seed=1, **GENERATION)
+    assert record.recall.text == "word pairs"
+    assert record.recall == recall_figures(student, WordPairs(tokenizer), seed=1, **SIZES)
+    assert record.passkey == passkey_figures(student, tokenizer, seed=1, **SIZES)
+    assert (record.source, record.seed) == ("some text", 1)
+    data = record.to_dict()
+    assert list(data) == ["model", "strategy", "source", "seed", *PROBES]
+    assert (list(data["recall"]), list(data["passkey"])) == (["text", "records"], ["records"])
+    assert json.loads(json.dumps(data)) == data
     # Two batches, one of continuations, one of recall prompts, and one for each depth of the pass key.
     assert seen == [(1, 2), (2, 2), (1, 1), (1, 1), *((n, 5) for n in range(1, 6))]
-    text = shown(record)
+    text = str(record)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     for title in (
@@ -63,20 +57,20 @@ def test_a_record_holds_what_its_parts_give(tiny, tokenizer, student):
 def test_only_what_is_wanted_is_done(tiny, tokenizer, student):
     windows = TokenWindows.of(tiny.tokens(1, 24))
     record = probe(student, tokenizer, windows, wanted=["recall"], recall_text=Villagers(tokenizer), **SIZES)
-    assert set(PROBES) & set(record) == {"recall"}
-    assert record["recall"]["text"] == "villagers"
-    assert shown(record).count("depth") == 1
+    assert set(PROBES) & set(record.to_dict()) == {"recall"}
+    assert record.recall.text == "villagers"
+    assert str(record).count("depth") == 1
     record = probe(student, tokenizer, windows, wanted=["positions"])
     # A single window has no standard error.
-    assert "±" not in shown(record)
+    assert "±" not in str(record)
 
 
 def test_large_figures_still_fit_the_terminal():
-    figures = {"accuracy": 1.0, "loss": 123.456, "greedy": 1.0}
-    row = {"length": 131072, "depth": 0.25, "n": 10000, "chance": 1.0, "teacher": figures, "student": figures}
-    losses = {"teacher_loss": 123.456, "student_loss": 123.456, "gap": -123.456, "gap_error": 12.345}
-    bins = [{"first": 65536, "last": 131070, "tokens": 10_000_000, **losses}]
-    text = shown({"positions": {"bins": bins}, "recall": {"text": "word pairs", "records": [row]}})
+    answers = Answers(accuracy=1.0, loss=123.456, greedy=1.0)
+    recall = Recall("word pairs", [RecallRow(131072, 0.25, 10000, 1.0, answers, answers)])
+    losses = dict.fromkeys(("teacher_loss", "teacher_loss_error", "student_loss", "student_loss_error"), 123.456)
+    bins = [PositionBin(65536, 131070, 10_000_000, **losses, gap=-123.456, gap_error=12.345)]
+    text = str(Probe({}, None, "some text", 0, Positions(64, 10_000_000, bins), recall=recall))
     assert "…" not in text
     assert "131072" in text
     assert "-123.456 ± 12.345" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from students import reader_of
@@ -101,15 +103,17 @@ class Fixed:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_figures_are_those_of_prompts_read_one_by_one(tiny, kind, batch_size):
     student = reader_of(tiny, kind)
-    records = recall_figures(student, Fixed(), lengths=(8, 12), count=3, batch_size=batch_size, seed=2)
-    assert [(row["length"], row["depth"], row["n"]) for row in records] == [
+    found = recall_figures(student, Fixed(), lengths=(8, 12), count=3, batch_size=batch_size, seed=2)
+    assert found.text == Fixed.name
+    records = found.records
+    assert [(row.length, row.depth, row.n) for row in records] == [
         (8, 0.0, 3), (8, 1.0, 3), (12, 0.0, 3), (12, 1.0, 3)
     ]  # fmt: skip
     for row in records:
-        prompts = Fixed().prompts(row["length"], 3, 2)
+        prompts = Fixed().prompts(row.length, 3, 2)
         expected = {"teacher": [], "student": []}
         for prompt in prompts:
-            question = prompt.questions[0 if row["depth"] == 0 else 1]
+            question = prompt.questions[0 if row.depth == 0 else 1]
             with torch.no_grad():
                 logits = {"student": student(torch.tensor([prompt.ids])).logits[0, question.position]}
                 with dofla.softmax(student):
@@ -118,26 +122,28 @@ def test_figures_are_those_of_prompts_read_one_by_one(tiny, kind, batch_size):
                 among = max(question.choices, key=lambda choice, x=x: x[choice].item())
                 loss = torch.nn.functional.cross_entropy(x.double(), torch.tensor(question.answer)).item()
                 expected[who].append((among == question.answer, loss, int(x.argmax()) == question.answer))
-        assert row["chance"] == 0.25
+        assert row.chance == 0.25
         for who, scores in expected.items():
             means = torch.tensor(scores, dtype=torch.float64).mean(dim=0).tolist()
-            assert list(row[who].values()) == pytest.approx(means, rel=1e-4)
+            assert astuple(getattr(row, who)) == pytest.approx(means, rel=1e-4)
 
 
 def test_the_demos_teacher_knows_its_villagers_and_a_poor_student_does_not(tokenizer, tiny):
     model = load_model(teacher_path(), dtype=torch.float32)
     dofla.linearize(model, tiny.plan(model))
-    records = recall_figures(model, Villagers(tokenizer), lengths=(60,), count=8, batch_size=8)
-    assert all(row["teacher"]["accuracy"] == row["teacher"]["greedy"] == 1 for row in records)
-    assert all(row["teacher"]["loss"] < 0.5 < row["student"]["loss"] for row in records)
-    assert sum(row["n"] for row in records) == 8
-    assert {row["depth"] for row in records} <= set(DEPTHS)
+    records = recall_figures(model, Villagers(tokenizer), lengths=(60,), count=8, batch_size=8).records
+    assert all(row.teacher.accuracy == row.teacher.greedy == 1 for row in records)
+    assert all(row.teacher.loss < 0.5 < row.student.loss for row in records)
+    assert sum(row.n for row in records) == 8
+    assert {row.depth for row in records} <= set(DEPTHS)
 
 
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": 256}])
 def test_a_student_whose_attention_is_exact_recalls_as_its_teacher(tiny, tokenizer, plan):
-    for row in recall_figures(reader_of(tiny, **plan), WordPairs(tokenizer), lengths=(60,), count=4, batch_size=4):
-        assert row["student"] == pytest.approx(row["teacher"], rel=1e-4)
+    for row in recall_figures(
+        reader_of(tiny, **plan), WordPairs(tokenizer), lengths=(60,), count=4, batch_size=4
+    ).records:
+        assert astuple(row.student) == pytest.approx(astuple(row.teacher), rel=1e-4)
 
 
 def test_what_cannot_be_asked_is_refused(tiny, tokenizer):

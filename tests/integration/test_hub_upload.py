@@ -1,6 +1,7 @@
 """Students on the hub: what goes up, what stays there, and what comes back, through huggingface_hub's own code."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ import transformers.utils.hub
 from families import own_student, plan_for, teacher, tokens
 from hub_stand_in import serving
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import dofla
 from dofla.cli import app
+from dofla.integration.checkpoint import feature_map_tensors
 from dofla.integration.surgery import is_linearized, plan_of, record_of
 from dofla.runs.teacher import open_model
 
@@ -136,7 +139,8 @@ def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
     assert "GET /me/adapter/resolve/main/README.md" not in hub.asked  # nor anything else that is not needed
 
 
-def test_every_verb_opens_a_student_by_its_name(hub, student, tmp_path):
+@pytest.mark.parametrize("moved", [False, True], ids=["base where it was", "base elsewhere"])
+def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     words = {f"w{n}": n for n in range(64)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -149,16 +153,19 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(f"w{n % 64} w{n // 64} w7" for n in range(1000)))
     text = ["--data", tmp_path / "text.txt", "--length", 16, "--windows", 2]
     learn = ["--task", tmp_path / "learn.jsonl", "--test", tmp_path / "test.jsonl", "--out", tmp_path / "out"]
+    if moved:
+        hub.repositories["owner/moved"] = hub.repositories.pop("owner/base")
+    base = ["--base-model", "owner/moved"] if moved else []
     for verb, *options in (
         ["generate", "--prompt", "w3 w4", "--new-tokens", 4],
         ["evaluate", "--tasks", tmp_path / "test.jsonl"],
         ["probe", *text, "--positions"],
         ["finetune", *learn, "--epochs", 1, "--batch-size", 2],
     ):
-        done = CliRunner().invoke(app, [verb, "me/adapter", *map(str, options)])
+        done = CliRunner().invoke(app, [verb, "me/adapter", *base, *map(str, options)])
         assert done.exit_code == 0, (verb, done.exception)
     assert json.loads((tmp_path / "out" / "result.json").read_text())["model"]["attention"] == "linear"
-    assert not is_linearized(open_model("owner/base")[0])
+    assert not is_linearized(open_model("owner/moved" if moved else "owner/base")[0])
 
 
 def test_an_adapter_opens_from_the_cache_when_the_hub_is_gone(hub, student, monkeypatch):
@@ -200,6 +207,31 @@ def test_a_base_elsewhere_can_be_named_when_an_adapter_is_opened(hub, student, t
     teacher("llama").save_pretrained(tmp_path / "copy")
     del hub.repositories["owner/base"]
     assert_same(dofla.load("me/adapter", base_model=tmp_path / "copy"), student)
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "docs" / "students").glob("*/dofla_adapter.json"))
+
+
+@pytest.mark.parametrize("pointer", SHIPPED, ids=[path.parent.name for path in SHIPPED])
+def test_a_student_in_the_repository_opens_by_what_it_names(hub, pointer, tmp_path, monkeypatch):
+    """With a model in the place of its base, whose attention has the same shapes and all else is small."""
+    plan = dofla.Plan.load(pointer.parent / "plan.json")
+    layer = plan.layers[0]
+    small = LlamaConfig(
+        hidden_size=4 * layer.kv_heads,
+        intermediate_size=16,
+        num_hidden_layers=len(plan.layers),
+        num_attention_heads=layer.kv_heads,
+        num_key_value_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        vocab_size=64,
+    )
+    name = json.loads(pointer.read_text())["base_model"]
+    LlamaForCausalLM(small).push_to_hub(name)
+    monkeypatch.chdir(tmp_path)
+    student = dofla.load(pointer.parent)
+    assert any(x.startswith(f"GET /{name}/") and x.endswith("/model.safetensors") for x in hub.asked)
+    assert feature_map_tensors(student).keys() == load_file(pointer.parent / "feature_maps.safetensors").keys()
 
 
 @pytest.mark.parametrize(

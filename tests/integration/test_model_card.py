@@ -24,6 +24,7 @@ from dofla.runs import workshop
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 from dofla.runs.teacher import load_teacher
+from dofla.tasks import Accuracy, Comparison, TaskResults
 
 FIGURES = {
     "source": "/home/me/my_text.txt.gz (validation)",
@@ -357,6 +358,17 @@ def test_only_students_write_cards_and_only_the_first_process(tmp_path):
     dofla.restore(model).save_pretrained(tmp_path / "plain")
     teacher("llama").save_pretrained(tmp_path / "teacher")
     assert not list(tmp_path.glob("*/README.md"))
+
+
+def test_results_are_taken_as_they_come(base):
+    student = student_of(base)
+    both = Accuracy(0.75, 0.1, 0.5, 0.1, -0.25, [-0.5, 0.0], 0.625)
+    tasks = TaskResults([Comparison("piqa", 8, both, both, {})], {})
+    dofla.note(student, figures=tasks)
+    dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
+    (accuracy, *others) = record_of(student).figures
+    assert (accuracy.student, accuracy.teacher, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
+    assert [figure.metric for figure in others] == ["loss", "gap", "kl", "agreement"]
 
 
 def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_path, monkeypatch):

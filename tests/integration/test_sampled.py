@@ -10,7 +10,7 @@ from dofla.attention import Affine
 from dofla.errors import DoflaError
 from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.base import AffineFeatureMap
-from dofla.integration.profiler import Reservoir
+from dofla.integration.estimators import Reservoir
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linear_layers

@@ -17,8 +17,9 @@ from transformers import (
 )
 
 import dofla
-from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors
+from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
 from dofla.integration.surgery import linear_layers, plan_of
+from dofla.runs.demo import teacher_path
 from dofla.storage.checksums import CHECKSUMS
 
 
@@ -108,11 +109,55 @@ def test_an_adapter_holds_the_feature_maps_and_nothing_else(adapter):
 def test_an_adapter_can_be_given_another_place_for_its_base(adapter, base, tmp_path):
     expected = logits(dofla.load(adapter))
     base.rename(tmp_path / "moved")
-    with pytest.raises(dofla.DoflaError, match=r"cannot load model '.*base'"):
+    with pytest.raises(dofla.DoflaError, match=r"adapter is the adapter of .*'.*base'.*; --base-model FOLDER_OR_NAME"):
         dofla.load(adapter)
+    assert_close(logits(dofla.load(adapter, base_model=tmp_path / "moved")), expected, rtol=0, atol=0)
     pointer = json.loads((adapter / ADAPTER).read_text())
     (adapter / ADAPTER).write_text(json.dumps(pointer | {"base_model": str(tmp_path / "moved")}))
     assert_close(logits(dofla.load(adapter)), expected, rtol=0, atol=0)
+
+
+def test_a_base_that_only_this_machine_has_is_named_with_a_warning(base, tmp_path, caplog):
+    model = dofla.linearize(AutoModelForCausalLM.from_pretrained(base))
+    dofla.save_adapter(model, tmp_path / "adapter")
+    (said,) = caplog.messages
+    assert said.startswith(f"others cannot open {tmp_path / 'adapter'}, whose base model is the folder {base}: ")
+    assert json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"] == str(base)
+    dofla.note(tmp_path / "adapter", base_model="owner/name")  # as the warning says
+    assert json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"] == "owner/name"
+
+
+def test_a_base_that_is_known_to_be_on_the_hub_is_named_as_there(base, tmp_path, caplog):
+    """Opened from the hub's cache; and opened elsewhere than an adapter says, and saved again."""
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "0123"
+    shutil.copytree(base, snapshot)
+    model = dofla.linearize(AutoModelForCausalLM.from_pretrained(snapshot))
+    dofla.save_adapter(model, tmp_path / "first")
+    dofla.save_adapter(dofla.load(tmp_path / "first", base_model=base), tmp_path / "second")
+    for name in ("first", "second"):
+        assert json.loads((tmp_path / name / ADAPTER).read_text())["base_model"] == "owner/name"
+    assert not caplog.messages
+
+
+def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
+    """So that the adapter opens wherever the package is."""
+    model = dofla.linearize(load_model(teacher_path()))
+    dofla.save_adapter(model, tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"]
+    assert named == "package:dofla/runs/demo/teacher"
+    assert not caplog.messages
+    assert_same_student(dofla.load(tmp_path / "adapter"), model)
+    for package in ("no_such", "os.path", ""):
+        with pytest.raises(dofla.DoflaError, match=rf"the package {package} is not installed: .*; --base-model"):
+            dofla.load(tmp_path / "adapter", base_model=f"package:{package}/folder")
+
+
+def test_the_base_of_a_standalone_student_is_its_folder_whatever_that_was_made_from(base, tmp_path):
+    model = dofla.linearize(AutoModelForCausalLM.from_pretrained(base))
+    dofla.note(model, base_model="owner/name")
+    model.save_pretrained(tmp_path / "student")
+    dofla.save_adapter(dofla.load(tmp_path / "student"), tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"] == str(tmp_path / "student")
 
 
 def test_an_opened_student_can_be_saved_in_both_ways_again(folder, tmp_path):

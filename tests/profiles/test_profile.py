@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import dofla
 from dofla import Profile
 from dofla.errors import DoflaError
-from dofla.integration.profiler import MASS_FIRST, MASS_LAST, Reservoir
+from dofla.integration.estimators import Reservoir
+from dofla.integration.profiler import MASS_FIRST, MASS_LAST
 from dofla.integration.recorder import AttentionCall, recording
 from dofla.profiles.profile import HeadStatistics, LayerProfile, SkippedLayer
 from dofla.profiles.spectrum import Spectrum, degrees_of_freedom, gram_spectrum
@@ -218,7 +219,7 @@ def test_queries_and_keys_are_those_after_positions(tiny):
 
 def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(tiny):
     model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(3, 12)
-    profile = dofla.profile(model, tokens, samples=ALL, batch_size=2)
+    profile = dofla.profile(model, tokens, samples=ALL, estimator="paper", batch_size=2)
     for layer in profile.layers:
         assert (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 4, 8, 8)
         assert layer.scaling == pytest.approx(8**-0.5)
@@ -232,9 +233,73 @@ def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(
                 assert got == pytest.approx(degrees_of_freedom(expected, lam), rel=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_spectra_are_those_of_all_rows_of_attention_if_the_sample_holds_them_all(tiny, family):
+    model, batch = getattr(tiny, family)(), tiny.padded(5, 20, "left" if family == "llama" else "right")
+    profile = dofla.profile(model, batch, samples=ALL, batch_size=2)
+    real = batch["attention_mask"].bool()
+    attentions = eager_attentions(model, batch)
+    for layer, attention in zip(profile.layers, attentions, strict=True):
+        share = layer.heads // layer.kv_heads
+        for head, spectrum in enumerate(layer.spectra):
+            assert spectrum.eigenvalues.shape == (5, real.sum(-1).max())
+            # Windows come in the order of the text; which member of the group a row is of is drawn.
+            for n, (values, mask) in enumerate(zip(spectrum.eigenvalues, real, strict=True)):
+                rows = attention[n, share * head : share * (head + 1), mask].double()
+                weight = rows.square().sum(-1)
+                filled = len(values) / mask.sum().item()  # a row weighs the same in short windows
+                trace = values.sum() / filled
+                assert weight.amin(0).sum() * (1 - 1e-4) <= trace <= weight.amax(0).sum() * (1 + 1e-4)
+                if share == 1:
+                    expected = torch.linalg.svdvals(rows[0]).square() * filled
+                    torch.testing.assert_close(values[: len(expected)], expected, rtol=1e-4, atol=1e-5)
+                    assert (values[len(expected) :] == 0).all()
+
+
+def test_few_samples_are_spread_over_eight_windows_and_many_windows_give_64_rows_each(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(12, 70)
+    shapes = {}
+    for samples in (20, 256, 600, 10_000):
+        profile = dofla.profile(model, tokens, samples=samples)
+        (shapes[samples],) = {tuple(s.eigenvalues.shape) for layer in profile.layers for s in layer.spectra}
+    assert shapes == {20: (8, 2), 256: (8, 32), 600: (9, 64), 10_000: (12, 64)}
+
+
+def test_standard_errors_stand_beside_the_degrees_and_one_window_has_none(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(6, 40)
+    many, one = dofla.profile(model, tokens, samples=384), dofla.profile(model, tokens[:1], samples=40)
+    for row, errors, layer in zip(many.dof(0.1), many.dof_errors(0.1), many.layers, strict=True):
+        for value, error, spectrum in zip(row, errors, layer.spectra, strict=True):
+            each = [degrees_of_freedom(Spectrum(values, 0.0), 0.1, "mean") for values in spectrum.eigenvalues]
+            assert value == pytest.approx(sum(each) / 6)
+            assert error == pytest.approx(torch.tensor(each, dtype=torch.float64).std().item() / 6**0.5)
+    assert all(math.isnan(error) for row in one.dof_errors() for error in row)
+    assert "±" in str(many)
+    assert "±" not in str(one)
+    assert "dof_error': None" in str(one.to_dict())
+
+
+def test_the_papers_estimator_is_there_by_name_and_no_other(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(4, 40)
+    paper = dofla.profile(model, tokens, samples=32, estimator="paper")
+    assert (paper.estimator, paper.normalization) == ("paper", "trace")
+    assert {s.eigenvalues.shape for layer in paper.layers for s in layer.spectra} == {(32,)}
+    assert {s.subsamples.shape for layer in paper.layers for s in layer.spectra} == {(8, 4)}
+    usual = dofla.profile(model, tokens, samples=32)
+    assert (usual.estimator, usual.normalization) == ("attention", "mean")
+    with pytest.raises(DoflaError, match=r"'kernel'.*attention, paper"):
+        dofla.profile(model, tokens, estimator="kernel")
+
+
+def test_windows_of_padding_alone_are_refused(tiny):
+    batch = tiny.padded(3, 12, "left")
+    with pytest.raises(DoflaError, match="padding alone"):
+        dofla.profile(tiny.llama(), batch | {"attention_mask": torch.zeros(3, 12, dtype=torch.int64)})
+
+
 def test_a_kv_heads_vectors_are_its_keys_and_the_queries_of_its_group(tiny):
     model, tokens = tiny.llama(), tiny.tokens(1, 6)
-    profile = dofla.profile(model, tokens, samples=ALL)
+    profile = dofla.profile(model, tokens, samples=ALL, estimator="paper")
     for layer in profile.layers:
         query, key = projected_by_hand(model, tokens)[layer.name]
         for head, spectrum in enumerate(layer.spectra):
@@ -276,8 +341,8 @@ def test_images_are_profiled_like_text(tiny):
     for layer in profile.layers:
         assert not layer.causal
         assert len(layer.spectra) == 4
-        assert len(layer.spectra[0].eigenvalues) == 3 * 2 * 17
-    few = dofla.profile(tiny.vit(), tiny.images(3), samples=20)
+        assert layer.spectra[0].eigenvalues.shape == (3, 17)
+    few = dofla.profile(tiny.vit(), tiny.images(3), samples=20, estimator="paper")
     assert {len(s.eigenvalues) for layer in few.layers for s in layer.spectra} == {20}
 
 
@@ -437,6 +502,37 @@ def test_a_measured_profile_round_trips(tiny, tmp_path):
     profile = dofla.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
     profile.save(tmp_path / "profile")
     assert Profile.load(tmp_path / "profile").dof(0.1, "top") == profile.dof(0.1, "top")
+
+
+def test_both_estimators_round_trip_with_their_errors(tiny, tmp_path):
+    for estimator in ("attention", "paper"):
+        profile = dofla.profile(tiny.llama(), tiny.tokens(5, 16), samples=64, estimator=estimator)
+        loaded = Profile.load(profile.save(tmp_path / estimator))
+        assert loaded.estimator == estimator
+        for lam, normalization in ((0.1, "top"), (0.01, "trace")):
+            assert loaded.dof(lam, normalization) == profile.dof(lam, normalization)
+            assert loaded.dof_errors(lam, normalization) == profile.dof_errors(lam, normalization)
+        assert str(loaded) == str(profile)
+        assert loaded.to_dict() == profile.to_dict()
+
+
+def test_a_profile_of_format_1_loads_and_its_errors_are_unknown(tmp_path):
+    profile = some_profile()
+    profile.save(tmp_path / "profile")
+
+    def as_it_was(data):
+        data["format"] = 1
+        data.pop("estimator"), data.pop("sha256", None)
+        for layer in data["layers"]:
+            for head in layer["per_head"]:
+                del head["dof_error"]
+
+    edit_json(as_it_was)(tmp_path / "profile")
+    loaded = Profile.load(tmp_path / "profile")
+    assert loaded.estimator == "paper"
+    assert loaded.dof() == profile.dof()
+    assert all(math.isnan(error) for row in loaded.dof_errors() for error in row)
+    assert "±" not in str(loaded)
 
 
 def test_the_readable_part_shows_degrees_of_freedom(tmp_path):

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
-from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom, gram_spectrum
+from dofla.profiles.spectrum import (
+    NORMALIZATIONS,
+    SUBSAMPLES,
+    Spectrum,
+    attention_spectrum,
+    degrees_of_freedom,
+    gram_spectrum,
+    standard_error,
+)
 
 seeds = st.integers(0, 2**31 - 1)
 lams = st.floats(-5.0, 1.0).map(lambda exponent: 10.0**exponent)
@@ -164,3 +172,103 @@ def test_lambda_must_be_a_positive_number(lam):
 def test_an_unknown_normalization_lists_the_known_ones():
     with pytest.raises(DoflaError, match=r"'unit'.*trace, top, mean, none"):
         degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 1.0, "unit")
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    seed=seeds,
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 12),
+    lam=st.floats(-4.0, 1.0).map(lambda exponent: 10.0**exponent),
+)
+def test_degrees_of_freedom_of_attention_are_those_of_the_inner_products_of_its_rows(seed, rows, columns, lam):
+    attention = some_vectors(seed, rows, columns, 2.0).softmax(-1)
+    values, retry = attention_spectrum(attention)
+    assert retry is None
+    sigma = torch.tensor([[(a * b).sum() for b in attention] for a in attention]) / rows
+    expected = torch.linalg.solve(sigma + lam * torch.eye(rows, dtype=sigma.dtype), sigma).trace().item()
+    assert degrees_of_freedom(Spectrum(values, 0.0), lam, "mean") == pytest.approx(expected, rel=1e-8)
+
+
+def test_attention_to_one_token_each_has_as_many_degrees_as_rows_and_attention_to_all_has_one():
+    lam = 2.0**-8
+    alone, _ = attention_spectrum(torch.eye(16))
+    even, _ = attention_spectrum(torch.full((16, 40), 1 / 40))
+    assert degrees_of_freedom(Spectrum(alone, 0.0), lam) == pytest.approx(16 / (1 + 16 * lam))
+    assert degrees_of_freedom(Spectrum(even, 0.0), lam) == pytest.approx(1 / (1 + lam))
+    # Divided by the number of rows, each row counts with its own weight: 1 on a single token, 1/40 on forty.
+    assert degrees_of_freedom(Spectrum(alone, 0.0), lam, "mean") == pytest.approx(16 / (1 + 16 * lam))
+    assert degrees_of_freedom(Spectrum(even, 0.0), lam, "mean") == pytest.approx(1 / (1 + 40 * lam))
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_windows_are_averaged_and_rows_of_zeros_count_for_nothing(normalization):
+    attention = some_vectors(1, 5 * 12, 9).view(5, 12, 9).softmax(-1)
+    values, _ = attention_spectrum(attention)
+    each = [degrees_of_freedom(Spectrum(own, 0.0), 0.01, normalization) for own in values]
+    spectrum = Spectrum(values, 0.0)
+    assert degrees_of_freedom(spectrum, 0.01, normalization) == pytest.approx(sum(each) / 5)
+    spread = torch.tensor(each, dtype=torch.float64).std().item()
+    assert standard_error(spectrum, 0.01, normalization) == pytest.approx(spread / 5**0.5)
+    filled, _ = attention_spectrum(torch.nn.functional.pad(attention, (0, 0, 0, 3)))
+    if normalization != "mean":  # which divides by the number of rows
+        found = degrees_of_freedom(Spectrum(filled, 0.0), 0.01, normalization)
+        assert found == pytest.approx(sum(each) / 5, rel=1e-9)
+
+
+def attention_of(scores: torch.Tensor, seed: int, windows: int, rows: int = 24, columns: int = 48) -> Spectrum:
+    """Of a head whose queries and keys are normal, keys of the given lengths drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(windows, rows, 8, generator=generator, dtype=torch.float64)
+    key = torch.randn(windows, columns, 8, generator=generator, dtype=torch.float64)
+    lengths = scores[torch.randint(len(scores), (windows, columns), generator=generator)]
+    values, _ = attention_spectrum((query @ (key * lengths[..., None]).mT).softmax(-1))
+    return Spectrum(values, 0.0)
+
+
+def test_the_standard_error_is_the_spread_over_samples():
+    scores, lam, windows, draws = torch.linspace(0.2, 2.0, 10, dtype=torch.float64), 2.0**-8, 8, 60
+    found = [attention_of(scores, seed, windows) for seed in range(draws)]
+    values = torch.tensor([degrees_of_freedom(x, lam) for x in found], dtype=torch.float64)
+    errors = torch.tensor([standard_error(x, lam) for x in found], dtype=torch.float64)
+    # Both estimate one variance, from 59 and from 60 × 7 degrees of freedom: their ratio is F distributed, with a
+    # standard deviation near sqrt(2/59 + 2/420).
+    ratio = errors.square().mean() / values.var()
+    assert abs(ratio - 1) < 4 * (2 / (draws - 1) + 2 / (draws * (windows - 1))) ** 0.5
+
+
+def test_a_key_of_enormous_length_flips_the_papers_estimate_and_not_that_of_attention():
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(128, 8, generator=generator, dtype=torch.float64)
+    outlier = torch.cat([vectors[:-1], 10 * vectors[-1:]])
+    calm, flipped = (degrees_of_freedom(gram_spectrum(x, 8**-0.5), 2.0**-8) for x in (vectors, outlier))
+    assert calm > 20
+    assert flipped < 1.1
+    query = torch.randn(64, 8, generator=generator, dtype=torch.float64)
+    rows = [(8**-0.5 * query @ x.mT).softmax(-1) for x in (vectors, outlier)]
+    calm, moved = (degrees_of_freedom(Spectrum(attention_spectrum(x)[0], 0.0), 2.0**-8, "mean") for x in rows)
+    # Some rows look at the outlier alone, and are one direction together; the others stay.
+    assert moved > calm / 2
+
+
+def test_the_papers_estimate_is_doubted_where_its_subsamples_differ():
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(256, 8, generator=generator, dtype=torch.float64)
+    calm = gram_spectrum(vectors / vectors.norm(dim=-1, keepdim=True), 1.0)
+    assert calm.subsamples.shape == (SUBSAMPLES, 32)
+    for part, values in zip(vectors.chunk(SUBSAMPLES), calm.subsamples, strict=True):
+        expected = torch.linalg.eigvalsh(plain_gram(part / part.norm(dim=-1, keepdim=True), 1.0)).flip(0)
+        torch.testing.assert_close(
+            values * math.exp(calm.log_scale), expected.clamp_min(0), rtol=1e-9, atol=1e-12 * 256
+        )
+    heavy = gram_spectrum(vectors * (1 + 3 * torch.arange(256).eq(7))[:, None], 1.0)
+    for spectrum, low, high in ((calm, 0, 0.05), (heavy, 0.2, 10)):
+        assert low < standard_error(spectrum, 2.0**-8) / degrees_of_freedom(spectrum, 2.0**-8) < high
+
+
+def test_nothing_is_known_of_the_error_of_a_single_matrix():
+    assert math.isnan(standard_error(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 0.1))
+    assert gram_spectrum(some_vectors(0, 2 * SUBSAMPLES - 1, 3), 1.0).subsamples is None

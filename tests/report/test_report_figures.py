@@ -15,6 +15,7 @@ from dofla.data import TokenWindows
 from dofla.report.maps import LEVELS, attention_maps, moved, packed, sentence, token_texts
 from dofla.report.recall import by_distance, forgets_from
 from dofla.report.speed import crossing, timings
+from dofla.report.tables import slider_tables
 from dofla.report.texts import side_by_side
 
 LENGTHS = [128 * 2**n for n in range(5)]
@@ -147,3 +148,14 @@ def test_timings_have_both_at_the_same_lengths(tiny, kind):
         assert lengths[0] == lengths[1]
         assert lengths[0] == ([] if (kind, what) == ("bert", "write") else [128, 256])
         assert all(seconds > 0 for who in ("teacher", "student") for _, seconds in record[who].get(what, []))
+
+
+def test_the_sliders_know_the_standard_error_of_every_degree(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(9, 40)
+    for windows, known in ((tokens, True), (tokens[:1], False)):
+        profile = dofla.profile(model, windows, samples=40)
+        tables = slider_tables(profile, {}, budget=4, lam=0.03)
+        for lam, rows in zip(tables["lambdas"], tables["errors"], strict=True):
+            for shown, errors in zip(rows, profile.dof_errors(lam), strict=True):
+                # Two digits are kept.
+                assert shown == ([pytest.approx(error, rel=0.051) for error in errors] if known else [None, None])

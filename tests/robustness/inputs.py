@@ -87,7 +87,7 @@ def make(folder: Path, tiny: Any) -> None:
     distill(model, windows, folder=folder / "distilled", **DISTILL)
     dofla.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
     figures = dofla.evaluate(model, windows)
-    write_json(folder / "figures.json", figures)
+    write_json(folder / "figures.json", figures.to_dict())
     dofla.note(model, figures=figures)
     dofla.save_adapter(model, folder / "adapter")
     model.save_pretrained(folder / "standalone")

@@ -11,6 +11,8 @@ from command_line import call
 
 from dofla.cli import app
 from dofla.cli.verb import OPTIONS
+from dofla.distillation.fidelity import LayerFidelity
+from dofla.evaluation import Evaluation
 
 VERBS = sorted(typer.main.get_command(app).commands)
 
@@ -114,11 +116,11 @@ def test_a_generated_text_is_shown_even_when_quiet(made, capsys):
 
 
 def test_numbers_that_json_does_not_have_are_null(made, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "dofla.evaluation.evaluate", lambda *_, **__: {"layers": {"a": {"kl": float("inf"), "output_error": 1.0}}}
-    )
+    layers = {"a": LayerFidelity(kl=float("inf"), head_kl=[1.0], output_error=1.0, kernel_error=1.0)}
+    figures = Evaluation({}, "text", windows=1, layers=layers, state_bytes=1)
+    monkeypatch.setattr("dofla.evaluation.evaluate", lambda *_, **__: figures)
     found = results(capsys, "evaluate", made / "adapter", "--data", made / "text.txt", "--length", 16)
-    assert found["layers"]["a"] == {"kl": None, "output_error": 1.0}
+    assert found["layers"]["a"] == {"kl": None, "head_kl": [1.0], "output_error": 1.0, "kernel_error": 1.0}
 
 
 def test_options_are_those_of_the_manner():

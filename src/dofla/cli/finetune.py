@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import Dtype, Seed
+from dofla.cli.options import BaseModel, Dtype, Seed
 from dofla.cli.verb import current_view
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dofla.tasks.finetune.loop import FineTuneResult
 
 
 def finetune(
@@ -38,6 +32,7 @@ def finetune(
     ] = False,
     mixed_precision: Annotated[str, typer.Option(help="no or bf16.")] = "no",
     forward_batch: Annotated[int, typer.Option(help="Items per forward pass.")] = 16,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
@@ -56,6 +51,7 @@ def finetune(
         items=items,
         test_items=test_items,
         changes={key: value for key, value in given.items() if value is not None},
+        base_model=base_model,
         dtype=dtype,
         seed=seed,
         view=view,
@@ -64,24 +60,6 @@ def finetune(
         mixed_precision=mixed_precision,
         forward_batch=forward_batch,
     )
-    view.console.print(epochs_table(result))
+    view.show(result)
     view.say(f"\nmodel of epoch {result.kept} written to {out / MODEL}")
-    return {"model": out / MODEL, "accuracy": result.accuracy, **asdict(result)}
-
-
-def epochs_table(result: FineTuneResult) -> Table:
-    """Epochs down; the kept one has a star."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("epoch", "loss", "accuracy", "per character", "training", "testing"):
-        table.add_column(title, justify="right")
-    for number, epoch in enumerate(result.epochs, start=1):
-        table.add_row(
-            f"{'*' if number == result.kept else ''}{number}",
-            f"{epoch.loss:.4f}",
-            *("" if share is None else f"{share:.4f}" for share in (epoch.accuracy, epoch.accuracy_norm)),
-            f"{epoch.train_seconds:.0f} s",
-            f"{epoch.test_seconds:.0f} s",
-        )
-    return table
+    return {"model": out / MODEL, "accuracy": result.accuracy, **result.to_dict()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dofla.cli.options import (
+    BaseModel,
     BatchSize,
     Data,
     Dtype,
@@ -35,6 +37,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Items per task; default all.")] = None,
     harness: Annotated[bool, typer.Option("--harness", help="Put task files through lm-eval, too.")] = False,
     padded: Padded = False,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
@@ -51,20 +54,21 @@ def evaluate(
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
     view = current_view()
-    model, tokenizer = open_student(student, dtype)
+    model, tokenizer = open_student(student, dtype, base_model)
     figures: dict[str, Any] = {}
     if data is not None:
         spec = DataSpec(data, length, windows, split="validation", padded=padded)
         tokens = windows_of(spec, model, tokenizer, seed=seed)
         with view.progress("evaluate") as progress:
-            figures = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
-        view.evaluation(figures)
+            result = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
+        view.show(result)
+        figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:
             options = {"limit": limit, "harness": harness, "seed": seed, "progress": progress}
             found = evaluate_tasks(model, tokenizer, names, **options)
-        view.tasks(found)
-        figures = {**(figures or {"model": describe(model)}), "tasks": found}
+        view.show(found)
+        figures = {**(figures or {"model": describe(model)}), "tasks": found.to_dict()}
     if out is not None:
         write_json(out, figures)
     return figures
@@ -84,13 +88,13 @@ def probe(
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 1,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """See what a student still does with its context: all probes, or those named."""
     from dofla.evaluation.probe import PROBES
     from dofla.evaluation.probe import probe as look_closer
-    from dofla.evaluation.view_probe import probe_view
     from dofla.runs.demo.recall import Villagers
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import open_student, windows_of
@@ -98,17 +102,18 @@ def probe(
 
     refuse_existing(out)
     view = current_view()
-    model, tokenizer = open_student(student, dtype)
+    model, tokenizer = open_student(student, dtype, base_model)
     tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed)
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
     options = {"lengths": lengths or (128, 256, 512), "count": count, "prompts": count, "new_tokens": new_tokens}
     options |= {"batch_size": batch_size, "seed": seed, "recall_text": Villagers(tokenizer) if data == "demo" else None}
-    record: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in [name for name in PROBES if flags[name]] or PROBES:
         with view.progress(name) as progress:
-            record |= look_closer(model, tokenizer, tokens, wanted=[name], progress=progress, **options)
-    for part in probe_view(record):
-        view.console.print(part)
+            result = look_closer(model, tokenizer, tokens, wanted=[name], progress=progress, **options)
+        found[name] = getattr(result, name)
+    result = replace(result, **found)
+    view.show(result)
     if out is not None:
-        write_json(out, record)
-    return record
+        write_json(out, result.to_dict())
+    return result.to_dict()

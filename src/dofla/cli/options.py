@@ -21,6 +21,9 @@ def _seed(value: int) -> int:
 
 ModelArgument = Annotated[str, typer.Argument(help="Folder, hub name, 'demo', or package:NAME/FOLDER.")]
 StudentArgument = Annotated[str, typer.Argument(help="Folder or hub name: an adapter, or standalone.")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="Folder or hub name of an adapter's base model, if not where it says.")
+]
 Data = Annotated[
     str, typer.Option(help="Text file (.gz too), JSONL, Parquet, tokens, a datasets name, 'self', or 'demo'.")
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,11 +37,18 @@ def profile(
     model: ModelArgument,
     data: Data,
     out: Out,
-    samples: Annotated[int, typer.Option(help="Vectors per KV head (J).")] = 1024,
+    samples: Annotated[
+        int | None, typer.Option(help="Rows of attention per KV head (J), 4096; of the paper's: vectors, 1024.")
+    ] = None,
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 4,
-    normalization: Annotated[str, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none.")] = "trace",
+    estimator: Annotated[
+        str, typer.Option(help="Of what: attention, or the kernel's Gram matrix: paper.")
+    ] = "attention",
+    normalization: Annotated[
+        str | None, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none; default by estimator.")
+    ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
     keep_softmax: KeepSoftmax = None,
     padded: Padded = False,
@@ -68,6 +75,7 @@ def profile(
                 tokens,
                 samples=samples,
                 batch_size=batch_size,
+                estimator=estimator,
                 normalization=normalization,
                 keep_softmax=keep_softmax or (),
                 seed=seed,
@@ -78,8 +86,11 @@ def profile(
     if html is not None:
         write_profile_page(result, html, folder=out, lam=lam)
     view.say(f"\nwritten to {out}")
-    dof = dict(zip((layer.name for layer in result.layers), result.dof(lam), strict=True))
-    return {"profile": out, "model": result.model, "lambda": lam, "degrees_of_freedom": dof}
+    names = [layer.name for layer in result.layers]
+    errors = [[None if math.isnan(error) else error for error in row] for row in result.dof_errors(lam)]
+    found = {"profile": out, "model": result.model, "estimator": estimator, "lambda": lam}
+    found["degrees_of_freedom"] = dict(zip(names, result.dof(lam), strict=True))
+    return found | {"standard_errors": dict(zip(names, errors, strict=True))}
 
 
 def allocate(
@@ -124,7 +135,7 @@ def allocate(
     measured = Profile.load(profile)
     plan = make_plan(measured, budget, strategy, feature_map, keep_softmax=keep_softmax or (), **options)
     view = current_view()
-    view.plan(plan)
+    view.show(plan)
     plan.save(out)
     if html is not None:
         known = {} if curves is None else {curves: options["curves"]}
@@ -171,10 +182,10 @@ def curves(
             seed=seed,
             progress=bar.stage,
         )
-    view.curves(result)
+    view.show(result)
     result.save(out)
     view.say(f"written to {out}")
-    return {"curves": out, **asdict(result)}
+    return {"curves": out, **result.to_dict()}
 
 
 def distill(
@@ -202,7 +213,7 @@ def distill(
     """Train the feature maps, layer by layer, against the model's own softmax attention."""
     from dofla.distillation import distill as train
     from dofla.distillation import tracked
-    from dofla.integration.checkpoint import write_adapter
+    from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.surgery import linearize
     from dofla.plans.plan import Plan
     from dofla.runs.recipe import DataSpec
@@ -239,7 +250,8 @@ def distill(
         with new_folder(adapter) as folder:
             write_adapter(student, folder)
             tokenizer.save_pretrained(folder)
-    view.losses(history)
+    warn_of_local_base(student, adapter)
+    view.show(history)
     view.say(f"\nadapter written to {adapter}")
     last = dict(zip(history.layers, history.losses[-1].tolist(), strict=True))
     return {"adapter": adapter, "seconds": history.seconds, "settings": history.settings, "last_losses": last}

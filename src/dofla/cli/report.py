@@ -20,8 +20,8 @@ def report(
     ] = False,
 ) -> dict[str, Any]:
     """Write a page about one or more runs, one HTML file that needs no network."""
+    from dofla.display import size
     from dofla.report import REPORT, write_report
-    from dofla.runs.view import size
 
     view = current_view()
     path = write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT)), view=view, speed=speed)

@@ -12,7 +12,7 @@ import typer
 from dofla.cli.verb import current_view
 
 NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, probe, 3, 6"
-"""Of :data:`dofla.reproduce.TABLES`."""
+"""Of :data:`dofla.runs.reproduce.TABLES`."""
 
 
 def reproduce(
@@ -26,8 +26,8 @@ def reproduce(
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value of the study; repeatable.")] = None,
 ) -> dict[str, Any]:
     """Make the paper's tables for a model, beside the published figures."""
-    from dofla.reproduce.run import reproduce as make_tables
-    from dofla.reproduce.study import Study
+    from dofla.runs.reproduce.run import reproduce as make_tables
+    from dofla.runs.reproduce.study import Study
 
     study = Study.of(model, scale, seeds, change)
     name = "-".join(re.findall("[a-z0-9]+", Path(model).name.lower()))

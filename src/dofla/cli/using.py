@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dofla.cli.options import Dtype, Seed, StudentArgument
+from dofla.cli.options import BaseModel, Dtype, Seed, StudentArgument
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError, about
 
@@ -25,6 +25,7 @@ def generate(
         Path | None, typer.Option(help="State of a text read earlier, to go on from; made from --document if missing.")
     ] = None,
     document: Annotated[Path | None, typer.Option(help="Text to read into --prompt-state before the prompt.")] = None,
+    base_model: BaseModel = None,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def generate(
     from dofla.runs.teacher import open_student
 
     check_numbers(new_tokens=new_tokens)
-    model, tokenizer = open_student(student, dtype)
+    model, tokenizer = open_student(student, dtype, base_model)
     ids, options = _tokens(tokenizer, prompt, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
     check_readable(model, ids, "--prompt", new_tokens)
     start = _prompt_state(model, tokenizer, prompt_state, document)

@@ -8,7 +8,8 @@ from dofla.distillation.calibrate import calibrate
 from dofla.distillation.descent import SCHEDULES
 from dofla.distillation.direct import DIRECT
 from dofla.distillation.end_to_end import distill_end_to_end
-from dofla.distillation.loop import History, distill
+from dofla.distillation.history import History
+from dofla.distillation.loop import distill
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.tracking import tracked
 from dofla.distillation.trials import measure_curves

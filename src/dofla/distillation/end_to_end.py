@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
+from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
-from dofla.distillation.loop import History
+from dofla.distillation.history import History
 from dofla.distillation.objective import Objective, hidden_windows
 from dofla.distillation.places import reach_of
 from dofla.distillation.sharded import sharded
@@ -37,6 +38,7 @@ _WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
 _LONGEST_GRADIENT = 1.0
 
 
+@reports_progress("distill end to end", Bar.losses)
 def distill_end_to_end(
     student: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -55,7 +57,7 @@ def distill_end_to_end(
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 25,
-    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+    progress: Callable[[int, int, dict[str, float]], None] | bool = True,
 ) -> History:
     """Train a whole student towards its teacher, after :func:`dofla.distill` has trained it layer by layer.
 
@@ -95,7 +97,8 @@ def distill_end_to_end(
             :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the
             same numbers as if it had not stopped; one that ended is opened.
         checkpoint_every: steps between checkpoints.
-        progress: called with (step, steps, {name of the loss: its value}) after each step.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (step, steps, {name of the loss: its value}) after each step.
 
     Returns:
         The history, whose one column is ``kl`` or ``embedding``; the loss of each step is that before it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +20,35 @@ ROWS = 128
 """Query rows per window whose attention is compared."""
 
 
+@dataclass(frozen=True)
+class LayerFidelity:
+    """How close a layer's attention is to the one it replaces.
+
+    Attributes:
+        kl: mean KL(teacher ‖ student) of attention rows, nats.
+        head_kl: that of each KV head's queries.
+        output_error: root mean square difference of the attention outputs, relative to the root mean square of the
+            teacher's.
+        kernel_error: that of the kernel exp(scaling · q·k), not normalised, relative to its own; the geometric mean
+            over heads, as some heads' kernels are missed by orders of magnitude.
+    """
+
+    kl: float
+    head_kl: list[float]
+    output_error: float
+    kernel_error: float
+
+
 @torch.no_grad()
 def attention_fidelity(
-    student: PreTrainedModel, windows: TokenWindows | Images, *, batch_size: int = 4, seed: int = 0
-) -> dict[str, dict[str, Any]]:
-    """Per layer, over all windows, ``kl``, ``head_kl``, ``output_error`` and ``kernel_error``.
-
-    ``kl`` is the mean KL(teacher ‖ student) of attention rows in nats, ``head_kl`` that of each KV head's queries.
-    ``output_error`` is the root mean square difference of the attention outputs, relative to the root mean square of
-    the teacher's. ``kernel_error`` is that of the kernel exp(scaling · q·k), not normalised, relative to its own, and
-    the geometric mean over heads, as some heads' kernels are missed by orders of magnitude.
-    """
+    student: PreTrainedModel,
+    windows: TokenWindows | Images,
+    *,
+    batch_size: int = 4,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, LayerFidelity]:
+    """Per layer, by name, over all windows; ``progress`` is called with (done, total) batches."""
     layers = linear_layers(student)
     generator = torch.Generator().manual_seed(seed)
     sums = {name: torch.zeros(2, dtype=torch.float64) for name in layers}  # Σ error², Σ output²
@@ -55,14 +75,17 @@ def attention_fidelity(
         kernels[call.name] = torch.logaddexp(kernels[call.name], kernel) if call.name in kernels else kernel
 
     with recording(student, layers, compare):
-        for part in batches(windows, batch_size):
+        parts = batches(windows, batch_size)
+        for done, part in enumerate(parts, start=1):
             run_body(student, windows.batch(part))
+            if progress:
+                progress(done, len(parts))
     return {
-        name: {
-            "kl": divergences[name].mean().item() / row_counts[name],
-            "head_kl": (divergences[name] / row_counts[name]).tolist(),
-            "output_error": (s[0] / s[1]).sqrt().item(),
-            "kernel_error": ((kernels[name][0] - kernels[name][1]) / 2).mean().exp().item(),
-        }
+        name: LayerFidelity(
+            kl=divergences[name].mean().item() / row_counts[name],
+            head_kl=(divergences[name] / row_counts[name]).tolist(),
+            output_error=(s[0] / s[1]).sqrt().item(),
+            kernel_error=((kernels[name][0] - kernels[name][1]) / 2).mean().exp().item(),
+        )
         for name, s in sums.items()
     }

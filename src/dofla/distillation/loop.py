@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
+from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, groups_of, part_of
 from dofla.distillation.direct import DIRECT, next_token_gradients
+from dofla.distillation.history import History
 from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.places import reach_of
@@ -32,19 +33,7 @@ from dofla.integration.surgery import linear_layers, plan_of, record_of
 from dofla.storage.processes import Processes, is_first, processes
 
 
-@dataclass
-class History:
-    """What a distillation did: ``losses`` [steps, layers] in the order of ``layers``, and how long it took.
-
-    With the direct loss, which all layers share, there is one column, called after it.
-    """
-
-    layers: list[str]
-    losses: Tensor
-    seconds: float = 0.0
-    settings: dict = field(default_factory=dict)
-
-
+@reports_progress("distill", Bar.losses)
 def distill(
     student: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -63,7 +52,7 @@ def distill(
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 50,
-    progress: Callable[[int, int, dict[str, float]], None] | None = None,
+    progress: Callable[[int, int, dict[str, float]], None] | bool = True,
 ) -> History:
     """Train the feature maps of a linearised model (arXiv 2507.03340, section 4). Everything else stays frozen.
 
@@ -105,7 +94,8 @@ def distill(
         folder: where checkpoints and curves go, and for a streamed model hidden states that do not fit in memory. If
             a run of the same settings stopped there, it goes on, and ends with the same numbers as if it had not.
         checkpoint_every: steps between checkpoints.
-        progress: called with (step, steps, loss of each layer) after each step, of which a streamed model takes
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (step, steps, loss of each layer) after each step, of which a streamed model takes
             ``steps`` for each of its layers.
 
     Raises:

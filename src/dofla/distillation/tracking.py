@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dofla.display import Bar, reporting
 from dofla.errors import DoflaError
 from dofla.storage.extras import extra
 from dofla.storage.processes import processes
@@ -17,8 +18,8 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 
 @contextmanager
 def tracked(
-    trackers: Sequence[Any], folder: str | Path, run: str, progress: Progress | None = None
-) -> Iterator[Progress | None]:
+    trackers: Sequence[Any], folder: str | Path, run: str, progress: Progress | bool = True
+) -> Iterator[Progress | bool]:
     """For the time of the block, a ``progress`` for :func:`dofla.distill` or :func:`dofla.distill_end_to_end` that
     keeps the losses; ``loss`` is their mean, ``loss/LAYER`` each of them.
 
@@ -30,7 +31,7 @@ def tracked(
             own; none: the block gets ``progress`` itself.
         folder: where trackers that keep files put them.
         run: what the run is called there.
-        progress: called as well.
+        progress: called as well; True, the default, for a bar, False for none.
 
     Raises:
         DoflaError: a tracker that is unknown or not installed.
@@ -52,11 +53,12 @@ def tracked(
     def keep(step: int, steps: int, losses: Mapping[str, float]) -> None:
         values = {"loss": fmean(losses.values())} | {f"loss/{name}": value for name, value in losses.items()}
         accelerator.log(values, step=step)
-        if progress is not None:
-            progress(step, steps, losses)
+        if report is not None:
+            report(step, steps, losses)
 
     try:
-        yield keep
+        with reporting(run, progress, Bar.losses) as report:
+            yield keep
     finally:
         for tracker in accelerator.trackers:  # end_training would take the processes of a launch apart as well
             tracker.finish()

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
+from dofla.display import Bar, reports_progress
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.loop import distill
 from dofla.distillation.steps import check_numbers
@@ -26,6 +27,7 @@ OTHER_SHARES = (0.5, 0.9)
 largest size."""
 
 
+@reports_progress("error curves", Bar.stage)
 def measure_curves(
     model: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -39,7 +41,7 @@ def measure_curves(
     rows: int = 64,
     held_out: int = 4,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | bool = True,
 ) -> Curves:
     """What each KV head loses at several sizes, and what that does to the model; :func:`dofla.allocate` with strategy
     ``measured`` spends the budget by it.
@@ -59,7 +61,8 @@ def measure_curves(
         steps, batch_size, rows: of each short training.
         held_out: windows.
         seed: of the features and the training.
-        progress: called with (stage, done, total) after each size and each head.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each size and each head.
 
     Raises:
         DoflaError: as :func:`dofla.distill`; a budget or held-out windows below 1; too few windows.
@@ -88,12 +91,12 @@ def measure_curves(
             with evaluation_mode(student):
                 errors = attention_fidelity(student, judging, batch_size=batch_size, seed=seed)
             if (share, level) == (TOKEN_SHARE, 1.0):
-                effects = _effects(student, judging, {n: e["head_kl"] for n, e in errors.items()}, progress)
+                effects = _effects(student, judging, {n: e.head_kl for n, e in errors.items()}, progress)
         finally:
             restore(model)
         for name, found in errors.items():
             spent = plan[name].state_bytes(model.dtype.itemsize) // plan[name].kv_heads
-            points.setdefault(name, []).append(Point(share, spent, found["head_kl"]))
+            points.setdefault(name, []).append(Point(share, spent, found.head_kl))
         if progress:
             progress("sizes", done, len(grid))
     token_dtype = next(x.token_dtype for x in plan.layers if not x.keep_softmax)

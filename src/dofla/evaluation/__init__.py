@@ -8,6 +8,6 @@ from dofla.evaluation.generation import generation_figures
 from dofla.evaluation.passkey import passkey_figures
 from dofla.evaluation.position import loss_by_position
 from dofla.evaluation.recall import recall_figures
-from dofla.evaluation.run import evaluate
+from dofla.evaluation.run import Evaluation, evaluate
 
-__all__ = ["evaluate", "generation_figures", "loss_by_position", "passkey_figures", "recall_figures"]
+__all__ = ["Evaluation", "evaluate", "generation_figures", "loss_by_position", "passkey_figures", "recall_figures"]

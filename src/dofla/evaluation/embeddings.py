@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,21 +15,28 @@ from dofla.integration.surgery import softmax
 
 @torch.no_grad()
 def embedding_figures(
-    student: PreTrainedModel, windows: TokenWindows | Images, *, batch_size: int = 32
+    student: PreTrainedModel,
+    windows: TokenWindows | Images,
+    *,
+    batch_size: int = 32,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Agreement of mean-pooled, normalised embeddings.
+    """Agreement of mean-pooled, normalised embeddings; ``progress`` is called with (done, total) batches.
 
     Returns:
         ``cosine`` (mean similarity between the teacher's and the student's embedding of the same input) and
         ``spearman`` (rank correlation, over all pairs of inputs, of the similarities that either model gives them).
     """
     embeddings: dict[str, list[Tensor]] = {"teacher": [], "student": []}
-    for part in batches(windows, batch_size):
+    parts = batches(windows, batch_size)
+    for done, part in enumerate(parts, start=1):
         batch = windows.batch(part)
         with softmax(student):
             embeddings["teacher"].append(_embed(student, batch))
         embeddings["student"].append(_embed(student, batch))
-    teacher, ours = (torch.cat(parts) for parts in embeddings.values())
+        if progress:
+            progress(done, len(parts))
+    teacher, ours = (torch.cat(rows) for rows in embeddings.values())
     upper = torch.triu_indices(len(teacher), len(teacher), offset=1)
     similarities = [(e @ e.mT)[upper[0], upper[1]] for e in (teacher, ours)]
     return {"cosine": (teacher * ours).sum(dim=-1).mean().item(), "spearman": spearman(*similarities)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +11,84 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from dofla.data import TokenWindows, batches
+from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
-from dofla.evaluation.position import finite, ratio_error
+from dofla.evaluation.position import finite, ratio_error, with_error
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
 
 NGRAM = 4
 TEXTS = ("text", "teacher_greedy", "student_greedy", "teacher_sampled", "student_sampled")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What either model thinks of one kind of text.
+
+    Attributes:
+        teacher_loss, student_loss: nats per token.
+        teacher_loss_error, student_loss_error: standard errors over prompts; None for a single one.
+        repeated: share of 4-grams that occurred before in the same continuation; None if it is shorter.
+    """
+
+    teacher_loss: float
+    teacher_loss_error: float | None
+    student_loss: float
+    student_loss_error: float | None
+    repeated: float | None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Shares of prompts where the student's greedy token is the teacher's, by position of the continuation.
+
+    Attributes:
+        forced: after the teacher's own continuation.
+        token: when each goes its own way.
+        prefix: and all tokens before were the same too.
+    """
+
+    forced: list[float]
+    token: list[float]
+    prefix: list[float]
+
+
+@dataclass(frozen=True)
+class Generation(Result):
+    """Continuations of teacher and student.
+
+    Attributes:
+        prompts: how many.
+        prompt_tokens, new_tokens: of each prompt and continuation.
+        texts: under each of :data:`TEXTS`: the real ``text``, and the continuations of both models.
+        agreement: of the greedy tokens.
+        agreed_tokens: mean number of tokens until the two greedy continuations part.
+    """
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    texts: dict[str, Continuation]
+    agreement: Agreement
+    agreed_tokens: float
+
+    def parts(self) -> Iterator[Part]:
+        """A row per continuation; agreement at the 1st, 2nd, 4th, 8th, ... new token, a row per way of asking."""
+        yield f"Continuations ({self.prompts} prompts, {self.new_tokens} new tokens), nats per token"
+        shown = table("continuation", "teacher's loss", "student's loss", "repeated")
+        for name, row in self.texts.items():
+            teacher, student = (row.teacher_loss, row.teacher_loss_error), (row.student_loss, row.student_loss_error)
+            share = "" if row.repeated is None else f"{row.repeated:.1%}"
+            shown.add_row(name.replace("_", ", "), with_error(*teacher), with_error(*student), share)
+        yield shown
+        yield f"\nGreedy tokens that agree; together for {self.agreed_tokens:.1f} tokens"
+        places = [n for n in (2**k for k in range(self.new_tokens.bit_length())) if n < self.new_tokens]
+        places.append(self.new_tokens)
+        shown = table("new token", *map(str, places))
+        names = {"forced": "after the teacher's text", "token": "each after its own", "prefix": "the same until here"}
+        for key, name in names.items():
+            shown.add_row(name, *(f"{getattr(self.agreement, key)[n - 1]:.0%}" for n in places))
+        yield shown
 
 
 @torch.inference_mode()
@@ -30,7 +102,7 @@ def generation_figures(
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> Generation:
     """Continuations of teacher and student from the same prompts, judged by the teacher.
 
     Sampling is from the models' own distributions (temperature 1). Both draw with the same random numbers, so equal
@@ -45,16 +117,6 @@ def generation_figures(
         batch_size: prompts per forward pass; plays no part in the figures.
         seed: of the sampling.
         progress: called with (done, total) batches.
-
-    Returns:
-        ``prompts``, ``prompt_tokens``, ``new_tokens``; ``texts``: for the real ``text`` and for the
-        ``teacher_greedy``, ``student_greedy``, ``teacher_sampled`` and ``student_sampled`` continuations,
-        ``teacher_loss`` and ``student_loss`` (nats per token, each with a standard error over prompts, ``..._error``)
-        and ``repeated`` (share of 4-grams that occurred before in the same continuation; None if it is shorter);
-        ``agreement``: three lists over the positions of the continuation, shares of prompts where the student's
-        greedy token is the teacher's: ``forced``, after the teacher's own continuation; ``token``, when each goes its
-        own way; ``prefix``, and all tokens before were the same too. ``agreed_tokens`` is the mean number of tokens
-        until the two greedy continuations part.
 
     Raises:
         DoflaError: if the model is no causal language model or has too few positions, if no window is long enough,
@@ -78,24 +140,19 @@ def generation_figures(
             rows.setdefault(name, []).append(figures.double().cpu())
         if progress:
             progress(done, len(parts))
-    table = {name: torch.cat(figures) for name, figures in rows.items()}
+    seen = {name: torch.cat(figures) for name, figures in rows.items()}
     count = torch.full((len(ids),), float(new_tokens), dtype=torch.float64)
-    texts: dict[str, dict[str, Any]] = {name: {} for name in TEXTS}
-    for name, record in texts.items():
+    texts = {}
+    for name in TEXTS:
+        losses: list[float | None] = []
         for who in ("teacher_loss", "student_loss"):
-            record[who] = table[f"{name} {who}"].mean().item()
-            record[f"{who}_error"] = ratio_error(table[f"{name} {who}"].sum(dim=1), count)
-        record["repeated"] = table[f"{name} repeated"].mean().item() if new_tokens >= NGRAM else None
-    prefix = table["token"].cumprod(dim=1)
-    agreement = {"forced": table["forced"], "token": table["token"], "prefix": prefix}
-    return {
-        "prompts": len(ids),
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "texts": texts,
-        "agreement": {name: shares.mean(dim=0).tolist() for name, shares in agreement.items()},
-        "agreed_tokens": prefix.sum(dim=1).mean().item(),
-    }
+            loss = seen[f"{name} {who}"]
+            losses += [loss.mean().item(), ratio_error(loss.sum(dim=1), count)]
+        repeats = seen[f"{name} repeated"].mean().item() if new_tokens >= NGRAM else None
+        texts[name] = Continuation(*losses, repeats)
+    prefix = seen["token"].cumprod(dim=1)
+    agreement = Agreement(*(shares.mean(dim=0).tolist() for shares in (seen["forced"], seen["token"], prefix)))
+    return Generation(len(ids), prompt_tokens, new_tokens, texts, agreement, prefix.sum(dim=1).mean().item())
 
 
 def check_room(model: PreTrainedModel, tokens: int) -> None:

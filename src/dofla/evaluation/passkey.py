@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from dofla.data import TokenWindows, batches
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.position import finite
-from dofla.evaluation.recall import DEPTHS, check_asked, pieces, record
+from dofla.evaluation.recall import DEPTHS, Recall, RecallRow, check_asked, pieces
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
 
@@ -128,7 +127,7 @@ def passkey_figures(
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> list[dict[str, Any]]:
+) -> Recall:
     """Whether teacher and student find a key again, by length of the text and depth of the key in it.
 
     Each prompt is read once; keys are scored, and one is written, from copies of what the model then remembers.
@@ -146,9 +145,7 @@ def passkey_figures(
         progress: called with (done, total) batches.
 
     Returns:
-        A record for each length and depth: ``length``, ``depth``, ``n`` (prompts), ``chance``, and for ``teacher``
-        and ``student`` ``accuracy`` (the right key is the likeliest of the choices), ``loss`` (of the right key, nats
-        per token) and ``greedy`` (greedy decoding writes exactly the key).
+        A row for each length and depth, in which ``loss`` is per token, and ``greedy`` asks for exactly the key.
 
     Raises:
         DoflaError: if the model is no causal language model or has too few positions, or for numbers out of range.
@@ -159,7 +156,7 @@ def passkey_figures(
     text = PasskeyText(tokenizer, choices=choices, digits=digits)
     cells = [(length, depth, text.prompts(length, depth, count, seed)) for length in lengths for depth in depths]
     check_room(student, max(len(p[0].ids) + len(p[0].choices[0]) for _, _, p in cells))
-    records = []
+    rows = []
     for n, (length, depth, prompts) in enumerate(cells):
         scores: list[tuple[float, ...]] = []
         ids = torch.tensor([prompt.ids for prompt in prompts])
@@ -173,8 +170,8 @@ def passkey_figures(
             scores += [(1 / choices, *row) for row in both]
             if progress:
                 progress(n * len(parts) + done, len(cells) * len(parts))
-        records.append(record(length, depth, scores))
-    return records
+        rows.append(RecallRow.of(length, depth, scores))
+    return Recall("pass key", rows)
 
 
 def _answers(model: PreTrainedModel, ids: Tensor, keys: Tensor) -> Tensor:

@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, batches, predicted
+from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.integration.surgery import softmax
 
 FIRST_BIN = 16
 """Positions in the first default bin; each later bin ends at twice the position where it begins."""
+
+
+@dataclass(frozen=True)
+class PositionBin:
+    """Next-token loss of some positions.
+
+    Attributes:
+        first, last: position.
+        tokens: predicted from there.
+        teacher_loss, student_loss, gap: nats per token.
+        teacher_loss_error, student_loss_error, gap_error: standard errors that take windows as the independent units;
+            None where fewer than two windows reach the bin.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    teacher_loss: float
+    teacher_loss_error: float | None
+    student_loss: float
+    student_loss_error: float | None
+    gap: float
+    gap_error: float | None
+
+
+@dataclass(frozen=True)
+class Positions(Result):
+    """Loss by position in the context: how many ``windows``, how many ``tokens`` were predicted, and the ``bins`` that
+    hold one."""
+
+    windows: int
+    tokens: int
+    bins: list[PositionBin]
+
+    def parts(self) -> Iterator[Part]:
+        """A row per bin."""
+        yield "Loss by position in the context, nats per token"
+        shown = table("positions", "tokens", "teacher", "student", "gap")
+        for row in self.bins:
+            losses = (f"{row.teacher_loss:.3f}", f"{row.student_loss:.3f}", with_error(row.gap, row.gap_error))
+            shown.add_row(f"{row.first}-{row.last}", str(row.tokens), *losses)
+        yield shown
+
+
+def with_error(value: float, error: float | None) -> str:
+    """As tables show it."""
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 @torch.inference_mode()
@@ -26,7 +74,7 @@ def loss_by_position(
     batch_size: int = 1,
     edges: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> Positions:
     """Next-token loss of teacher and student in bins of the position they predict from.
 
     A position counts the real tokens before it in its window, from 0; padding on either side counts for nothing.
@@ -37,12 +85,6 @@ def loss_by_position(
         batch_size: windows per forward pass.
         edges: where the bins begin, ascending from 0; the last bin has no end. Default: 0, 16, 32, 64, ...
         progress: called with (done, total) batches.
-
-    Returns:
-        ``windows``, ``tokens`` (predicted), and ``bins``: for each bin that holds a token, ``first`` and ``last``
-        position, ``tokens``, ``teacher_loss``, ``student_loss`` and ``gap`` in nats per token, each with a standard
-        error (``gap_error``, ...) that takes windows as the independent units; None where fewer than two windows
-        reach the bin.
 
     Raises:
         DoflaError: if the windows hold one token each, the edges do not ascend from 0, or a loss is not finite.
@@ -66,7 +108,7 @@ def loss_by_position(
     figures = torch.cat(sums)  # [windows, bins, 3]: tokens, teacher, student
     last = [edge - 1 for edge in edges[1:]] + [windows.length - 2]
     bins = [_bin(figures[:, n], edges[n], last[n]) for n in range(len(edges)) if figures[:, n, 0].any()]
-    return {"windows": len(windows), "tokens": int(figures[..., 0].sum()), "bins": bins}
+    return Positions(len(windows), int(figures[..., 0].sum()), bins)
 
 
 def token_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
@@ -108,10 +150,9 @@ def _positions(batch: dict[str, Tensor]) -> Tensor:
     return (mask.cumsum(dim=1) - 1)[:, :-1].clamp(min=0).contiguous()
 
 
-def _bin(sums: Tensor, first: int, last: int) -> dict[str, Any]:
+def _bin(sums: Tensor, first: int, last: int) -> PositionBin:
     tokens, teacher, student = sums.unbind(dim=-1)
-    record: dict[str, Any] = {"first": first, "last": last, "tokens": int(tokens.sum())}
-    for name, totals in (("teacher_loss", teacher), ("student_loss", student), ("gap", student - teacher)):
-        record[name] = (totals.sum() / tokens.sum()).item()
-        record[f"{name}_error"] = ratio_error(totals, tokens)
-    return record
+    figures: list[float | None] = []
+    for totals in (teacher, student, student - teacher):
+        figures += [(totals.sum() / tokens.sum()).item(), ratio_error(totals, tokens)]
+    return PositionBin(first, last, int(tokens.sum()), *figures)

@@ -1,24 +1,65 @@
-"""Positions, generation, recall and passkeys of a student in one record."""
+"""Positions, generation, recall and passkeys of a student in one result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
+from dofla.display import Part, Result, reports_progress
 from dofla.errors import DoflaError
-from dofla.evaluation.generation import check_room, generation_figures
+from dofla.evaluation.generation import Generation, check_room, generation_figures
 from dofla.evaluation.passkey import passkey_figures
-from dofla.evaluation.position import loss_by_position
-from dofla.evaluation.recall import RecallText, WordPairs, recall_figures
+from dofla.evaluation.position import Positions, loss_by_position
+from dofla.evaluation.recall import Recall, RecallText, WordPairs, recall_figures
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of
 
 PROBES = ("positions", "generation", "recall", "passkey")
 
 
+@dataclass(frozen=True)
+class Probe(Result):
+    """What a student can still do with its context; parts that were not wanted are None.
+
+    Attributes:
+        model: class, name and number of parameters.
+        strategy: of the plan.
+        source: of the windows.
+        seed: of everything random.
+        positions: loss by position.
+        generation: continuations.
+        recall: of what was told in the context.
+        passkey: recall of a number in a long text.
+    """
+
+    model: dict[str, Any] = field(repr=False)
+    strategy: str | None
+    source: str
+    seed: int
+    positions: Positions | None = None
+    generation: Generation | None = None
+    recall: Recall | None = None
+    passkey: Recall | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """Titled tables."""
+        for name in PROBES:
+            if (found := getattr(self, name)) is not None:
+                yield ""
+                yield from found.parts()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; parts that were not wanted are left out."""
+        data = {name: value for name, value in asdict(self).items() if name not in PROBES or value is not None}
+        data.get("passkey", {}).pop("text", None)
+        return data
+
+
+@reports_progress("probe")
 def probe(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -33,8 +74,8 @@ def probe(
     new_tokens: int = 64,
     batch_size: int = 1,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+    progress: Callable[[int, int], None] | bool = True,
+) -> Probe:
     """What a student can still do with its context, beside the softmax model it was.
 
     Args:
@@ -50,13 +91,11 @@ def probe(
         new_tokens: tokens of a continuation.
         batch_size: windows or prompts per forward pass.
         seed: of everything random.
-        progress: called with (done, total) batches, anew for each probe.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (done, total) batches, anew for each probe.
 
     Returns:
-        ``model``, ``strategy``, ``source`` and ``seed``; and, as far as wanted, ``positions``
-        (:func:`dofla.evaluation.loss_by_position`), ``generation`` (:func:`dofla.evaluation.generation_figures`),
-        ``recall`` (``text``, the name of its source, and ``records``, see :func:`dofla.evaluation.recall_figures`) and
-        ``passkey`` (``records``, see :func:`dofla.evaluation.passkey_figures`).
+        Figures that are fields, as far as wanted; ``print`` shows them as tables, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: if nothing known is wanted, or the model is no linearised causal language model; and what the
@@ -67,19 +106,17 @@ def probe(
         raise DoflaError(f"wanted: {', '.join(unknown) or 'nothing'}; choose from {', '.join(PROBES)}")
     strategy = plan_of(student).made_by.get("strategy")
     check_room(student, windows.length)
-    record: dict[str, Any] = {"model": describe(student), "strategy": strategy, "source": windows.source, "seed": seed}
+    found: dict[str, Any] = {}
     options = {"batch_size": batch_size, "progress": progress}
     with evaluation_mode(student):
         if "positions" in wanted:
-            record["positions"] = loss_by_position(student, windows, **options)
+            found["positions"] = loss_by_position(student, windows, **options)
         if "generation" in wanted:
             sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-            record["generation"] = generation_figures(student, windows, seed=seed, **sizes, **options)
+            found["generation"] = generation_figures(student, windows, seed=seed, **sizes, **options)
         sizes = {"lengths": lengths, "count": count, "seed": seed}
         if "recall" in wanted:
-            text = recall_text or WordPairs(tokenizer)
-            records = recall_figures(student, text, **sizes, **options)
-            record["recall"] = {"text": text.name, "records": records}
+            found["recall"] = recall_figures(student, recall_text or WordPairs(tokenizer), **sizes, **options)
         if "passkey" in wanted:
-            record["passkey"] = {"records": passkey_figures(student, tokenizer, **sizes, **options)}
-    return record
+            found["passkey"] = passkey_figures(student, tokenizer, **sizes, **options)
+    return Probe(describe(student), strategy, windows.source, seed, **found)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows, batches
+from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, last_logits
 from dofla.integration.surgery import softmax
@@ -109,6 +110,68 @@ class WordPairs:
         return RecallPrompt(ids[: questions[-1].position + 1], questions)
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Of one model.
+
+    Attributes:
+        accuracy: share of questions whose right answer is the likeliest of the choices.
+        loss: of the right answer, nats; of a pass key, nats per token.
+        greedy: share of questions whose right answer greedy decoding would write.
+    """
+
+    accuracy: float
+    loss: float
+    greedy: float
+
+
+@dataclass(frozen=True)
+class RecallRow:
+    """Questions about one depth of contexts of one length.
+
+    Attributes:
+        length: of the prompt, in tokens.
+        depth: where the answer was told, from 0, the beginning, to 1, just before the question.
+        n: questions.
+        chance: accuracy of guessing among the choices.
+        teacher, student: their answers.
+    """
+
+    length: int
+    depth: float
+    n: int
+    chance: float
+    teacher: Answers
+    student: Answers
+
+    @classmethod
+    def of(cls, length: int, depth: float, scores: list[tuple[float, ...]]) -> RecallRow:
+        """Means over questions of (chance, teacher's accuracy, loss, greedy, and the same of the student)."""
+        chance, *means = torch.tensor(scores, dtype=torch.float64).mean(dim=0).tolist()
+        return cls(length, depth, len(scores), chance, Answers(*means[:3]), Answers(*means[3:]))
+
+
+@dataclass(frozen=True)
+class Recall(Result):
+    """Recall by length and depth: ``text`` is the name of what was asked about, ``records`` are the rows."""
+
+    text: str
+    records: list[RecallRow]
+
+    def parts(self) -> Iterator[Part]:
+        """Right among the choices, written by greedy decoding, loss of the right answer."""
+        yield f"Recall, {self.text}: right among the choices, written greedily, loss in nats"
+        each = ("right", "written", "loss")
+        heads = [f"{who if n == 0 else ''}\n{name}" for who in ("teacher", "student") for n, name in enumerate(each)]
+        shown = table("\nlength", "\ndepth", "\nn", "\nchance", *heads)
+        for row in self.records:
+            cells = []
+            for found in (row.teacher, row.student):
+                cells += [f"{found.accuracy:.0%}", f"{found.greedy:.0%}", f"{found.loss:.2f}"]
+            shown.add_row(str(row.length), f"{row.depth:.2f}", str(row.n), f"{row.chance:.0%}", *cells)
+        yield shown
+
+
 @torch.inference_mode()
 def recall_figures(
     student: PreTrainedModel,
@@ -119,7 +182,7 @@ def recall_figures(
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> list[dict[str, Any]]:
+) -> Recall:
     """How well teacher and student answer from the context, by its length and by where the answer was told.
 
     Args:
@@ -132,10 +195,7 @@ def recall_figures(
         progress: called with (done, total) batches.
 
     Returns:
-        A record for each length and each of :data:`DEPTHS` that was asked about: ``length``, ``depth``, ``n``
-        (questions), ``chance`` (accuracy of guessing among the choices), and for ``teacher`` and ``student``
-        ``accuracy`` (the right answer is the likeliest of the choices), ``loss`` (of the right answer, nats) and
-        ``greedy`` (it is the likeliest of all tokens: the model would write it).
+        A row for each length and each of :data:`DEPTHS` that was asked about.
 
     Raises:
         DoflaError: if the model is no causal language model or has no positions for so long a prompt, or if nothing
@@ -156,21 +216,13 @@ def recall_figures(
             seen.setdefault((length, depth), []).append((1 / len(question.choices), *scores[0], *scores[1]))
         if progress:
             progress(done, len(parts))
-    return [record(length, depth, scores) for (length, depth), scores in sorted(seen.items())]
+    return Recall(source.name, [RecallRow.of(*place, scores) for place, scores in sorted(seen.items())])
 
 
 def check_asked(lengths: Sequence[int], count: int) -> None:
     """DoflaError unless there is a length and a prompt."""
     if not lengths or count < 1:
         raise DoflaError(f"lengths: {list(lengths)}, count: {count}; give one length and one prompt at least")
-
-
-def record(length: int, depth: float, scores: list[tuple[float, ...]]) -> dict[str, Any]:
-    """Means over questions of (chance, teacher's accuracy, loss, greedy, and the same of the student)."""
-    chance, *means = torch.tensor(scores, dtype=torch.float64).mean(dim=0).tolist()
-    names = ("accuracy", "loss", "greedy")
-    both = {who: dict(zip(names, means[n : n + 3], strict=True)) for who, n in (("teacher", 0), ("student", 3))}
-    return {"length": length, "depth": depth, "n": len(scores), "chance": chance, **both}
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

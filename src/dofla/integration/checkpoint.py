@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,27 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.errors import DoflaError, about
-from dofla.integration.hub import fetch
+from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
+from dofla.integration.packages import packaged_name, packaged_path
+from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
 from dofla.integration.streaming import device_map
-from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, restore
+from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, record_of, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plans.plan import Plan
 from dofla.storage.checksums import check_checksums
 from dofla.storage.files import new_folder, read_json, write_json
-from dofla.storage.processes import processes
+from dofla.storage.processes import is_first, processes
 from dofla.storage.tensors import read_tensors, write_tensors
+
+logger = logging.getLogger(__name__)
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
+_GIVE_IT = "--base-model FOLDER_OR_NAME (base_model= in Python) says where it is"
 _FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, "plan.json", RECORD]
 
 
@@ -59,7 +65,9 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     student that was trained end to end, the low-rank factors or weights it has learnt.
 
     Args:
-        model: a linearised model.
+        model: a linearised model. Its base model is named as on the hub where that is known: it was opened by that name
+            or from the hub's cache, or :func:`dofla.note` was told. Otherwise its folder is named, with a warning
+            unless that is in an installed package.
         folder: a new folder.
 
     Raises:
@@ -67,6 +75,7 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     """
     with new_folder(folder) as out:
         write_adapter(model, out)
+    warn_of_local_base(model, folder)
     return Path(folder)
 
 
@@ -78,12 +87,35 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     elif is_trained(model):
         write_tensors(folder / TRAINED, weights_of(model))
     write_json(folder / "plan.json", plan_of(model).to_dict(), sealed=True)  # weights belong to it
-    base = model.config._name_or_path
-    base = str(Path(base).resolve()) if base and Path(base).exists() else base
-    write_json(folder / ADAPTER, {"format": 1, "base_model": base, "class": type(model).__name__})
+    write_json(folder / ADAPTER, {"format": 1, "base_model": base_of(model), "class": type(model).__name__})
     record = completed_record(model)
     record.save(folder / RECORD)
     write_card(folder, plan_of(model), record, adapter=True)
+
+
+def base_of(model: PreTrainedModel) -> str:
+    """What a student's adapter names as its base model: a name of the hub if one is known, or a folder, by the package
+    that it is in if there is one."""
+    place = model.config._name_or_path
+    if not (place and Path(place).exists()):
+        return place
+    config = Path(place) / "config.json"
+    of_folder = read_json(config, "a config").get("quantization_config") if config.exists() else None
+    # A standalone student may have weights that its own base has not.
+    standalone = of_folder is not None and of_folder.get("quant_method") == METHOD
+    known = "" if standalone else record_of(model).base_model
+    return known or packaged_name(place) or str(Path(place).resolve())
+
+
+def warn_of_local_base(model: PreTrainedModel, adapter: str | Path) -> None:
+    """Log a warning if others could not open the student's ``adapter``."""
+    base = base_of(model)
+    if is_first() and not (hub_name(base) or packaged_name(packaged_path(base))):
+        logger.warning(
+            "others cannot open %s, whose base model is %s: "
+            "dofla.note(%r, base_model='owner/name') names it as on the hub",
+            *(adapter, f"the folder {base}" if base else "nameless", str(adapter)),
+        )
 
 
 def load(
@@ -98,7 +130,8 @@ def load(
         **kwargs: for ``from_pretrained`` (``dtype``, ``device_map``, ...).
 
     Raises:
-        DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name.
+        DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name; if an
+            adapter's base model is not where it should be.
     """
     model = load_any(path, base_model=base_model, trust_remote_code=trust_remote_code, **kwargs)
     if not is_linearized(model):
@@ -117,9 +150,12 @@ def load_any(
     plan = Plan.load(folder / "plan.json")
     base = base_model or adapter.get("base_model")
     if not (base and isinstance(base, (str, Path))):
-        raise DoflaError(f"{folder / ADAPTER} names no base model: set 'base_model' to its path or name")
-    with about(folder / ADAPTER):
-        model = load_model(base, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
+        raise DoflaError(f"{folder / ADAPTER} names no base model: {_GIVE_IT}")
+    try:
+        place = packaged_path(str(base))
+        model = load_model(place, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
+    except DoflaError as error:
+        raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / "plan.json"):
         # The base of a student that was opened from a standalone checkpoint is that checkpoint.
         linearize(restore(model) if is_linearized(model) else model, plan)

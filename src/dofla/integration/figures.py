@@ -62,7 +62,8 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
     if embeddings := record.get("embeddings"):
         yield "cosine", "cosine of embeddings with the original's", embeddings["cosine"], None, text
         yield "spearman", "rank correlation of similarities with the original's", embeddings["spearman"], None, text
-    for task in record.get("tasks", {}).get("tasks", ()):
+    tasks = record.get("tasks", ())  # alone, or beside figures on a text
+    for task in tasks.get("tasks", ()) if isinstance(tasks, Mapping) else tasks:
         both = task["acc"]
         yield "accuracy", "accuracy", both["student"], both["teacher"], f"{task['task']}, {task['items']} items"
     records = record.get("recall", {}).get("records", ())

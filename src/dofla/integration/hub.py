@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
+from huggingface_hub.constants import REPO_ID_SEPARATOR
 from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
@@ -26,6 +27,15 @@ def hub_name(name: str) -> str:
     except HFValidationError:
         return ""
     return "" if Path(name).exists() else name
+
+
+def origin(place: str) -> str:
+    """The repository's name, if ``place`` is one, or a folder of the hub's cache; otherwise nothing."""
+    snapshot = Path(place)
+    kind, _, name = snapshot.parent.parent.name.partition(REPO_ID_SEPARATOR)
+    if snapshot.parent.name == "snapshots" and kind == "models":
+        return name.replace(REPO_ID_SEPARATOR, "/")
+    return hub_name(place)
 
 
 def licence_of(model: str) -> dict[str, str]:

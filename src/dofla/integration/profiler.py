@@ -1,4 +1,4 @@
-"""Measuring a teacher: one pass over the tokens, a reservoir of vectors per head, then spectra."""
+"""Measuring a teacher: one pass over the tokens, a sample of each head, then spectra."""
 
 from __future__ import annotations
 
@@ -10,56 +10,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
+from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, evaluation_mode
 from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
-from dofla.profiles.spectrum import NORMALIZATIONS, gram_spectrum
+from dofla.profiles.spectrum import NORMALIZATIONS
 
 MASS_FIRST = (1, 4)
 MASS_LAST = (4, 8, 16, 32)
 _ROWS = 32
 """Query rows per sequence whose attention weights are looked at; all rows would cost more than the model itself."""
-
-
-class Reservoir:
-    """A uniform sample of a layer's queries and keys, of fixed size, from a stream of any length.
-
-    Half of the candidates are keys, half are queries, each of a query head drawn at random from its group. The draw
-    is the same for all heads. Every candidate gets a random number and the largest ``size`` stay (reservoir sampling
-    by random keys), so each of them is equally likely to be kept.
-    """
-
-    def __init__(self, size: int, generator: torch.Generator) -> None:
-        self.size, self.generator = size, generator
-        self.tags = torch.empty(0)
-        self.vectors: Tensor | None = None  # [Hkv, n, d]
-
-    def add(self, call: AttentionCall) -> None:
-        """Offer all queries and keys of a call."""
-        batch, kv_heads, length, head_dim = call.key.shape
-        groups = call.query.shape[1] // kv_heads
-        tags = torch.rand(2 * batch * length, generator=self.generator)
-        if call.weight is not None:
-            tags[~call.weight.bool().flatten().cpu().repeat(2)] = -1.0
-        candidates = torch.cat([self.tags, tags])
-        keep = candidates.topk(min(self.size, len(candidates))).indices
-        keep = keep[candidates[keep] >= 0]
-        old, new = keep[keep < len(self.tags)], keep[keep >= len(self.tags)] - len(self.tags)
-        keys, queries = new[new < batch * length], new[new >= batch * length] - batch * length
-        member = torch.randint(groups, (len(queries),), generator=self.generator)
-        grouped = call.query.view(batch, kv_heads, groups, length, head_dim)
-        parts = [
-            call.key[keys // length, :, keys % length],
-            grouped[queries // length, :, member, queries % length],
-        ]
-        parts = [part.transpose(0, 1).to("cpu", torch.float32) for part in parts]
-        if self.vectors is not None:
-            parts.insert(0, self.vectors[:, old])
-        self.vectors = torch.cat(parts, dim=1)
-        self.tags = torch.cat([candidates[old], tags[torch.cat([keys, queries + batch * length])]])
 
 
 class Tally:
@@ -120,52 +84,64 @@ class Tally:
         return result
 
 
+@reports_progress("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
-    samples: int = 1024,
+    samples: int | None = None,
     batch_size: int = 4,
-    normalization: str = "trace",
+    estimator: str = "attention",
+    normalization: str | None = None,
     keep_softmax: Sequence[str] = (),
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | bool = True,
 ) -> Profile:
     """Measure the degrees of freedom of a softmax model's attention (arXiv 2507.03340, Algorithm 1, steps 1 to 3).
 
-    Queries and keys are taken after positions and norms, from a reservoir of ``samples`` vectors per KV head, so memory
+    Queries and keys are taken after positions and norms. What is kept is a sample of fixed size per KV head, so memory
     does not grow with the text. The layers of a streamed model are taken in turn, each over all the text.
 
     Args:
         model: the teacher, in any dtype; runs without gradients.
         tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
-        samples: J, vectors per KV head.
+        samples: J, per KV head: rows of attention, 64 of each of J / 64 windows (of less than 512 samples fewer rows,
+            of 8 windows), 4096 by default; or vectors in one Gram matrix, 1024, which takes longer.
         batch_size: windows per forward pass.
-        normalization: of the Gram matrix, see :func:`dofla.profiles.spectrum.degrees_of_freedom`.
+        estimator: ``attention``, the Gram matrix of a window's rows of attention; ``paper``, that of the kernel on
+            queries and keys of all the text, as Algorithm 1 has it, which differs much from draw to draw.
+        normalization: of the Gram matrix, see :func:`dofla.profiles.spectrum.degrees_of_freedom`; default ``mean`` for
+            attention, whose rows have a scale, and ``trace`` for the paper's kernel, which has none.
         keep_softmax: attention modules to leave out, for instance those that linear attention cannot express.
-        seed: of the reservoir.
-        progress: called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
+        seed: of the sample.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
 
     Raises:
         DoflaError: no attention the interface reaches; a layer that cannot be linearised and is not in
-            ``keep_softmax``; NaN in the activations, with layer and batch; an unknown normalisation.
+            ``keep_softmax``; NaN in the activations, with layer and batch; an unknown estimator or normalisation.
     """
+    if estimator not in ESTIMATORS:
+        raise DoflaError(f"unknown estimator {estimator!r}: choose one of {', '.join(ESTIMATORS)}")
+    normalization = normalization or ESTIMATORS[estimator].normalization
     if normalization not in NORMALIZATIONS:
         raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
+    samples = ESTIMATORS[estimator].samples if samples is None else samples
     if samples < 2:
-        raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 1024 is the default")
+        raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
     windows = as_windows(tokens)
     parts = batches(windows, batch_size)
     sites, skipped = _choose(attention_sites(model), keep_softmax)
-    reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in sites}
+    made = ESTIMATORS[estimator]
+    estimators = {name: made(samples, len(windows), torch.Generator().manual_seed(seed)) for name in sites}
     tallies = {name: Tally(torch.Generator().manual_seed(seed)) for name in sites}
     batch_number = 0
 
     def look(call: AttentionCall) -> None:
         call.check_finite(batch_number)
-        reservoirs[call.name].add(call)
+        estimators[call.name].add(call, parts[batch_number])
         tallies[call.name].add(call)
 
     with evaluation_mode(model), closing(in_turn(model)) as turns:
@@ -178,7 +154,7 @@ def profile(
 
     layers = []
     for done, (name, site) in enumerate(sites.items(), start=1):
-        spectra = [gram_spectrum(vectors, site.scaling) for vectors in reservoirs[name].vectors]
+        spectra = estimators[name].spectra(site.scaling)
         shape = {k: getattr(site, k) for k in ("heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")}
         layers.append(LayerProfile(name, **shape, spectra=spectra, statistics=tallies[name].statistics()))
         if progress:
@@ -193,6 +169,7 @@ def profile(
         normalization=normalization,
         skipped=skipped,
         dtype=str(model.dtype).removeprefix("torch."),
+        estimator=estimator,
     )
 
 

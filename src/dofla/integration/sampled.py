@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
 from dofla.integration.attaching import AttachedLinearAttention
-from dofla.integration.profiler import Reservoir
+from dofla.integration.estimators import Reservoir
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
@@ -20,6 +21,7 @@ from dofla.profiles.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 
+@reports_progress("sample features", Bar.stage)
 def sample_features(
     student: PreTrainedModel,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -30,7 +32,7 @@ def sample_features(
     proposal: str = "data",
     batch_size: int = 4,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | bool = True,
 ) -> PreTrainedModel:
     """Draw z and alpha of every ``prf`` head from the optimal density (arXiv 2507.03340, section 2, Theorem 3).
 
@@ -51,7 +53,8 @@ def sample_features(
         proposal: a name in :data:`dofla.profiles.sampling.PROPOSALS`.
         batch_size: windows per forward pass.
         seed: of the reservoir and of the draws.
-        progress: called with (stage, done, total) after each batch ("reading") and each layer ("drawing").
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each batch ("reading") and each layer ("drawing").
 
     Returns:
         ``student`` itself.

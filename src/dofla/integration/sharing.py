@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from dofla.display import Result
 from dofla.errors import DoflaError, about
-from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, save_adapter
+from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, base_of, save_adapter
 from dofla.integration.hub import hub_name, upload
 from dofla.integration.model_card import write_card
 from dofla.integration.quantizer import METHOD, DoflaConfig
@@ -25,7 +26,7 @@ from dofla.storage.files import read_json, write_json
 def note(
     student: PreTrainedModel | str | Path,
     *,
-    figures: Mapping[str, Any] | str | Path | None = None,
+    figures: Result | Mapping[str, Any] | str | Path | None = None,
     command: str | None = None,
     base_model: str | None = None,
     license: str | None = None,
@@ -34,8 +35,8 @@ def note(
 
     Args:
         student: a linearised model; or the folder of one, whose card is written anew at once.
-        figures: of :func:`dofla.evaluate`, tasks, or ``dofla probe``; or the JSON file that they were written to. They
-            take the place of earlier ones of the same metric on the same text.
+        figures: what :func:`dofla.evaluate`, tasks, or a probe returned; or the JSON file that they were written to.
+            They take the place of earlier ones of the same metric on the same text.
         command: that measures them again; default the command line of dofla that this process was started with, or
             the call in Python.
         base_model: name on the hub of the model it was made from. An adapter is then opened with that one.
@@ -47,6 +48,8 @@ def note(
     source = nullcontext()
     if isinstance(figures, (str, Path)):
         source, figures = about(Path(figures)), read_json(figures, "figures of a student")
+    elif isinstance(figures, Result):
+        figures = figures.to_dict()
     if base_model is not None and not hub_name(base_model):
         raise DoflaError(f"base_model is {base_model!r}: give a name on the hub, like owner/name")
 
@@ -107,7 +110,7 @@ def push_adapter(
     Raises:
         DoflaError: not linearised, or its base model is not on the hub, as far as its name tells.
     """
-    plan, base = plan_of(student), student.config._name_or_path
+    plan, base = plan_of(student), base_of(student)
     if not hub_name(base):
         raise DoflaError(
             f"the adapter's base model is {base or 'nameless'!r}, which others do not have: "

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation
-from dofla.integration.hub import hub_name
+from dofla.integration.hub import origin
 from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.record import Record
@@ -49,7 +49,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
     model._dofla_softmax_implementation = before
     model.set_attn_implementation(LINEAR)
     model.config.quantization_config = DoflaConfig.from_plan(plan)
-    model.config.quantization_config.record.base_model = hub_name(model.config._name_or_path)
+    model.config.quantization_config.record.base_model = origin(model.config._name_or_path)
     model.hf_quantizer = DoflaQuantizer(model.config.quantization_config)
     return model
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
-from dofla.plans.hybrid import HeadCost, split
+from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
 from dofla.storage.files import read_json, write_json
 
 _LEVELS = 20
@@ -69,16 +71,31 @@ def _positive(error: float) -> float:
 
 
 @dataclass
-class Curves:
+class Curves(Result):
     """The curves of all layers, of which model and how they were measured. JSON that a person can read."""
 
-    layers: list[LayerCurve]
+    layers: list[LayerCurve] = field(repr=False)
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
 
+    def parts(self) -> Iterator[Part]:
+        """Error of each layer at the sizes tried with the usual share of exact tokens, and what it does."""
+        sizes = sorted({p.bytes for layer in self.layers for p in layer.points if p.share == TOKEN_SHARE})
+        shown = table("layer", *map(str, sizes), "effect", gap=1, widest=30)
+        for layer in self.layers:
+            errors = {p.bytes: f"{fmean(p.errors):.3f}" for p in layer.points if p.share == TOKEN_SHARE}
+            shown.add_row(layer.name, *(errors.get(n, "") for n in sizes), f"{sum(layer.effects):.3f}")
+        yield "attention KL by bytes per KV head"
+        yield shown
+        yield "effect: harm to the model's answer (KL; an encoder's relative error) per nat of its heads'"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"format": 2, **asdict(self)}
+
     def save(self, path: str | Path) -> None:
         """Write as JSON, replacing what was there."""
-        write_json(Path(path), {"format": 2, **asdict(self)}, sealed=True)
+        write_json(Path(path), self.to_dict(), sealed=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Curves:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.text import Text
 
+from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost
@@ -107,7 +110,7 @@ class LayerPlan:
 
 
 @dataclass
-class Plan:
+class Plan(Result):
     """All attention layers of a model, and how the plan came about. JSON that a person can edit."""
 
     layers: list[LayerPlan]
@@ -138,6 +141,21 @@ class Plan:
     def kept_softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the key-value cache of the layers kept softmax, for ``length`` tokens."""
         return Plan([x for x in self.layers if x.keep_softmax]).softmax_bytes(length, dtype)
+
+    def parts(self) -> Iterator[Part]:
+        """What each layer becomes, with bars, and the bytes of all."""
+        most = max((max(x.features_per_head) for x in self.layers if not x.keep_softmax), default=1)
+        shown = table("layer", "features", "window", "sinks", gap=1, widest=30)
+        shown.add_column("")
+        for layer in self.layers:
+            if layer.keep_softmax:
+                shown.add_row(layer.name, "softmax", "", "", "")
+                continue
+            sizes = [str(x[0]) if len(set(x)) == 1 else f"{min(x)}-{max(x)}" for x in zip(*layer.sizes, strict=True)]
+            bar = Text("━" * max(1, round(24 * max(layer.features_per_head) / most)), style="cyan")
+            shown.add_row(layer.name, *sizes, bar)
+        yield shown
+        yield f"state per sequence: {size(self.state_bytes())} in float32, whatever the context"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, one short entry per layer."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dofla.display import Part, Result
 from dofla.errors import DoflaError
-from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom
+from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom, standard_error
+from dofla.profiles.table import degrees_tables, doubtful
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 from dofla.storage.files import new_folder, read_json, write_json
@@ -57,10 +61,11 @@ class SkippedLayer:
 
 
 @dataclass
-class Profile:
+class Profile(Result):
     """All layers that can be linearised, how they were measured, and of which model.
 
-    ``profile.dof()`` is instant for any λ and any normalisation, since the eigenvalues are kept.
+    ``profile.dof()`` and ``profile.dof_errors()`` are instant for any λ and any normalisation, since the eigenvalues
+    are kept. ``str(profile)`` is a table of both.
     """
 
     model: str
@@ -72,6 +77,7 @@ class Profile:
     normalization: str = "trace"
     skipped: list[SkippedLayer] = field(default_factory=list)
     dtype: str = "float32"  # of the model, and so of the tokens in a window
+    estimator: str = "attention"  # of the degrees of freedom, see dofla.profile
 
     @property
     def itemsize(self) -> int:
@@ -83,6 +89,19 @@ class Profile:
         chosen = normalization or self.normalization
         return [[degrees_of_freedom(s, lam, chosen) for s in layer.spectra] for layer in self.layers]
 
+    def dof_errors(self, lam: float = DEFAULT_LAMBDA, normalization: str | None = None) -> list[list[float]]:
+        """Standard errors of :meth:`dof` [layer][KV head]; NaN where unknown, as in profiles of format 1."""
+        chosen = normalization or self.normalization
+        return [[standard_error(s, lam, chosen) for s in layer.spectra] for layer in self.layers]
+
+    def parts(self, lam: float = DEFAULT_LAMBDA) -> Iterator[Part]:
+        """Degrees of freedom ± standard errors, layers down and KV heads across, and which of them to doubt."""
+        kind = f"{self.estimator}, {self.normalization}; λ = {lam:.3g}, J = {self.samples}"
+        dof, errors = self.dof(lam), self.dof_errors(lam)
+        yield from degrees_tables(kind, dof, errors)
+        yield from doubtful(dof, errors)
+        yield from (f"  left softmax: {x.name} ({x.reason})" for x in self.skipped)
+
     def save(self, folder: str | Path) -> Path:
         """Write ``profile.json`` and ``spectra.safetensors`` into a new folder; DoflaError if it exists."""
         with new_folder(folder) as out:
@@ -92,8 +111,11 @@ class Profile:
     def write(self, folder: Path) -> None:
         """Write the two files into an existing folder."""
         tensors = {layer.name: torch.stack([s.eigenvalues for s in layer.spectra]) for layer in self.layers}
+        for layer in self.layers:
+            if all(s.subsamples is not None for s in layer.spectra):
+                tensors[layer.name + _SUBSAMPLES] = torch.stack([s.subsamples for s in layer.spectra])
         write_tensors(folder / "spectra.safetensors", tensors)
-        write_json(folder / "profile.json", self._to_json(), sealed=True)
+        write_json(folder / "profile.json", self.to_dict(), sealed=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
@@ -107,18 +129,20 @@ class Profile:
             what = str(error) if isinstance(error, DoflaError) else f"{type(error).__name__}: {error}"
             raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
 
-    def _to_json(self) -> dict:
-        dof = self.dof()
+    def to_dict(self) -> dict[str, Any]:
+        """What ``profile.json`` holds; a standard error that is unknown is None."""
         layers = []
-        for layer, row in zip(self.layers, dof, strict=True):
+        for layer, *rows in zip(self.layers, self.dof(), self.dof_errors(), strict=True):
             entry = {k: getattr(layer, k) for k in _LAYER_FIELDS}
             entry["per_head"] = [
-                {"dof": round(n, 4), "log_scale": s.log_scale, "retry": s.retry, **vars(h)}
-                for n, s, h in zip(row, layer.spectra, layer.statistics, strict=True)
+                {"dof": round(n, 4), "dof_error": None if math.isnan(error) else round(error, 4)}
+                | {"log_scale": s.log_scale, "retry": s.retry, **vars(h)}
+                for n, error, s, h in zip(*rows, layer.spectra, layer.statistics, strict=True)
             ]
             layers.append(entry)
-        head = {"format": 1, "model": self.model, "source": self.source, "samples": self.samples}
-        head |= {"tokens": self.tokens, "seed": self.seed, "normalization": self.normalization}
+        head = {"format": 2, "model": self.model, "source": self.source, "samples": self.samples}
+        head |= {"tokens": self.tokens, "seed": self.seed, "estimator": self.estimator}
+        head["normalization"] = self.normalization
         head["dtype"] = self.dtype
         skipped = [vars(x) for x in self.skipped]
         return head | {"lambda_of_dof_shown": DEFAULT_LAMBDA, "skipped": skipped, "layers": layers}
@@ -129,6 +153,7 @@ class Profile:
         skipped = [build(SkippedLayer, entry, f"skipped[{n}]") for n, entry in enumerate(data["skipped"])]
         kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
         kept["dtype"] = data.get("dtype", "float32")  # profiles of version 0.1 do not say
+        kept["estimator"] = data.get("estimator", "paper")  # nor do those of format 1, which knew no other
         if kept["normalization"] not in NORMALIZATIONS:
             raise ValueError(f"normalization is {kept['normalization']!r}")
         if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
@@ -139,16 +164,17 @@ class Profile:
 def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
     known = {k: entry[k] for k in _LAYER_FIELDS}
     eigenvalues, heads = tensors[known["name"]], entry["per_head"]
-    if eigenvalues.ndim != 2 or not eigenvalues.is_floating_point() or not len(eigenvalues[0]):
+    if eigenvalues.ndim not in (2, 3) or not eigenvalues.is_floating_point() or not eigenvalues.numel():
         raise ValueError(f"{where}: its eigenvalues are {eigenvalues.dtype} {list(eigenvalues.shape)}")
-    if not len(eigenvalues) == len(heads) == known["kv_heads"]:
+    parts = tensors.get(known["name"] + _SUBSAMPLES, [None] * len(heads))
+    if not len(eigenvalues) == len(parts) == len(heads) == known["kv_heads"]:
         raise ValueError(f"{where}: {len(eigenvalues)} spectra, {len(heads)} of {known['kv_heads']} KV heads")
     spectra, statistics = [], []
-    for n, (values, head) in enumerate(zip(eigenvalues, heads, strict=True)):
-        own = {k: v for k, v in head.items() if k not in ("dof", "log_scale", "retry")}
+    for n, (values, own_parts, head) in enumerate(zip(eigenvalues, parts, heads, strict=True)):
+        own = {k: v for k, v in head.items() if k not in ("dof", "dof_error", "log_scale", "retry")}
         for key in ("mass_first", "mass_last"):
             own[key] = {int(count): share for count, share in own[key].items()}
-        found = {"eigenvalues": values, "log_scale": head["log_scale"], "retry": head["retry"]}
+        found = {"eigenvalues": values, "log_scale": head["log_scale"], "retry": head["retry"], "subsamples": own_parts}
         spectra.append(build(Spectrum, found, f"{where}: per_head[{n}]"))
         statistics.append(build(HeadStatistics, own, f"{where}: per_head[{n}]"))
     layer = build(LayerProfile, known | {"spectra": spectra, "statistics": statistics}, where)
@@ -158,4 +184,5 @@ def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
     return layer
 
 
+_SUBSAMPLES = "/subsamples"
 _LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")

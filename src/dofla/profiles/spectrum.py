@@ -1,4 +1,4 @@
-"""Spectra of the attention kernel and their degrees of freedom (arXiv 2507.03340, section 3, Algorithm 1)."""
+"""Spectra of what a head attends with, and their degrees of freedom (arXiv 2507.03340, section 3, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from dofla.errors import DoflaError
 from dofla.profiles.tolerance import check_lambda
 
 NORMALIZATIONS = ("trace", "top", "mean", "none")
+SUBSAMPLES = 8
+"""Parts into which the paper's sample is divided to see how far it can be trusted."""
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues of the Gram matrix of one head, on their true scale ``exp(log_scale) · eigenvalues``."""
+    """Eigenvalues of the Gram matrix of one head, on their true scale ``exp(log_scale) · eigenvalues``.
 
-    eigenvalues: Tensor  # [J] float64, descending
+    Attributes:
+        eigenvalues: float64, descending: [J], or [W, R] where W windows of text have a matrix each. The degrees of
+            freedom are then their mean over the windows.
+        log_scale: of all of them.
+        retry: how the solver was helped, if it was.
+        subsamples: [K, J / K], spectra of disjoint parts of the J vectors, by which one matrix is judged.
+    """
+
+    eigenvalues: Tensor
     log_scale: float
-    retry: str | None = None  # how the solver was helped, if it was
+    retry: str | None = None
+    subsamples: Tensor | None = None
 
 
 def gram_spectrum(vectors: Tensor, scaling: float) -> Spectrum:
-    """Spectrum of the Gram matrix of the attention kernel ``exp(scaling · x·y)``.
+    """Spectrum of the Gram matrix of the attention kernel ``exp(scaling · x·y)``, the paper's.
 
     The matrix is formed as ``exp(· − max)`` in float64 and symmetrised. A solver that fails is retried with jitter on
     the diagonal, then by singular values; the retry is recorded.
 
     Args:
-        vectors: [J, d], queries and keys of one head.
+        vectors: [J, d], queries and keys of one head, in random order.
         scaling: of the scores.
 
     Raises:
@@ -43,32 +54,51 @@ def gram_spectrum(vectors: Tensor, scaling: float) -> Spectrum:
     log_scale = logits.max().item()
     gram = torch.exp(logits - log_scale)
     eigenvalues, retry = _eigenvalues((gram + gram.mT) / 2)
-    return Spectrum(eigenvalues.clamp_min(0).flip(0), log_scale, retry)
+    each, parts = len(vectors) // SUBSAMPLES, None
+    if each > 1:
+        own = [gram[start : start + each, start : start + each] for start in range(0, each * SUBSAMPLES, each)]
+        parts, _ = _eigenvalues(torch.stack([(part + part.mT) / 2 for part in own]))
+    return Spectrum(eigenvalues, log_scale, retry, parts)
+
+
+def attention_spectrum(attention: Tensor) -> tuple[Tensor, str | None]:
+    """Eigenvalues of ``A Aᵀ``, the inner products of rows of attention, and how the solver was helped, if it was.
+
+    Args:
+        attention: A [..., R, L], rows of weights.
+
+    Returns:
+        [..., R] float64, descending.
+    """
+    attention = attention.double()
+    return _eigenvalues(attention @ attention.mT)
 
 
 def _eigenvalues(gram: Tensor) -> tuple[Tensor, str | None]:
+    """Of positive semi-definite matrices [..., J, J]: [..., J], descending, none below zero."""
+
     def solved(values: Tensor) -> bool:
         return bool(torch.isfinite(values).all())
 
     try:
         values = torch.linalg.eigvalsh(gram)
         if solved(values):
-            return values, None
+            return values.clamp_min(0).flip(-1), None
     except torch.linalg.LinAlgError:
         pass
     try:
-        jitter = 1e-10 * gram.diagonal().mean()
-        values = torch.linalg.eigvalsh(gram + jitter * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+        jitter = 1e-10 * gram.diagonal(dim1=-2, dim2=-1).mean()
+        values = torch.linalg.eigvalsh(gram + jitter * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
         if solved(values):
-            return values, "jitter"
+            return values.clamp_min(0).flip(-1), "jitter"
     except torch.linalg.LinAlgError:
         pass
     # For a symmetric positive semi-definite matrix singular values and eigenvalues are the same numbers.
-    return torch.linalg.svdvals(gram).flip(0), "svd"
+    return torch.linalg.svdvals(gram), "svd"
 
 
 def degrees_of_freedom(spectrum: Spectrum, lam: float, normalization: str = "trace") -> float:
-    """``tr Σ(Σ + λI)⁻¹`` for the Gram matrix Σ brought to a scale.
+    """``tr Σ(Σ + λI)⁻¹`` for the Gram matrix Σ brought to a scale; of several matrices, the mean.
 
     Args:
         spectrum: of one head.
@@ -76,17 +106,38 @@ def degrees_of_freedom(spectrum: Spectrum, lam: float, normalization: str = "tra
         normalization: ``trace`` (unit trace), ``top`` (largest eigenvalue 1), ``mean`` (divided by J, the empirical
             integral operator), ``none`` (as printed in the paper's Algorithm 1).
     """
+    return _degrees(spectrum.eigenvalues, spectrum.log_scale, lam, normalization).mean().item()
+
+
+def standard_error(spectrum: Spectrum, lam: float, normalization: str = "trace") -> float:
+    """Of :func:`degrees_of_freedom`; NaN where there is nothing to tell it from.
+
+    Where windows have matrices of their own, that of their mean. The paper's one matrix is judged by how far its
+    ``subsamples`` differ, relative to their mean and not less for their number: with unit trace the estimate is ruled
+    by the largest vectors of the sample, and a larger sample has larger ones.
+    """
+    values = _degrees(spectrum.eigenvalues, spectrum.log_scale, lam, normalization)
+    if len(values) > 1:
+        return (values.std() / len(values) ** 0.5).item()
+    if spectrum.subsamples is None:
+        return math.nan
+    parts = _degrees(spectrum.subsamples, spectrum.log_scale, lam, normalization)
+    return (values[0] * parts.std() / parts.mean()).item()
+
+
+def _degrees(eigenvalues: Tensor, log_scale: float, lam: float, normalization: str) -> Tensor:
+    """Of spectra [W, R], or one [R]: [W]."""
     check_lambda(lam)
-    values = spectrum.eigenvalues
+    values = torch.atleast_2d(eigenvalues)
     if normalization == "trace":
-        log_unit = values.sum().log()
+        log_unit = values.sum(-1, keepdim=True).log()
     elif normalization == "top":
-        log_unit = values.max().log()
+        log_unit = values.amax(-1, keepdim=True).log()
     elif normalization == "mean":
-        log_unit = torch.tensor(math.log(len(values)) - spectrum.log_scale, dtype=values.dtype)
+        log_unit = values.new_tensor(math.log(values.shape[-1]) - log_scale)
     elif normalization == "none":
-        log_unit = torch.tensor(-spectrum.log_scale, dtype=values.dtype)
+        log_unit = values.new_tensor(-log_scale)
     else:
         raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
     # σ/(σ+λ) as a sigmoid of logs: the raw scale exp(log_scale) overflows on real heads.
-    return torch.sigmoid(values.log() - log_unit - math.log(lam)).sum().item()
+    return torch.sigmoid(values.log() - log_unit - math.log(lam)).sum(-1)

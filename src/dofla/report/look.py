@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows, batches
 from dofla.distillation import calibrate
@@ -120,7 +121,8 @@ def _before(
     if start == "data":
         calibrate(model, [windows.batch(batches(windows, options.batch_size)[-1])])
     some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))
-    return attention_fidelity(model, some, batch_size=options.batch_size, seed=student.seed)
+    found = attention_fidelity(model, some, batch_size=options.batch_size, seed=student.seed)
+    return {name: asdict(layer) for name, layer in found.items()}
 
 
 def _of_teacher(model: PreTrainedModel, workshop: Workshop, run: RunRecord, parts: _Parts) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _of_student(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
         options = run.recipe.evaluate
         parts(record, "texts", lambda: side_by_side(model, tokenizer, windows))
         some, size = windows.take(_POSITION_WINDOWS), {"batch_size": options.batch_size}
-        parts(record, "positions", lambda: probe(model, tokenizer, some, wanted=["positions"], **size)["positions"])
+        parts(record, "positions", lambda: _positions(model, tokenizer, some, **size))
         parts(record, "recall", lambda: _recall(model, workshop))
     return record
 
@@ -167,6 +169,12 @@ def _compared(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     return {"tokens": ids.shape[1], "layers": packed(student), "moved": moved(teacher, student)}
 
 
+def _positions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: TokenWindows, **options: Any
+) -> dict[str, Any]:
+    return probe(model, tokenizer, windows, wanted=["positions"], **options).positions.to_dict()
+
+
 def _recall(model: PreTrainedModel, workshop: Workshop) -> dict[str, Any]:
     tokenizer, windows = workshop.tokenizer, workshop.validation()
     if tokenizer is None:
@@ -177,4 +185,4 @@ def _recall(model: PreTrainedModel, workshop: Workshop) -> dict[str, Any]:
     options = {"lengths": lengths, "count": _RECALL_PROMPTS * (2 if own else 1)}
     options["recall_text"] = Villagers(tokenizer) if own else None
     batch_size = workshop.recipe.evaluate.batch_size
-    return probe(model, tokenizer, windows, wanted=["recall"], batch_size=batch_size, **options)["recall"]
+    return probe(model, tokenizer, windows, wanted=["recall"], batch_size=batch_size, **options).recall.to_dict()

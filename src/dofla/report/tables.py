@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
 
     Returns:
         ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
-        ``lambdas``, with ``dof`` (rounded) for each, layer and head, and ``largest``, the exact maximum over heads;
+        ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
+        and ``largest``, the exact maximum over heads;
         ``even``, for each budget and layer (features, window, sinks) of strategy ``hybrid``; and ``curves``, for each
         file and layer the choices of strategy ``measured``: (bytes, loss, sizes of each head).
     """
@@ -56,6 +58,7 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
         "lambda": lam,
         "lambdas": lambdas,
         "dof": [[[float(f"{n:.4g}") for n in row] for row in rows] for rows in dof],
+        "errors": [[[_known(n) for n in row] for row in profile.dof_errors(each)] for each in lambdas],
         "largest": [[max(row) for row in rows] for rows in dof],
         "shapes": [shapes.index(kind) for kind in kinds],
         "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
@@ -65,6 +68,10 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
             if {x.name for x in profile.layers} <= {x.name for x in found.layers}
         ],
     }
+
+
+def _known(error: float) -> float | None:
+    return None if math.isnan(error) else float(f"{error:.2g}")
 
 
 def _cost(profile: Profile, layer: LayerProfile, kept: str) -> HeadCost:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dofla.runs.view import size
+from dofla.display import size
 
 GAPS = (0.1, 0.3)
 """Upper end of the gap in nats per token up to which a student is close to its original, and up to which it serves

@@ -31,6 +31,7 @@ def run_finetune(
     items: int | None = None,
     test_items: int | None = None,
     changes: dict[str, Any] | None = None,
+    base_model: str | None = None,
     dtype: str | None = None,
     seed: int = 0,
     view: View | None = None,
@@ -56,7 +57,7 @@ def run_finetune(
     with new_folder(out) as folder:
         learnt, tested, source = train_and_test(task, test, tasks_folder, style=style)
         learnt, tested = learnt.take(items, seed=seed), tested.take(test_items, seed=seed)
-        network, tokenizer = open_model(model, dtype)
+        network, tokenizer = open_model(model, dtype, base_model)
         settings = settings_for(network.config, learnt.name, lora=options.get("lora_rank") is not None)
         if changes:
             settings = replace(settings, **changes, source=f"{settings.source}, but {', '.join(changes)}")

@@ -31,10 +31,11 @@ class DataSpec:
 class ProfileSpec:
     """How the teacher is measured; ``windows`` is how many of the training windows are read."""
 
-    samples: int = 1024
+    samples: int | None = None
     windows: int = 64
     batch_size: int = 4
-    normalization: str = "trace"
+    estimator: str = "attention"
+    normalization: str | None = None
 
 
 @dataclass

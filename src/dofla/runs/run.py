@@ -13,6 +13,7 @@ from typing import Any
 from dofla.evaluation import evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
+from dofla.runs.comparison import closing, student_row
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
@@ -56,10 +57,10 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
     for student in recipe.students:
         runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
-        view.student(rows[-1], [x.name for x in recipe.students], recipe.seeds)
+        view.show(*student_row(rows[-1], [x.name for x in recipe.students], recipe.seeds))
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
-    view.results(results)
+    view.show(*closing(results))
     return workshop, results
 
 
@@ -70,7 +71,7 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, 
     windows = workshop.validation()
     with workshop.student(spec, seed) as model:
         with workshop.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
-            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress)
+            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress).to_dict()
         figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
         if options.prompts and model.can_generate():
             figures["samples"] = continuations(model, workshop.tokenizer, windows, **options.samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import load, load_any, load_model
+from dofla.integration.packages import packaged_path
 from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
 from dofla.runs.demo import teacher_path
@@ -49,29 +49,39 @@ def load_teacher(
     return load_model(path, stream=stream, **_options(dtype)), load_tokenizer(path)
 
 
-def open_student(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def open_student(
+    name: str, dtype: str | None = None, base_model: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
+
+    Args:
+        name: of the student.
+        dtype: to load it in; default that of the checkpoint.
+        base_model: where an adapter's base is, if not where the adapter says; any name that :func:`load_teacher` takes.
 
     Raises:
         DoflaError: no such student; no tokenizer with it or its base model.
     """
-    return _opened(load, name, dtype)
+    return _opened(load, name, dtype, base_model)
 
 
-def open_model(name: str, dtype: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def open_model(
+    name: str, dtype: str | None = None, base_model: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
 
     Raises:
         DoflaError: no such model; no tokenizer with it or its base model.
     """
-    return _opened(load_any, resolve_model(name), dtype)
+    return _opened(load_any, resolve_model(name), dtype, base_model)
 
 
 def _opened(
-    load: Callable[..., PreTrainedModel], path: str, dtype: str | None
+    load: Callable[..., PreTrainedModel], path: str, dtype: str | None, base_model: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     logger.info("loading %s", path)
-    model = load(path, **_options(dtype))
+    base_model = None if base_model is None else resolve_model(base_model)
+    model = load(path, base_model=base_model, **_options(dtype))
     return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
 
 
@@ -94,16 +104,7 @@ def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
 
 def resolve_model(name: str) -> str:
     """The folder or hub name that a recipe's ``model`` stands for."""
-    if name == "demo":
-        return str(teacher_path())
-    if not name.startswith("package:"):
-        return name
-    package, _, inside = name.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        project = package.replace("_", "-")
-        raise DoflaError(f"model {name!r}: the package {package} is not installed: pip install {project}")
-    return str(Path(spec.origin).parent / inside)
+    return str(teacher_path()) if name == "demo" else packaged_path(name)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -22,7 +22,7 @@ from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, tracked
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
-from dofla.integration.checkpoint import apply_adapter, save_adapter
+from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
@@ -34,7 +34,7 @@ from dofla.profiles.profile import Profile
 from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
-from dofla.storage.files import read_json, replacing, write_json
+from dofla.storage.files import new_folder, read_json, replacing, write_json
 from dofla.storage.processes import processes
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class Workshop:
                     some,
                     samples=spec.samples,
                     batch_size=spec.batch_size,
+                    estimator=spec.estimator,
                     normalization=spec.normalization,
                     keep_softmax=sorted(self.recipe.kept_by_all()),
                     seed=self.recipe.seeds[0],
@@ -178,16 +179,20 @@ class Workshop:
             apply_adapter(self.model, home / "adapter")
         else:
             self._train(spec, seed, home)
-            save_adapter(self.model, home / "adapter")
+            self._save(home / "adapter")
         if spec.end_to_end:
             self._train_end_to_end(spec, seed, home / END_TO_END)
-            save_adapter(self.model, home / END_TO_END / "adapter")
+            self._save(home / END_TO_END / "adapter")
+
+    def _save(self, adapter: Path) -> None:
+        with new_folder(adapter) as folder:
+            write_adapter(self.model, folder)
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.start == "leverage":
-            sample_features(
-                self.model, self.training().take(self.recipe.profile.windows), lam=self.recipe.lam, seed=seed
-            )
+            windows = self.training().take(self.recipe.profile.windows)
+            with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
+                sample_features(self.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
         elif spec.start not in ("data", "random"):
             raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose data, random or leverage")
         if not spec.trained:

@@ -12,6 +12,7 @@ from dofla.tasks.compare import Pair, compare, win_and_tie
 from dofla.tasks.harness import harness_folder, run_harness
 from dofla.tasks.items import Item, Task
 from dofla.tasks.reading import load_task
+from dofla.tasks.results import Accuracy, Comparison, TaskResults, WinAndTie
 from dofla.tasks.run import evaluate_tasks
 from dofla.tasks.scores import METRICS, TaskScores
 from dofla.tasks.scoring import score
@@ -21,11 +22,15 @@ __all__ = [
     "KNOWN",
     "METRICS",
     "STYLES",
+    "Accuracy",
+    "Comparison",
     "Item",
     "Pair",
     "Request",
     "Task",
+    "TaskResults",
     "TaskScores",
+    "WinAndTie",
     "compare",
     "evaluate_tasks",
     "harness_folder",

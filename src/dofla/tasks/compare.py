@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dofla.errors import DoflaError
+from dofla.tasks.results import Accuracy, Comparison, WinAndTie
 from dofla.tasks.scores import METRICS, TaskScores
 
 TOLERANCES = tuple(n / 200 for n in range(61))
@@ -36,33 +36,28 @@ class Pair:
             )
 
 
-def compare(teacher: TaskScores, student: TaskScores, *, seed: int = 0) -> dict[str, Any]:
+def compare(teacher: TaskScores, student: TaskScores, *, seed: int = 0) -> Comparison:
     """Both accuracies and how they differ, paired by item.
-
-    Returns:
-        ``task``, ``items``, and under each name in :data:`METRICS`: ``teacher`` and ``student`` (accuracy, 0 to 1),
-        ``teacher_stderr``, ``student_stderr`` (of the mean, as :meth:`TaskScores.stderr`), ``difference`` (student
-        less teacher), ``difference_interval`` (95 %, bootstrap over items), ``agreement`` (share of items where both
-        choose the same).
 
     Raises:
         DoflaError: if the two were not scored on the same items.
     """
     pair = Pair(teacher, student)
-    figures: dict[str, Any] = {"task": teacher.task, "items": len(teacher)}
+    found = {}
     for metric in METRICS:
         gains = _gains(pair, metric)
         drawn = _resampled(gains, DRAWS, torch.Generator().manual_seed(seed))
-        figures[metric] = {
-            "teacher": teacher.accuracy(metric),
-            "teacher_stderr": teacher.stderr(metric),
-            "student": student.accuracy(metric),
-            "student_stderr": student.stderr(metric),
-            "difference": float(gains.mean()),
-            "difference_interval": _interval(drawn, 0.95).tolist(),
-            "agreement": agreement(pair, metric),
-        }
-    return figures
+        found[metric] = Accuracy(
+            teacher=teacher.accuracy(metric),
+            teacher_stderr=teacher.stderr(metric),
+            student=student.accuracy(metric),
+            student_stderr=student.stderr(metric),
+            difference=float(gains.mean()),
+            difference_interval=_interval(drawn, 0.95).tolist(),
+            agreement=agreement(pair, metric),
+        )
+    scores = {"teacher": teacher.to_dict(), "student": student.to_dict()}
+    return Comparison(teacher.task, len(teacher), **found, scores=scores)
 
 
 def agreement(pair: Pair, metric: str = "acc") -> float:
@@ -79,7 +74,7 @@ def win_and_tie(
     level: float = 0.95,
     draws: int = DRAWS,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> WinAndTie:
     """On which share of the tasks does the student do as well as its teacher, give or take a tolerance?
 
     A task counts as won or tied at tolerance τ if the student's accuracy is at least the teacher's less τ. The
@@ -92,10 +87,6 @@ def win_and_tie(
         tolerances: where the rate is given.
         level: of the percentile intervals; items are resampled within each task, the same ones for both models.
 
-    Returns:
-        ``tasks``, ``metric``, ``tolerances`` [T], ``rate`` [T], ``rate_interval`` [T][2], ``critical``,
-        ``critical_interval`` [2].
-
     Raises:
         DoflaError: if there are no tasks, or ``metric`` is unknown.
     """
@@ -106,15 +97,15 @@ def win_and_tie(
     generator = torch.Generator().manual_seed(seed)
     drawn = -torch.stack([_resampled(gain, draws, generator) for gain in gains])  # [tasks, draws]
     grid = torch.tensor(tolerances, dtype=losses.dtype)
-    return {
-        "tasks": len(pairs),
-        "metric": metric,
-        "tolerances": list(tolerances),
-        "rate": _rate(losses, grid)[:, 0].tolist(),
-        "rate_interval": _interval(_rate(drawn, grid), level).T.tolist(),
-        "critical": float(_critical(losses)),
-        "critical_interval": _interval(_critical(drawn), level).tolist(),
-    }
+    return WinAndTie(
+        tasks=len(pairs),
+        metric=metric,
+        tolerances=list(tolerances),
+        rate=_rate(losses, grid)[:, 0].tolist(),
+        rate_interval=_interval(_rate(drawn, grid), level).T.tolist(),
+        critical=float(_critical(losses)),
+        critical_interval=_interval(_critical(drawn), level).tolist(),
+    )
 
 
 def average_gain(

@@ -1,25 +1,27 @@
-"""A student and its teacher on a list of tasks, local or the harness's: one record."""
+"""A student and its teacher on a list of tasks, local or the harness's: one result."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.surgery import softmax
 from dofla.tasks.compare import Pair, compare, win_and_tie
 from dofla.tasks.harness import harness_folder, run_harness
 from dofla.tasks.items import Task
 from dofla.tasks.reading import load_task
+from dofla.tasks.results import TaskResults
 from dofla.tasks.scores import METRICS
 from dofla.tasks.scoring import score
 
 _FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
+@reports_progress("tasks")
 def evaluate_tasks(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -29,8 +31,8 @@ def evaluate_tasks(
     harness: bool = False,
     batch_size: int = 16,
     seed: int = 0,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> dict[str, Any]:
+    progress: Callable[[int, int, str], None] | bool = True,
+) -> TaskResults:
     """Compare a student with the softmax model it was on multiple-choice tasks.
 
     Args:
@@ -40,11 +42,11 @@ def evaluate_tasks(
         harness: put local tasks through the harness too.
         batch_size: contexts per forward pass.
         seed: of the items drawn and of the bootstrap.
-        progress: called with (done, total, task) items of the local tasks, teacher's and student's.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (done, total, task) items of the local tasks, teacher's and student's.
 
     Returns:
-        ``tasks``: per task what :func:`compare` returns, and under ``scores`` everything the two were scored with;
-        ``win_and_tie``: :func:`win_and_tie` over all tasks by metric; ``limit``, ``harness``.
+        Figures that are fields; ``print`` shows them as tables, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: for a bad limit, two tasks of one name, and what loading, scoring or the harness refuse.
@@ -69,16 +71,12 @@ def evaluate_tasks(
             pairs |= {pair.student.task: pair for pair in run_harness(student, tokenizer, asked, **options)}
     # As they were asked for; the harness's groups, which have become their tasks, last.
     ordered = [pairs[name] for name in [*names, *(name for name in pairs if name not in names)] if name in pairs]
-    return {
-        "tasks": [
-            compare(pair.teacher, pair.student, seed=seed)
-            | {"scores": {"teacher": pair.teacher.to_dict(), "student": pair.student.to_dict()}}
-            for pair in ordered
-        ],
-        "win_and_tie": {metric: win_and_tie(ordered, metric, seed=seed) for metric in METRICS},
-        "limit": limit,
-        "harness": harness,
-    }
+    return TaskResults(
+        tasks=[compare(pair.teacher, pair.student, seed=seed) for pair in ordered],
+        win_and_tie={metric: win_and_tie(ordered, metric, seed=seed) for metric in METRICS},
+        limit=limit,
+        harness=harness,
+    )
 
 
 def _task(task: str | Task, limit: int | None, seed: int) -> str | Task:

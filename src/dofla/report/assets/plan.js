@@ -18,8 +18,11 @@ function planFigure(tables, plan, wanted, names, student, width, readout) {
   const left = Math.max(26, 8 + 7 * Math.max(...names.map((name) => name.length)));
   const beside = (layer) => (own.has(layer.name) ? `\nthe student shown: ${bytes(own.get(layer.name))}` : "");
   const given = (layer) => `${sizeWords(layer.sizes)} = ${bytes(sum(layer.parts))}`;
+  const errors = tables.errors[wanted.lambda];
   const describe = (row, column) => {
-    const words = `Layer ${names[row]}, head ${column}: ${digits(rows[row][column])} degrees of freedom`;
+    const error = errors[row][column];
+    const shown = digits(rows[row][column]) + (error === null ? "" : ` ± ${digits(error)}`);
+    const words = `Layer ${names[row]}, head ${column}: ${shown} degrees of freedom`;
     return plan.error ? words : `${words}\n${given(plan.layers[row])}`;
   };
   const heat = heatMap(

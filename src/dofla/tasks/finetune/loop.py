@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dofla.display import Part, Result, reports_progress, table
 from dofla.errors import DoflaError
 from dofla.storage.extras import extra
 from dofla.tasks import Task
@@ -42,7 +43,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class FineTuneResult:
+class FineTuneResult(Result):
     """What a fine-tuning did.
 
     Attributes:
@@ -62,7 +63,21 @@ class FineTuneResult:
         """That of the kept epoch."""
         return self.epochs[self.kept - 1].accuracy
 
+    def parts(self) -> Iterator[Part]:
+        """Epochs down; the kept one has a star."""
+        shown = table("epoch", "loss", "accuracy", "per character", "training", "testing")
+        for number, epoch in enumerate(self.epochs, start=1):
+            shown.add_row(
+                f"{'*' if number == self.kept else ''}{number}",
+                f"{epoch.loss:.4f}",
+                *("" if share is None else f"{share:.4f}" for share in (epoch.accuracy, epoch.accuracy_norm)),
+                f"{epoch.train_seconds:.0f} s",
+                f"{epoch.test_seconds:.0f} s",
+            )
+        yield shown
 
+
+@reports_progress("finetune")
 def finetune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -79,7 +94,7 @@ def finetune(
     forward_batch: int = 16,
     test_batch: int = 16,
     seed: int = 0,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[int, int, str], None] | bool = True,
 ) -> FineTuneResult:
     """Teach a causal language model a task, in place.
 
@@ -112,7 +127,8 @@ def finetune(
         forward_batch: items per forward pass; has no effect on the result but for rounding.
         test_batch: likewise, when scoring.
         seed: of order, dropout and low-rank factors. The global generator is left as it was.
-        progress: called with (step, steps, text).
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (step, steps, text).
 
     Raises:
         DoflaError: a number out of range; ``best`` without a test task; an item without an answer to learn; a loss

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.evaluation.probe import PROBES, probe
 from dofla.evaluation.recall import RecallText, WordPairs
-from dofla.reproduce.bench import Bench, recalled
-from dofla.reproduce.methods import baselines, other_maps, trained
-from dofla.reproduce.table import Cell, Figure, Table
 from dofla.runs.demo.recall import Villagers
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce.bench import Bench, recalled
+from dofla.runs.reproduce.methods import baselines, other_maps, trained
+from dofla.runs.reproduce.table import Cell, Figure, Table
 
 
 def likelihood_and_generation(bench: Bench) -> Table:
@@ -82,7 +82,7 @@ def _probed(bench: Bench, student: StudentSpec) -> list[dict[str, Any]]:
 
     def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
         windows = workshop.validation()
-        return probe(model, workshop.tokenizer, windows, wanted=wanted, recall_text=text, seed=seed, **sizes)
+        return probe(model, workshop.tokenizer, windows, wanted=wanted, recall_text=text, seed=seed, **sizes).to_dict()
 
     return [
         bench.of_student(student, seed, "probe", lambda model, seed=seed: measure(model, seed))

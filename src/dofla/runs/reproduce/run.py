@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dofla.errors import DoflaError
-from dofla.reproduce.accuracy import dof_against_fixed, task_accuracy
-from dofla.reproduce.bench import Bench
-from dofla.reproduce.cost import generation_time, sample_time, training_time
-from dofla.reproduce.curve import errors_against_size
-from dofla.reproduce.dimensions import dof_per_head, scale_of_dof, selected_dimensions
-from dofla.reproduce.probing import likelihood_and_generation
-from dofla.reproduce.quality import heads, kernel_error, next_token_loss
-from dofla.reproduce.study import Study
-from dofla.reproduce.table import Table
-from dofla.reproduce.view import show
+from dofla.runs.reproduce.accuracy import dof_against_fixed, task_accuracy
+from dofla.runs.reproduce.bench import Bench
+from dofla.runs.reproduce.cost import generation_time, sample_time, training_time
+from dofla.runs.reproduce.curve import errors_against_size
+from dofla.runs.reproduce.dimensions import dof_per_head, scale_of_dof, selected_dimensions
+from dofla.runs.reproduce.probing import likelihood_and_generation
+from dofla.runs.reproduce.quality import heads, kernel_error, next_token_loss
+from dofla.runs.reproduce.study import Study
+from dofla.runs.reproduce.table import Table
+from dofla.runs.reproduce.view import show
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json
 from dofla.storage.lock import locked

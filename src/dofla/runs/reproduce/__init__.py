@@ -3,8 +3,8 @@
 Makes its students in the workshop of ``runs``; nothing but the command line knows of it.
 """
 
-from dofla.reproduce.run import TABLES, reproduce
-from dofla.reproduce.study import Study
-from dofla.reproduce.table import Figure, Table
+from dofla.runs.reproduce.run import TABLES, reproduce
+from dofla.runs.reproduce.study import Study
+from dofla.runs.reproduce.table import Figure, Table
 
 __all__ = ["TABLES", "Figure", "Study", "Table", "reproduce"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dofla.errors import DoflaError
-from dofla.reproduce.methods import STRATEGIES, baselines, paper_methods
-from dofla.reproduce.study import SCALES, STUDIES, Study
+from dofla.runs.reproduce.methods import STRATEGIES, baselines, paper_methods
+from dofla.runs.reproduce.study import SCALES, STUDIES, Study
 from dofla.tasks.finetune import settings_for
 
 NAMES = sorted(path.stem for path in STUDIES.glob("*.yaml"))
@@ -18,6 +18,7 @@ def test_every_shipped_study_is_read_at_every_scale(name, scale):
     study = Study.of(name, scale, 2)
     assert study.model
     assert study.seeds == [0, 1]
+    assert study.profile.estimator == "paper"
     assert set(study.finetune.tasks) <= {"recall_near", "continuation", *study.tasks.names}
     known = {"Original", *(spec.name for spec in (*baselines(), *paper_methods()))}
     assert set(study.finetune.methods) <= known

@@ -19,9 +19,9 @@ from transformers import (
 
 from dofla.cli import main
 from dofla.errors import DoflaError
-from dofla.reproduce import TABLES, Study, reproduce
-from dofla.reproduce.bench import Bench
-from dofla.reproduce.methods import paper_methods
+from dofla.runs.reproduce import TABLES, Study, reproduce
+from dofla.runs.reproduce.bench import Bench
+from dofla.runs.reproduce.methods import paper_methods
 
 WORDS = [f"w{n}" for n in range(60)]
 TASKS = ("piqa", "winogrande")

@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from dofla.reproduce import Figure, Table
-from dofla.reproduce.view import show
+from dofla.runs.reproduce import Figure, Table
+from dofla.runs.reproduce.view import show
 from dofla.runs.view import View
 
 

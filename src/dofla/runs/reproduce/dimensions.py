@@ -6,11 +6,11 @@ import statistics
 
 from dofla.profiles.error_curve import rank_correlation
 from dofla.profiles.spectrum import NORMALIZATIONS
-from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench, per_seed
-from dofla.reproduce.methods import scaled, trained
-from dofla.reproduce.table import Figure, Table
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce import paper
+from dofla.runs.reproduce.bench import Bench, per_seed
+from dofla.runs.reproduce.methods import scaled, trained
+from dofla.runs.reproduce.table import Figure, Table
 
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""

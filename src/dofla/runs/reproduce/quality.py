@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dofla.profiles.error_curve import rank_correlation
-from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench, layer_mean, per_seed
-from dofla.reproduce.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
-from dofla.reproduce.table import Figure, Table
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce import paper
+from dofla.runs.reproduce.bench import Bench, layer_mean, per_seed
+from dofla.runs.reproduce.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
+from dofla.runs.reproduce.table import Figure, Table
 
 
 def all_methods(bench: Bench) -> list[StudentSpec]:

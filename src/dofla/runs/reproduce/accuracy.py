@@ -13,12 +13,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench
-from dofla.reproduce.methods import baselines, paper_methods, trained, wide
-from dofla.reproduce.table import Cell, Figure, Table
 from dofla.runs.demo.tasks import demo_tasks
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce import paper
+from dofla.runs.reproduce.bench import Bench
+from dofla.runs.reproduce.methods import baselines, paper_methods, trained, wide
+from dofla.runs.reproduce.table import Cell, Figure, Table
 from dofla.tasks import Task, load_task
 from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
 from dofla.tasks.finetune import finetune, settings_for
@@ -43,9 +43,9 @@ def task_accuracy(bench: Bench) -> Table:
         several = [_student_scores(bench, spec, seed) for seed in _seeds(bench)]
         pairs = [_pairs(teacher, scores) for scores in several]
         measured = [win_and_tie(pair, _METRIC) for pair in pairs]
-        curves[spec.name] = measured
+        curves[spec.name] = [rates.to_dict() for rates in measured]
         alike = [statistics.fmean(agreement(p, _METRIC) for p in pair) for pair in pairs]
-        figures = [Figure.of([m["critical"] for m in measured]), Figure.of(alike, spread=False)]
+        figures = [Figure.of([rates.critical for rates in measured]), Figure.of(alike, spread=False)]
         rows.append([spec.name, *_accuracies(several), *figures, *_finetuned(bench, spec)])
     items = [len(scores) for scores in teacher]
     return Table(

@@ -14,11 +14,11 @@ from dofla.distillation import distill
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.plan import Plan
-from dofla.reproduce import paper
-from dofla.reproduce.bench import Bench
-from dofla.reproduce.methods import LOSSES, STRATEGIES, baselines, trained
-from dofla.reproduce.table import Figure, Table
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce import paper
+from dofla.runs.reproduce.bench import Bench
+from dofla.runs.reproduce.methods import LOSSES, STRATEGIES, baselines, trained
+from dofla.runs.reproduce.table import Figure, Table
 
 _PROMPT, _REPEATS = 16, 2
 _CONTEXTS = (1_000, 16_000)

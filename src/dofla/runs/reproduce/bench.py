@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from dofla.distillation import DIRECT
 from dofla.evaluation import evaluate
-from dofla.reproduce.methods import LOSSES
-from dofla.reproduce.study import Study
-from dofla.reproduce.table import Figure
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.reproduce.methods import LOSSES
+from dofla.runs.reproduce.study import Study
+from dofla.runs.reproduce.table import Figure
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
@@ -114,7 +114,7 @@ class Bench:
                 spec,
                 seed,
                 "evaluation",
-                lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed),
+                lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed).to_dict(),
             )
             for seed in (self.study.seeds if seeds is None else seeds)
         ]

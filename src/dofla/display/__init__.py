@@ -1,0 +1,17 @@
+"""What people see of results and of work in progress: tables as text and as HTML, and bars."""
+
+from dofla.display.progress import Bar, reporting, reports_progress, showing
+from dofla.display.tables import Part, Result, as_html, as_text, size, table
+
+__all__ = [
+    "Bar",
+    "Part",
+    "Result",
+    "as_html",
+    "as_text",
+    "reporting",
+    "reports_progress",
+    "showing",
+    "size",
+    "table",
+]

@@ -1,0 +1,112 @@
+"""Progress bars: what takes minutes shows one, unless told not to, on terminals and in notebooks."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from rich.console import Console
+from tqdm.auto import tqdm
+
+from dofla.storage.processes import is_first
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+_taken: ContextVar[bool] = ContextVar("dofla_bar", default=False)
+"""Whether there is a bar already, or none is wanted: what is called within shows none of its own."""
+
+
+class Bar:
+    """Called with (done, total, text), or in one of the ways the library reports."""
+
+    def __init__(self, label: str, shown: bool) -> None:
+        self.text = ""
+        form = "{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+        options = {"desc": label, "bar_format": form, "leave": False, "dynamic_ncols": True, "disable": not shown}
+        self._bar = tqdm(**options)
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        self.text = text
+        self._bar.set_postfix_str(text, refresh=False)
+        if total != self._bar.total:  # the first report, which may be of work that goes on; or another stage
+            self._bar.reset(total)
+            self._bar.n = self._bar.last_print_n = done
+            self._bar.refresh()
+        self._bar.update(done - self._bar.n)
+
+    def stage(self, stage: str, done: int, total: int) -> None:
+        """Of something that goes through several stages."""
+        self(done, total, stage)
+
+    def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
+        """Of a training."""
+        self(step, steps, loss_range(losses))
+
+    def close(self) -> None:
+        """Take it off the screen."""
+        self._bar.close()
+
+
+def loss_range(losses: Mapping[str, float]) -> str:
+    """Loss of all layers in a few words."""
+    values = losses.values()
+    if len(values) == 1:
+        return f"loss {next(iter(values)):.3f}"
+    return f"loss {statistics.fmean(values):.3f} (layers {min(values):.2f} to {max(values):.2f})"
+
+
+@contextmanager
+def showing(label: str, shown: bool) -> Iterator[Bar]:
+    """A bar for the time of the block, the only one: of what is called within, none shows one."""
+    token = _taken.set(True)
+    bar = Bar(label, shown)
+    try:
+        yield bar
+    finally:
+        bar.close()
+        _taken.reset(token)
+
+
+@contextmanager
+def reporting(label: str, progress: Callable | bool | None, way: Callable) -> Iterator[Callable | None]:
+    """What to call with progress, for the time of the block: the caller's function, a new bar's, or None. Whatever it
+    is, what is called within shows no bar of its own.
+
+    Args:
+        label: of the bar.
+        progress: a function; True for a bar, if it is seen by somebody and there is none yet; anything else for none.
+        way: the method of :class:`Bar` that takes what is reported.
+    """
+    if progress is True and not _taken.get() and is_first() and _seen():
+        with showing(label, True) as bar:
+            yield way.__get__(bar)
+    else:
+        token = _taken.set(True)
+        try:
+            yield progress if callable(progress) else None
+        finally:
+            _taken.reset(token)
+
+
+def reports_progress(label: str, way: Callable = Bar.__call__) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function with an argument ``progress``, which may be True, the default, for a bar: within the
+    function it is a function to call, or None."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def reported(*args: Any, progress: Callable | bool | None = True, **given: Any) -> R:
+            with reporting(label, progress, way) as report:
+                return function(*args, progress=report, **given)
+
+        return reported
+
+    return decorate
+
+
+def _seen() -> bool:
+    return sys.stderr.isatty() or Console().is_jupyter

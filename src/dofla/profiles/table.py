@@ -1,0 +1,66 @@
+"""Degrees of freedom and their standard errors as a table that fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from dofla.display import Part, table
+
+DOUBT = 0.25
+"""Share of a value above which its standard error is worth a warning."""
+
+Rows = Sequence[Sequence[float]]
+"""[layer][KV head]"""
+
+_HEADS_PER_TABLE = {True: 6, False: 13}
+"""With standard errors, and without."""
+_SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
+
+
+def degrees_tables(kind: str, dof: Rows, errors: Rows) -> Iterator[Part]:
+    """Layers down and KV heads across, in several tables where there are many heads; ``kind`` says how measured."""
+    heads, top = max(len(row) for row in dof), max(max(row) for row in dof)
+    known = any(error == error for row in errors for error in row)
+    width = -(-heads // -(-heads // _HEADS_PER_TABLE[known]))
+    for start in range(0, heads, width):
+        shown = range(start, min(start + width, heads))
+        made = table("layer", *map(str, shown), gap=1)
+        for n, row in enumerate(dof):
+            made.add_row(str(n), *(_shaded(row[h], errors[n][h], top) if h < len(row) else "" for h in shown))
+        yield f"\nDegrees of freedom, layer × KV head ({kind})"
+        yield made
+
+
+def doubtful(dof: Rows, errors: Rows) -> list[str]:
+    """A warning, in two lines at most, of the heads whose standard error is above a quarter of the value."""
+    heads = {
+        n: [h for h, (value, error) in enumerate(zip(*rows, strict=True)) if error > DOUBT * value]
+        for n, rows in enumerate(zip(dof, errors, strict=True))
+    }
+    heads = {layer: own for layer, own in heads.items() if own}
+    if not heads:
+        return []
+    count, total = sum(map(len, heads.values())), sum(map(len, dof))
+    named = [f"layer {layer} head{'s' if len(own) > 1 else ''} {_few(own)}" for layer, own in heads.items()]
+    lines = [f"not to be trusted, standard error above a quarter of the value: {count} of {total} heads"]
+    shown = "  "
+    for n, name in enumerate(named):
+        rest = f"and {len(named) - n} more layers"
+        if len(shown) + len(name) + len(rest) + 4 > 80 and n + 1 < len(named):
+            return [*lines, shown + rest]
+        shown += name + ("; " if n + 1 < len(named) else "")
+    return [*lines, shown]
+
+
+def _few(heads: Sequence[int]) -> str:
+    return ", ".join(map(str, heads[:4])) + (", …" if len(heads) > 4 else "")
+
+
+def _shaded(value: float, error: float, top: float) -> Text:
+    shade = _SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * value / top))]
+    shown = f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    if error == error:
+        shown += f" ± {error:.1f}" if error < 100 else f" ± {error:.0f}"
+    return Text(shown, style=shade)
