@@ -27,7 +27,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
 ORDERS = {
     "one_thread": {"OMP_NUM_THREADS": "1"},
-    "two_threads": {"OMP_NUM_THREADS": "2"},
+    "two_threads": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
     "plain_torch": {"DOFLA_KERNELS": "0"},
     "no_vectors": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},

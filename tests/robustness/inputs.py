@@ -140,7 +140,7 @@ def _profile(folder: Path) -> Any:
     profile = Profile.load(folder / "profile")
     for strategy in ("fixed", "dof", "hybrid"):
         dofla.allocate(profile, 8, strategy)
-    return profile._to_json()
+    return profile.to_dict()
 
 
 def _curves(folder: Path) -> Any:

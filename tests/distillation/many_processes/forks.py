@@ -37,6 +37,7 @@ def _run(place: int, count: int, port: int, work: Callable[..., None], args: tup
         state._reset_state()  # what the parent found out about itself
     os.environ |= {"RANK": str(place), "LOCAL_RANK": str(place), "WORLD_SIZE": str(count)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by accelerate; OpenMP's threads do not survive a fork
     try:
         work(*args)
     except BaseException:
