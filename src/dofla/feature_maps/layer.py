@@ -28,9 +28,9 @@ def without_autocast(method: Callable) -> Callable:
 class LinearAttention(nn.Module):
     """The feature maps of one attention layer, and attention through them.
 
-    KV heads of equal size (features, window, sinks) are one group: a single feature map, a single state, one call of
-    :func:`dofla.attention.attend`. A layer with the same size everywhere has one group; ragged layers have several,
-    and no head is padded to the size of another.
+    KV heads of equal size (features, window, sinks, stages) are one group: a single feature map, a single state, one
+    call of :func:`dofla.attention.attend`. A layer with the same size everywhere has one group; ragged layers have
+    several, and no head is padded to the size of another.
 
     Args:
         feature_map: name in :data:`dofla.feature_maps.FEATURE_MAPS`.
@@ -60,21 +60,22 @@ class LinearAttention(nn.Module):
         window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
         stages = [tuple(map(tuple, own)) for own in stages] or [()] * len(features)
         sizes = list(zip(features, window, sinks, stages, strict=True))
-        self.sizes = list(dict.fromkeys(sizes))
-        self.groups = [[head for head, own in enumerate(sizes) if own == size] for size in self.sizes]
+        kinds = list(dict.fromkeys(sizes))
+        self.sizes = [size[:3] for size in kinds]
+        self.groups = [[head for head, own in enumerate(sizes) if own == kind] for kind in kinds]
         make = feature_map_class(feature_map)
         self.maps: nn.ModuleList[FeatureMap] = nn.ModuleList(
             make(len(group), head_dim, size[0]) for group, size in zip(self.groups, self.sizes, strict=True)
         )
         self.fading: nn.ModuleDict[str, Fading] = nn.ModuleDict()
-        for n, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
-            if size[3]:
-                self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, size[3])
+        for n, (group, kind) in enumerate(zip(self.groups, kinds, strict=True)):
+            if kind[3]:
+                self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3])
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
         """Window and sinks of each group; none while :attr:`hides_tokens` is set."""
-        return [(0, 0) if self.hides_tokens else size[1:3] for size in self.sizes]
+        return [(0, 0) if self.hides_tokens else size[1:] for size in self.sizes]
 
     def fading_of(self, group: int) -> Fading | None:
         """The stages of a group, if it has any and they are not hidden."""
