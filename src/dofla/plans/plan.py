@@ -200,7 +200,7 @@ class Plan(Result):
             sizes = [str(x[0]) if len(set(x)) == 1 else f"{min(x)}-{max(x)}" for x in zip(*layer.sizes, strict=True)]
             if any(fading):
                 sizes.insert(2, stages)
-            bar = Text("━" * max(1, round(24 * max(layer.features_per_head) / max(most, 1))), style="cyan")
+            bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)) or "", style="cyan")
             shown.add_row(layer.name, *sizes, bar)
         yield shown
         yield f"state per sequence: {size(self.state_bytes())} in float32, whatever the context"

@@ -1,0 +1,36 @@
+"""``dofla fade``: an adapter at once, which says what it is."""
+
+from __future__ import annotations
+
+import json
+
+from command_line import call
+from transformers import AutoTokenizer
+
+import dofla
+from dofla.integration.surgery import plan_of
+
+
+def test_a_model_fades_at_once(tmp_path, capsys):
+    words = ["fade", "demo", "--budget", 24, "--windows", 2, "--length", 32, "--out", tmp_path / "faded"]
+    assert call(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    student = dofla.load(tmp_path / "faded")
+    plan = plan_of(student)
+    assert found["state_bytes"] == plan.state_bytes(student.dtype) <= 24 * (32 + 2) * 4 * 32
+    assert all(layer.stages and layer.feature_map == "none" for layer in plan.layers)
+    card = (tmp_path / "faded" / "README.md").read_text()
+    assert "lets attention see tokens in ever fewer bits as they age." in card
+    assert "Nothing was trained: means, directions and bits" in card
+    assert "@ 4 bits" in card
+    assert AutoTokenizer.from_pretrained(tmp_path / "faded").vocab_size > 1000
+    assert call("generate", tmp_path / "faded", "--prompt", "Once upon a time", "--new-tokens", 4) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_what_is_there_is_not_written_over(tmp_path, capsys):
+    (tmp_path / "faded").mkdir()
+    (tmp_path / "faded" / "mine.txt").write_text("kept")
+    assert call("fade", "demo", "--out", tmp_path / "faded") == 2
+    assert "exists" in capsys.readouterr().err
+    assert (tmp_path / "faded" / "mine.txt").read_text() == "kept"
