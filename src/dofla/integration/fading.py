@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,10 @@ from dofla.data import Images, TokenWindows, as_windows, batches
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import attention_sites, check_kept, evaluation_mode
-from dofla.integration.surgery import describe, linear_layers, linearize, restore
+from dofla.integration.sites import AttentionSite, evaluation_mode
+from dofla.integration.surgery import linear_layers, linearize, plan_by_site, restore
 from dofla.plans.fading import fade_evenly
 from dofla.plans.hybrid import HeadCost
-from dofla.plans.plan import LayerPlan, Plan
 
 
 def fade(
@@ -47,20 +48,14 @@ def fade(
         DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
             for a token of each kind; heads whose size is no multiple of 8.
     """
-    sites, layers = attention_sites(model), []
-    check_kept(sites, keep_softmax)
-    for site in sites.values():
-        shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
-        if site.name in keep_softmax:
-            layers.append(LayerPlan(*shape, keep_softmax=True))
-        elif not site.linear_time:
-            if not site.causal:
-                raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
-            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
-            size = fade_evenly(budget, site.head_dim, site.value_dim, cost)
-            layers.append(LayerPlan(*shape, 0, size.window, size.sinks, "none", "int8", stages=size.stages))
-    plan = Plan(layers, describe(model)["name"], {"strategy": "fading", "budget": budget})
-    linearize(model, plan)
+
+    def size(site: AttentionSite) -> dict[str, Any]:
+        if not site.causal:
+            raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
+        cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
+        return {**asdict(fade_evenly(budget, site.head_dim, site.value_dim, cost)), "feature_map": "none"}
+
+    linearize(model, plan_by_site(model, size, keep_softmax, {"strategy": "fading", "budget": budget}))
     try:
         measure_directions(model, tokens, batch_size=batch_size)
     except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -76,6 +76,25 @@ def even_plan(
     Raises:
         DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer.
     """
+
+    def size(site: AttentionSite) -> dict[str, Any]:
+        kept_as = token_dtype or default_token_dtype(site.causal)
+        cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
+        features, window, sinks = even_size(budget, cost, share)
+        sizes = {"features": features, "window": window, "sinks": sinks}
+        return {**sizes, "feature_map": feature_map, "token_dtype": kept_as}
+
+    return plan_by_site(model, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share})
+
+
+def plan_by_site(
+    model: PreTrainedModel,
+    size: Callable[[AttentionSite], dict[str, Any]],
+    keep_softmax: Collection[str],
+    made_by: dict[str, Any],
+) -> Plan:
+    """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
+    no layer."""
     sites, layers = attention_sites(model), []
     check_kept(sites, keep_softmax)
     for site in sites.values():
@@ -83,10 +102,7 @@ def even_plan(
         if site.name in keep_softmax:
             layers.append(LayerPlan(*shape, keep_softmax=True))
         elif not site.linear_time:
-            kept_as = token_dtype or default_token_dtype(site.causal)
-            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
-            layers.append(LayerPlan(*shape, *even_size(budget, cost, share), feature_map, kept_as))
-    made_by = {"strategy": "hybrid", "budget": budget, "share": share}
+            layers.append(LayerPlan(*shape, **size(site)))
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
 
 

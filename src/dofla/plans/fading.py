@@ -17,11 +17,13 @@ BITS = (4.0, 3.0)
 
 @dataclass(frozen=True)
 class Faded:
-    """Tokens of one KV head: in eight bits the last and the first ones, and stages in between."""
+    """Tokens of one KV head: in eight bits the last and the first ones, and stages in between. The fields are those of
+    :class:`dofla.plans.plan.LayerPlan`."""
 
     window: int
     sinks: int
     stages: list[Stage]
+    token_dtype: str = "int8"
 
 
 def fade_evenly(budget: float, head_dim: int, value_dim: int, cost: HeadCost) -> Faded:
