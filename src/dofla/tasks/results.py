@@ -67,9 +67,9 @@ class WinAndTie(Result):
         tasks: how many.
         metric: one of :data:`METRICS`.
         tolerances, rate: [T] each.
-        rate_interval: [T][2].
+        rate_interval: both ends of each, [T, 2].
         critical: the smallest tolerance at which half the tasks are won or tied.
-        critical_interval: [2].
+        critical_interval: both its ends.
     """
 
     tasks: int
