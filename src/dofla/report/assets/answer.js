@@ -148,8 +148,8 @@ function speedTile(run, { speed, crossings }) {
       "Speed",
       "–",
       "not timed",
-      ["Timed when asked for:"],
-      el("p", { class: "more" }, el("code", {}, run.commands.speed)),
+      [],
+      el("p", { class: "more" }, "Timed when asked for: ", el("code", {}, run.commands.speed)),
     );
   const [length, seconds] = own.at(-1),
     against = theirs.at(-1)[1],
