@@ -74,7 +74,9 @@ class Coder(nn.Module):
 
     turn: Tensor
     fineness: Tensor
+    back: Tensor
     mean: Tensor
+    middle: Tensor
     bits: Tensor
 
     def __init__(self, heads: int, dim: int, bits: Sequence[float]) -> None:
@@ -83,7 +85,9 @@ class Coder(nn.Module):
         self.block = block_size(dim)
         self.register_buffer("turn", torch.empty(heads, dim, dim, dtype=torch.int16))
         self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
+        self.register_buffer("back", torch.empty(heads, dim, dim, dtype=torch.float32))
         self.register_buffer("mean", torch.empty(heads, dim, dtype=torch.float32))
+        self.register_buffer("middle", torch.empty(heads, dim, dtype=torch.float32))
         self.register_buffer("bits", torch.empty(len(bits), dim // self.block, dtype=torch.uint8))
 
     @torch.no_grad()
@@ -116,6 +120,9 @@ class Coder(nn.Module):
         self.turn.copy_((turn / fineness.unsqueeze(-1)).round())
         self.fineness.copy_(fineness)
         self.mean.copy_(mean)
+        whole_turn = self.turn.double() * self.fineness.double().unsqueeze(-1)
+        self.back.copy_(torch.linalg.inv(whole_turn))
+        self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
 
     def bytes_per_token(self, stage: int) -> int:
@@ -128,8 +135,7 @@ class Coder(nn.Module):
         integers, exponent = pack(x)
         turned = integers.float() @ self.turn.float().mT  # exact: whole numbers below 2²⁴
         unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
-        middle = torch.einsum("hij,hj->hi", self._matrix(), self.mean.double()).float()
-        numbers, unit = whole((turned * unit - middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
+        numbers, unit = whole((turned * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
         return self._encode(numbers, unit, 0)
 
     def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
@@ -153,19 +159,16 @@ class Coder(nn.Module):
     def straight(self, turned: Tensor) -> Tensor:
         """Vectors [B, H, L, d] that :meth:`decode` gave, or averages of such, as they were before turning."""
         share = turned.shape[1] // self.heads
-        back = torch.linalg.inv(self._matrix()).mT.to(turned.dtype).repeat_interleave(share, 0)
+        back = self.back.mT.to(turned.dtype).repeat_interleave(share, 0)
         return turned @ back + self.mean.to(turned.dtype).repeat_interleave(share, 0).unsqueeze(1)
 
     def against(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, H, L, d] turned, so that their products with turned keys, and [B, H, L] added, are those with the
         keys."""
         share = query.shape[1] // self.heads
-        back = torch.linalg.inv(self._matrix()).to(query.dtype).repeat_interleave(share, 0)
+        back = self.back.to(query.dtype).repeat_interleave(share, 0)
         mean = self.mean.to(query.dtype).repeat_interleave(share, 0)
         return query @ back, torch.einsum("bhld,hd->bhl", query, mean)
-
-    def _matrix(self) -> Tensor:
-        return self.turn.double() * self.fineness.double().unsqueeze(-1)
 
     def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         codes, scales = [], []
