@@ -119,3 +119,18 @@ def test_a_student_of_it_is_saved_opened_and_has_nothing_to_train(tiny, tmp_path
     assert [layer.exact_tokens for layer in linear_layers(opened).values()] == [[(3, 1)]] * 2
     with torch.no_grad():
         assert_close(opened(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+@torch.no_grad()
+def test_no_feature_at_all_is_as_one_that_sees_nothing(tiny, model):
+    outputs = []
+    for features in (0, 1):
+        student = getattr(tiny, model)()
+        dofla.linearize(student, tiny.plan(student, features, window=3, sinks=1, feature_map="none"))
+        outputs.append(student(**tiny.padded(2, 20))[0])
+        for layer in linear_layers(student).values():
+            layer.hides_tokens = True
+        assert torch.isfinite(student(**tiny.padded(2, 20))[0]).all()
+    # The kernels take the one, plain torch the other.
+    assert_close(outputs[0], outputs[1], **LOGITS)

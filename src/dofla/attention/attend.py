@@ -196,16 +196,11 @@ def _attend_both_ways(
 ) -> Tensor:
     none_yet = TokenBuffer.empty(tokens.key, tokens.value, sinks)
     kept, sink_buffer, _ = _take_sinks(none_yet, tokens)
-    a = features.log_query(query, scaling)
-    b = features.log_key(kept.key, scaling) + kept.log_weight[:, None, :, None]
-    value = accumulable(tokens.value)
-    empty = empty_state(tokens, features.features, window, sinks).features
-    if window == 0:
-        seen = chunked(a, b, value, state=empty, causal=False)[:2]
+    if features.features:
+        seen = _far_both_ways(query, kept, features, scaling, window)
     else:
-        past = chunked(a, *_delay(b, value, window), state=empty)
-        future = chunked(a.flip(-2), *_delay(b.flip(-2), value.flip(-2), window), state=empty)
-        seen = merge(past[:2], (future[0].flip(-2), future[1].flip(-1)))
+        nothing = accumulable(query).new_zeros(*query.shape[:-1], tokens.value.shape[-1])
+        seen = nothing, torch.full_like(nothing[..., 0], LOG_ZERO)
     if not (window or sinks):
         return seen[0]
     margin = max(window - 1, 0)
@@ -213,6 +208,21 @@ def _attend_both_ways(
     near, after = (beside.then(tokens).then(beside), margin) if window else (tokens[1:], 0)
     hidden = _sinks_inside_window(_rank_of_leaving(tokens, none_yet), sinks, window)
     return merge(seen, exact_attention(query, near, window - 1, after, sink_buffer, hidden, scaling))[0]
+
+
+def _far_both_ways(
+    query: Tensor, tokens: TokenBuffer, features: Features, scaling: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output and log-normaliser of the features of all keys ``window`` or more away."""
+    a = features.log_query(query, scaling)
+    b = features.log_key(tokens.key, scaling) + tokens.log_weight[:, None, :, None]
+    value = accumulable(tokens.value)
+    empty = empty_state(tokens, features.features, 0, 0).features
+    if window == 0:
+        return chunked(a, b, value, state=empty, causal=False)[:2]
+    past = chunked(a, *_delay(b, value, window), state=empty)
+    future = chunked(a.flip(-2), *_delay(b.flip(-2), value.flip(-2), window), state=empty)
+    return merge(past[:2], (future[0].flip(-2), future[1].flip(-1)))
 
 
 def _delay(b: Tensor, value: Tensor, steps: int) -> tuple[Tensor, Tensor]:

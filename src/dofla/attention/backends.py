@@ -45,7 +45,8 @@ def causal_attention(
         beside = exact.widened().attend()
         near, exact = beside if near is None else merge(near, beside), None
     if not features.features:
-        return near[0], state
+        unseen = near is None
+        return (query.new_zeros(*query.shape[:-1], tokens.value.shape[-1]) if unseen else near[0]), state
     out, normaliser, after = _through_features(query, tokens, features, scaling, state, exact)
     return (out if near is None else merge((out, normaliser), near)[0]), after
 

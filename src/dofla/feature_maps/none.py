@@ -1,4 +1,4 @@
-"""No features: a window and sinks alone, the baseline of every hybrid."""
+"""No features: tokens alone, the baseline of every hybrid."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dofla.feature_maps.base import FeatureMap
 
 
 class NoFeatures(FeatureMap):
-    """``Phi(k) = 0``: nothing is seen but the window and the sinks, one of which a plan must give.
+    """``Phi(k) = 0``: nothing is seen but the window, the sinks and the stages, one of which a plan must give.
 
-    It has nothing to train. M is 1, a state that stays empty, since every layer has one.
+    It has nothing to train. M may be 0, which costs nothing; of more, the state stays empty.
     """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
