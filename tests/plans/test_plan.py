@@ -97,6 +97,16 @@ def test_bytes_of_a_layer_whose_heads_differ_and_keep_eight_bits_by_hand():
     assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
 
 
+def test_bytes_of_a_layer_with_stages_by_hand():
+    ragged = [[[7, 4], [9, 2.5]], [[5, 2.5]]]
+    layer = LayerPlan("a", 2, 32, 64, features=3, window=2, sinks=1, token_dtype="int8", stages=ragged)
+    # Blocks of 16 numbers: 2 of a key, 4 of a value, each with a byte of scale; 2.5 bits are 5 and 10 of those.
+    token, rough = 16 + 2 + 32 + 4, 10 + 2 + 20 + 4
+    assert layer.bytes_by_kind(2) == (2 * 3 * 66 * 4, 2 * 3 * 98, {4: 7 * token, 2.5: 14 * rough})
+    assert layer.state_bytes(2) == 2 * 3 * 66 * 4 + 2 * 3 * 98 + 7 * token + 14 * rough
+    assert LayerPlan("b", 2, 32, 64, keep_softmax=True).bytes_by_kind(2) == (0, 0, {})
+
+
 @st.composite
 def layer_plans(draw):
     kv_heads = draw(st.integers(1, 4))

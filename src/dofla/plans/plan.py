@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,17 +142,21 @@ class LayerPlan:
         """What its features and tokens cost in a model whose numbers have ``itemsize`` bytes."""
         return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
 
+    def bytes_by_kind(self, itemsize: int) -> tuple[int, int, dict[float, int]]:
+        """Bytes of state per sequence: of features, of window and sinks, and of stages by their bits; none if it is
+        kept softmax."""
+        if self.keep_softmax:
+            return 0, 0, {}
+        cost, coded = self.cost(itemsize), Counter()
+        for count, bits in itertools.chain(*self.stages_per_head):
+            coded[bits] += count * stage_bytes(self.head_dim, self.value_dim, bits)
+        features, window, sinks = map(sum, zip(*self.sizes, strict=True))
+        return features * cost.feature, (window + sinks) * cost.token, dict(sorted(coded.items(), reverse=True))
+
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of state per sequence; 0 if it is kept softmax."""
-        if self.keep_softmax:
-            return 0
-        cost = self.cost(itemsize)
-        coded = sum(
-            count * stage_bytes(self.head_dim, self.value_dim, bits)
-            for stages in self.stages_per_head
-            for count, bits in stages
-        )
-        return coded + sum(cost.total(*size) for size in self.sizes)
+        features, exact, coded = self.bytes_by_kind(itemsize)
+        return features + exact + sum(coded.values())
 
 
 @dataclass
@@ -188,19 +194,21 @@ class Plan(Result):
 
     def parts(self) -> Iterator[Part]:
         """What each layer becomes, with bars, and the bytes of all."""
-        most = max((max(x.features_per_head) for x in self.layers if not x.keep_softmax), default=1)
-        fading = ["" if layer.keep_softmax else layer.stages_in_words for layer in self.layers]
-        titles = ("features", "window", *(("stages",) if any(fading) else ()), "sinks")
+        linear = [x for x in self.layers if not x.keep_softmax]
+        most = max((max(x.features_per_head) for x in linear), default=0)
+        fading = any(any(x.stages_per_head) for x in linear)
+        titles = ("features", "window", *(("stages @ bits",) if fading else ()), "sinks")
         shown = table("layer", *titles, gap=1, widest=30)
         shown.add_column("")
-        for layer, stages in zip(self.layers, fading, strict=True):
+        for layer in self.layers:
             if layer.keep_softmax:
                 shown.add_row(layer.name, "softmax", *[""] * len(titles))
                 continue
-            sizes = [str(x[0]) if len(set(x)) == 1 else f"{min(x)}-{max(x)}" for x in zip(*layer.sizes, strict=True)]
-            if any(fading):
-                sizes.insert(2, stages)
-            bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)) or "", style="cyan")
+            sizes = [_range(x) for x in zip(*layer.sizes, strict=True)]
+            if fading:
+                sizes.insert(2, _stages(layer.stages_per_head))
+            # Stages leave less room in 80 columns.
+            bar = Text("━" * round((8 if fading else 24) * max(layer.features_per_head) / max(most, 1)), style="cyan")
             shown.add_row(layer.name, *sizes, bar)
         yield shown
         yield f"state per sequence: {size(self.state_bytes())} in float32, whatever the context"
@@ -249,6 +257,20 @@ class Plan(Result):
 
 def _is_nested(stages: list) -> bool:
     return not stages or isinstance(stages[0], (list, tuple))
+
+
+def _range(numbers: Sequence[float]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:.10g}" if low == high else f"{low:.10g}-{high:.10g}"
+
+
+def _stages(per_head: list[list]) -> str:
+    """In few characters: each stage, over KV heads; all tokens together where heads have stages of other bits."""
+    if len({tuple(bits for _, bits in stages) for stages in per_head}) == 1:
+        kinds = [([count for count, _ in each], each[0][1]) for each in zip(*per_head, strict=True)]
+        return ", ".join(f"{_range(counts)} @ {bits:g}" for counts, bits in kinds)
+    tokens = [sum(count for count, _ in stages) for stages in per_head]
+    return f"{_range(tokens)} @ {_range([bits for stages in per_head for _, bits in stages])}"
 
 
 def is_whole(value: object) -> bool:
