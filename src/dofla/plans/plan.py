@@ -199,16 +199,17 @@ class Plan(Result):
         fading = any(any(x.stages_per_head) for x in linear)
         titles = ("features", "window", *(("stages @ bits",) if fading else ()), "sinks")
         shown = table("layer", *titles, gap=1, widest=30)
-        shown.add_column("")
+        if not fading:  # stages leave no room for bars in 80 columns
+            shown.add_column("")
         for layer in self.layers:
             if layer.keep_softmax:
-                shown.add_row(layer.name, "softmax", *[""] * len(titles))
+                shown.add_row(layer.name, "softmax")
                 continue
             sizes = [_range(x) for x in zip(*layer.sizes, strict=True)]
             if fading:
-                sizes.insert(2, _stages(layer.stages_per_head))
-            # Stages leave less room in 80 columns.
-            bar = Text("━" * round((8 if fading else 24) * max(layer.features_per_head) / max(most, 1)), style="cyan")
+                shown.add_row(layer.name, *sizes[:2], _stages(layer.stages_per_head), sizes[2])
+                continue
+            bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
             shown.add_row(layer.name, *sizes, bar)
         yield shown
         yield f"state per sequence: {size(self.state_bytes())} in float32, whatever the context"
