@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
+from dofla.integration.checkpoint import apply_adapter
+from dofla.integration.fading import fading_plan
 from dofla.integration.surgery import is_linearized, linear_layers
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import HeadCost, split
@@ -174,3 +178,33 @@ def test_damaged_curves_are_named(tmp_path, measurements):
 def test_by_default_a_recipe_has_one_measured_student_that_starts_from_data():
     (student,) = Recipe.from_dict({"model": "x"}).students
     assert (student.strategy, student.start, student.feature_map) == ("measured", "data", None)
+
+
+def test_a_memory_that_fades_at_once(tmp_path, measurements, tiny):
+    path, folder = Path(workshop.__file__).parent / "recipes" / "instant.yaml", tmp_path / "run"
+    asked = Recipe.load(path, ["model=tiny", f"budget={BUDGET}", "profile.windows=4", "evaluate.prompts=0"])
+    (row,) = run(asked, folder)["students"]
+    assert not measurements
+    windows = TokenWindows.of(tiny.tokens(12, 24))
+    student = dofla.fade(tiny.llama(), windows.take(4), budget=BUDGET, batch_size=asked.profile.batch_size)
+    assert plan_of(folder, "fading").layers == fading_plan(tiny.llama(), BUDGET).layers
+    assert plan_of(folder, "fading").made_by == {"strategy": "fading", "budget": BUDGET}
+    assert row["runs"][0]["language"]["student_loss"] == dofla.evaluate(student, windows).student_loss
+    # What was measured stands in the adapter, and goes with it.
+    opened = dofla.linearize(tiny.llama(), plan_of(folder, "fading"))
+    apply_adapter(opened, folder / "students" / "fading-seed0" / "adapter")
+    with torch.no_grad():
+        assert torch.equal(opened(windows.input_ids).logits, student(windows.input_ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "student Old has no features to train: give trained: false"),
+        ({"trained": False, "window": 4}, "student Old: strategy fading knows no window: leave it out"),
+        ({"trained": False, "feature_map": "mlp"}, "student Old: strategy fading knows no feature_map: leave it out"),
+    ],
+)
+def test_a_memory_that_fades_has_no_features(tmp_path, options, words):
+    with pytest.raises(DoflaError, match=words):
+        recipe(tmp_path, [{"name": "Old", "strategy": "fading", **options}])

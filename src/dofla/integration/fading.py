@@ -19,8 +19,9 @@ from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, evaluation_mode
 from dofla.integration.surgery import linear_layers, linearize, plan_by_site, restore
-from dofla.plans.fading import fade_evenly
+from dofla.plans.fading import FADING, fade_evenly
 from dofla.plans.hybrid import HeadCost
+from dofla.plans.plan import Plan
 
 
 def fade(
@@ -49,19 +50,29 @@ def fade(
             for a token of each kind; heads whose size is no multiple of 8.
     """
 
-    def size(site: AttentionSite) -> dict[str, Any]:
-        if not site.causal:
-            raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
-        cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
-        return {**asdict(fade_evenly(budget, site.head_dim, site.value_dim, cost)), "feature_map": "none"}
-
-    linearize(model, plan_by_site(model, size, keep_softmax, {"strategy": "fading", "budget": budget}))
+    linearize(model, fading_plan(model, budget, keep_softmax=keep_softmax))
     try:
         measure_directions(model, tokens, batch_size=batch_size)
     except BaseException:
         restore(model)
         raise
     return model
+
+
+def fading_plan(model: PreTrainedModel, budget: int = 64, *, keep_softmax: Collection[str] = ()) -> Plan:
+    """What :func:`fade` makes of a model: the same stages everywhere, no features.
+
+    Raises:
+        DoflaError: as :func:`fade`.
+    """
+
+    def size(site: AttentionSite) -> dict[str, Any]:
+        if not site.causal:
+            raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
+        cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
+        return {**asdict(fade_evenly(budget, site.head_dim, site.value_dim, cost)), "feature_map": "none"}
+
+    return plan_by_site(model, size, keep_softmax, {"strategy": FADING, "budget": budget})
 
 
 @torch.no_grad()

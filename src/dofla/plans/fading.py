@@ -9,6 +9,9 @@ from dofla.attention import Stage, stage_bytes
 from dofla.errors import DoflaError
 from dofla.plans.hybrid import SINKS, HeadCost
 
+FADING = "fading"
+"""Name of the strategy, in plans and recipes."""
+
 WINDOW_SHARE, NEAR_SHARE = 0.12, 0.16
 """Of the bytes, what goes to tokens in eight bits, and to those of the first stage."""
 BITS = (4.0, 3.0)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from dofla.errors import DoflaError
+from dofla.plans.fading import FADING
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 
@@ -57,7 +58,8 @@ class StudentSpec:
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
     features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
     (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so after its layerwise training, as the recipe's
-    section of that name says. The rest is as for :func:`dofla.allocate`.
+    section of that name says. The rest is as for :func:`dofla.allocate`. One more strategy is ``fading``, a memory that
+    fades (:func:`dofla.fade`): it has no features, so it goes by the budget alone and is not ``trained``.
     """
 
     name: str = "Measured"
@@ -77,6 +79,20 @@ class StudentSpec:
     keep_softmax: list[str] = field(default_factory=list)
     trained: bool = True
     end_to_end: bool = False
+
+    def check(self, where: str) -> None:
+        """DoflaError if it asks for what its strategy does not have."""
+        if self.strategy != FADING:
+            return
+        if self.trained:
+            raise DoflaError(f"{where}: student {self.name} has no features to train: give trained: false")
+        given = next((what for what in _OF_FEATURES if getattr(self, what) is not None), None)
+        if given:
+            raise DoflaError(f"{where}: student {self.name}: strategy {FADING} knows no {given}: leave it out")
+
+
+_OF_FEATURES = ("feature_map", "per_head", "loss", "window", "sinks", "token_dtype", "context")
+"""Fields of a student that strategy ``fading`` has no use for."""
 
 
 @dataclass
@@ -196,6 +212,8 @@ class Recipe:
         names = [student.name for student in recipe.students]
         if len(set(names)) < len(names):
             raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
+        for student in recipe.students:
+            student.check(where)
         unfit = next((student.name for student in recipe.students if student.end_to_end), None)
         if unfit is not None and not recipe.end_to_end.steps:
             raise DoflaError(f"{where}: student {unfit} is end_to_end, and end_to_end.steps is 0: give 1 or more")

@@ -23,11 +23,13 @@ from dofla.distillation import distill, distill_end_to_end, measure_curves, trac
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter, write_adapter
+from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.allocate import allocate
 from dofla.plans.curves import Curves
+from dofla.plans.fading import FADING
 from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
@@ -124,11 +126,14 @@ class Workshop:
 
     def plan(self, spec: StudentSpec) -> Plan:
         """What the student's layers become."""
+        budget = self.recipe.budget if spec.budget is None else spec.budget
+        if spec.strategy == FADING:
+            return fading_plan(self.model, budget, keep_softmax=spec.keep_softmax)
         measured = self.profile()
         skipped = {x.name for x in measured.skipped}
         return allocate(
             measured,
-            self.recipe.budget if spec.budget is None else spec.budget,
+            budget,
             spec.strategy,
             spec.feature_map,
             lam=self.recipe.lam if spec.lam is None else spec.lam,
@@ -189,7 +194,11 @@ class Workshop:
             write_adapter(self.model, folder)
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
-        if spec.start == "leverage":
+        if spec.strategy == FADING:
+            windows = self.training().take(self.recipe.profile.windows)
+            with self.view.progress(f"directions of {spec.name}, seed {seed}"):
+                measure_directions(self.model, windows, batch_size=self.recipe.profile.batch_size)
+        elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
                 sample_features(self.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
