@@ -68,11 +68,12 @@ def home(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_run(home) -> Path:
-    """The folder of a run with four students, one of them with a layer kept softmax."""
+    """The folder of a run with five students, one of them with a layer kept softmax, one without features."""
     students = [
         {"name": "Performer", "strategy": "fixed", "trained": False},
         {"name": "DoF", "strategy": "dof", "window": 4, "sinks": 1},
         {"name": "Measured"},
+        {"name": "Fading", "strategy": "fading", "trained": False},
         {"name": "One softmax", "strategy": "hybrid", "keep_softmax": ["model.layers.0.self_attn"]},
     ]
     data = {"source": str(home / "text.txt"), "length": 64, "windows": 12}

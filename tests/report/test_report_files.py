@@ -40,7 +40,7 @@ def forget(folder):
 
 def test_a_run_measures_what_its_page_needs(llama_run):
     run = read_run(llama_run)
-    assert [student.name for student in run.students] == ["Performer", "DoF", "Measured", "One softmax"]
+    assert [student.name for student in run.students] == ["Performer", "DoF", "Measured", "Fading", "One softmax"]
     data = run_data(run)
     assert data["students"][data["best"]]["lost"] == min(student["lost"] for student in data["students"])
     kept = run.record(LOOK)

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,9 @@ import dofla
 from dofla.cli import main
 from dofla.errors import DoflaError
 from dofla.plans.curves import Curves, LayerCurve, Point
-from dofla.plans.plan import Plan
+from dofla.plans.fading import fade_evenly
+from dofla.plans.hybrid import HeadCost
+from dofla.plans.plan import LayerPlan, Plan
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
 from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
@@ -84,7 +86,7 @@ def test_several_runs_share_a_page(browser, both_runs):
     with opened(browser, both_runs, 400) as page:
         options = page.locator("#student option").all_inner_texts()
         assert options == [
-            *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "One softmax")),
+            *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "Fading", "One softmax")),
             *(f"{name} (bert-run)" for name in ("DoF", "Even")),
         ]
         assert page.locator("#frontier figure").count() == 2  # a gap is no cosine
@@ -120,10 +122,33 @@ def plans_agree(page, profile, curves, lambdas, budgets):
     assert compared > len(settings) / 2
 
 
+def fading_agrees(page, profile, budgets):
+    """Strategy fading at every budget: the page's plan is that of fade_evenly, or both say that there is none."""
+    for budget, found in zip(budgets, page.evaluate(script("sweep"), [["fading", b, 0] for b in budgets]), strict=True):
+        costs = [HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8") for x in profile.layers]
+        try:
+            sizes = [
+                fade_evenly(budget, x.head_dim, x.value_dim, c) for x, c in zip(profile.layers, costs, strict=True)
+            ]
+        except DoflaError:
+            assert found["words"] == "No such planThe budget is too small for a memory that fades."
+            continue
+        layers = [
+            LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, feature_map="none", **asdict(own))
+            for x, own in zip(profile.layers, sizes, strict=True)
+        ]
+        assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers]
+        assert found["stages"] == [layer.stages_per_head for layer in layers]
+        assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
+        assert int(found["total"]) == sum(found["bytes"])
+        assert found["command"].startswith("dofla fade ")
+
+
 def test_sliders_make_the_plans_of_allocate(browser, llama_run):
     profile, curves = Profile.load(llama_run / "profile"), Curves.load(llama_run / "curves-mlp.json")
     with opened(browser, llama_run / "report.html") as page:
         plans_agree(page, profile, curves, [0, 17, 30], [1, 2, 12, 33, 128])
+        fading_agrees(page, profile, [1, 2, 12, 33, 128])
 
 
 def synthetic(layers=13, seed=0):
@@ -159,6 +184,7 @@ def test_sliders_of_a_plan_of_many_layers(browser, tmp_path):
     with opened(browser, path) as page:
         assert shown(page) == ["answer", "bytes", "layers"]
         plans_agree(page, profile, curves, [0, 18, 29], [1, 2, 3, 5, 8, 17, 40, 41, 99, 160])
+        fading_agrees(page, profile, [1, 2, 3, 5, 8, 17, 40, 160])
 
 
 def test_the_page_of_a_profile_alone(browser, tmp_path):
@@ -192,6 +218,93 @@ def test_the_command_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypa
         assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
         (tmp_path / "plan.json").unlink()
     assert len(made) == 3
+
+
+def test_the_command_of_a_memory_that_fades_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypatch):
+    with opened(browser, llama_run / "report.html") as page:
+        (found,) = page.evaluate(script("sweep"), [["fading", 17, 0]])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*shlex.split(found["command"]), "--length", "32", "--windows", "2"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    plan = Plan.load(tmp_path / "faded")
+    assert [layer.stages_per_head for layer in plan.layers] == found["stages"]
+    assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
+
+
+def test_no_memory_fades_where_tokens_are_not_kept_or_heads_do_not_fit(browser, bert_run, tmp_path):
+    with opened(browser, bert_run / "report.html") as page:
+        assert page.locator("input[value=fading]").is_disabled()
+    profile, _ = synthetic()
+    odd = replace(profile, layers=[replace(layer, head_dim=12) for layer in profile.layers])
+    with opened(browser, write_profile_page(odd, tmp_path / "p.html", folder="p", lam=0.5)) as page:
+        assert page.locator("input[value=fading]").is_disabled()
+        assert page.locator("input[value=hybrid]").is_checked()
+
+
+def test_a_student_whose_memory_fades(browser, llama_run):
+    plan = Plan.load(llama_run / "students" / "fading-seed0").layers[0]
+    (first, _), (second, _) = plan.stages
+    with opened(browser, llama_run / "report.html") as page:
+        page.locator("#student").select_option(label="Fading")
+        assert page.locator("input[value=fading]").is_checked()
+        layers = page.locator("#layers")
+        lead = layers.locator(".lead").inner_text()
+        assert "tokens lose bits as they age" in lead
+        assert "What is older is forgotten." in lead
+        row = layers.locator("tbody tr").first.locator("td")
+        shown = f"{first} @ 4 bits, {second} @ 3 bits"
+        assert row.all_inner_texts()[:5] == ["0", "none", str(plan.window), shown, str(plan.sinks)]
+        assert layers.locator(".legend").first.inner_text().split("\n")[1:] == ["3 bits", "4 bits", "window and sinks"]
+        row.nth(6).hover()
+        parts = [plan.bytes_by_kind(4)[2][bits] for bits in (3, 4)]
+        assert page.locator("#tip").inner_text().startswith(f"{parts[0]} B in 3 bits, {parts[1]} B in 4 bits, ")
+        # It sees nothing of the far past, so KL says nothing of its error.
+        assert "what the layer’s attention gives" in layers.locator(".legend").last.inner_text()
+        assert "∞" not in layers.locator("table").inner_text()
+        assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
+        for column, words in ((10, "3 bits"), (28, "4 bits"), (30, None), (plan.sinks - 1, None)):
+            page.locator("#attention canvas").nth(1).evaluate(
+                "(map, [x, y]) => { const r = map.getBoundingClientRect(), s = r.width / map.width;"
+                " map.dispatchEvent(new PointerEvent('pointermove',"
+                " {clientX: r.x + (x + 0.5) * s, clientY: r.y + (y + 0.5) * s})); }",
+                [column, 31],
+            )
+            readout = page.locator("#attention .readout").last.inner_text()
+            assert (f"keeps it in {words}" in readout) if words else ("keeps it" not in readout)
+        assert "Dotted: where a stage ends" in page.locator("#attention").inner_text()
+
+
+def test_heads_with_stages_of_their_own(browser, tmp_path):
+    profile, _ = synthetic()
+    heads = [layer.kv_heads for layer in profile.layers]
+    assert set(heads) == {1, 2, 4}
+    layers = []
+    for layer in profile.layers:
+        ragged = [[[20, 4], [50, 3]], [[10, 4], [70, 3]], [[30, 2.5]], [[30, 2.5]]][: layer.kv_heads]
+        sizes = {"features": 3, "window": 4, "sinks": 1, "feature_map": "mlp", "token_dtype": "int8"}
+        layers.append(LayerPlan(layer.name, layer.kv_heads, layer.head_dim, layer.value_dim, **sizes, stages=ragged))
+    plan = Plan(layers, "made up", {"strategy": "by hand", "budget": 20})
+    path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01, curves={})
+    with opened(browser, path, 900) as page:
+        words = {
+            1: ("20 @ 4 bits, 50 @ 3 bits", ""),
+            2: ("10–20 @ 4 bits, 50–70 @ 3 bits", "head 0: 20 @ 4 bits, 50 @ 3 bits\nhead 1: 10 @ 4 bits, 70 @ 3 bits"),
+            4: (
+                "30–80 @ 2.5–4 bits",
+                "head 0: 20 @ 4 bits, 50 @ 3 bits\nhead 1: 10 @ 4 bits, 70 @ 3 bits\nheads 2, 3: 30 @ 2.5 bits",
+            ),
+        }
+        for row, count in zip(page.locator("#layers tbody tr").all(), heads, strict=True):
+            cell = row.locator("td").nth(3)
+            cell.hover()
+            tip = page.locator("#tip")
+            assert (cell.inner_text(), tip.inner_text() if tip.is_visible() else "") == words[count]
+        kinds = ["features", "2.5 bits", "3 bits", "4 bits", "window and sinks"]
+        assert page.locator("#layers .legend").inner_text().split("\n")[1:] == kinds
+        assert "Features sum up the far past." in page.locator("#layers .lead").inner_text()
+        assert page.locator("input[value=hybrid]").is_checked()  # as near as sliders come
 
 
 def test_keys_reach_everything(browser, llama_run):

@@ -20,6 +20,7 @@ GOOD = Figures(
     faster_from=700.0,
     timed=True,
     forgets_from=None,
+    learns=True,
 )
 ENCODER = replace(GOOD, language=False, worst=0.99, longest=512, faster_from=200.0)
 
@@ -32,6 +33,8 @@ ENCODER = replace(GOOD, language=False, worst=0.99, longest=512, faster_from=200
         (replace(GOOD, faster_from=None), "use", ["no faster at writing"]),
         (replace(GOOD, worst=0.2), "care", ["only where memory decides"]),
         (replace(GOOD, worst=2.9, mean=2.77), "no", ["Do not use it", "2.770 nats", "perplexity × 16"]),
+        (replace(GOOD, worst=2.9), "no", ["give it more bytes, strategy measured, longer training, or training end"]),
+        (replace(GOOD, worst=2.9, learns=False), "no", ["more bytes, features to train (strategy measured), or"]),
         (replace(GOOD, worst=float("nan")), "no", ["Do not use it"]),
         (replace(GOOD, state_bytes=5_000_000), "no", ["no less than the original's cache", "2,048 tokens"]),
         (replace(GOOD, token_bytes=0, longest=None), "no", ["cache of any text"]),

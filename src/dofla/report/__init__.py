@@ -107,7 +107,7 @@ def _profiled(
 ) -> dict[str, Any]:
     named = {shlex.quote(str(file)): found for file, found in curves.items()}
     tables = slider_tables(profile, named, budget=budget, lam=lam)
-    tables |= {"profile": shlex.quote(str(folder)), "length": None}
+    tables |= {"model": shlex.quote(profile.model), "profile": shlex.quote(str(folder)), "length": None}
     return {"name": str(folder), "model": {"title": model_title(profile.model)}, "sliders": tables, "students": []}
 
 

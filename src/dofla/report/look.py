@@ -17,6 +17,7 @@ from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
 from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import apply_adapter
+from dofla.integration.fading import measure_directions
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linearize, restore
 from dofla.report.maps import attention_maps, moved, packed, sentence, token_texts
@@ -112,15 +113,16 @@ def _before(
     model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
 ) -> dict[str, Any] | None:
     """Errors of the student just linearised, on the first of the windows that it is evaluated on. Maps that start from
-    data take their scale from held-out text here, and not from the first batch of training."""
+    data take their scale from held-out text here, and stages their directions, and not from training's."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")
     if not student.trained or start == "leverage":
         return None
     options = run.recipe.evaluate
+    some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))
+    measure_directions(model, some, batch_size=options.batch_size)
     if start == "data":
         calibrate(model, [windows.batch(batches(windows, options.batch_size)[-1])])
-    some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))
     found = attention_fidelity(model, some, batch_size=options.batch_size, seed=student.seed)
     return {name: asdict(layer) for name, layer in found.items()}
 

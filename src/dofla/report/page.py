@@ -74,7 +74,8 @@ def sliders(run: RunRecord, where: str) -> dict[str, Any]:
     """Tables for the sliders of a run, and the command that they make."""
     curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
     tables = slider_tables(run.profile, curves, budget=run.recipe.budget, lam=run.recipe.lam)
-    return tables | {"profile": f"{where}/profile", "length": run.students[0].evaluations[0].get("length")}
+    tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
+    return tables | {"length": run.students[0].evaluations[0].get("length")}
 
 
 def model_title(name: str) -> str:
@@ -86,18 +87,23 @@ def model_title(name: str) -> str:
 
 
 def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]]:
-    """What each layer is: sizes (features, window, sinks) of its KV heads, None where it is softmax, and its bytes."""
-    return [
-        {
-            "name": layer.name,
-            "sizes": None if layer.keep_softmax else layer.sizes,
-            "map": layer.feature_map,
-            "tokens": layer.token_dtype,
-            "bytes": layer.state_bytes(itemsize),
-            "cost": [layer.cost(itemsize).feature, layer.cost(itemsize).token],
-        }
-        for layer in layers
-    ]
+    """What each layer is: sizes (features, window, sinks) and stages (tokens, bits) of its KV heads, None where it is
+    softmax; its bytes, and the parts of them: of features, of window and sinks, and (bits, bytes) of stages."""
+    found = []
+    for layer in layers:
+        features, exact, coded = layer.bytes_by_kind(itemsize)
+        found.append(
+            {
+                "name": layer.name,
+                "sizes": None if layer.keep_softmax else layer.sizes,
+                "stages": None if layer.keep_softmax else layer.stages_per_head,
+                "map": layer.feature_map,
+                "tokens": layer.token_dtype,
+                "bytes": layer.state_bytes(itemsize),
+                "parts": [features, exact, list(coded.items())],
+            }
+        )
+    return found
 
 
 def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +152,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         faster_from=crossings["write" if student.is_language_model else "read"],
         timed=speed is not None,
         forgets_from=forgets_from(recalled),
+        learns=any(sum(layer.features_per_head) for layer in student.plan.layers if not layer.keep_softmax),
     )
     return data | {"smaller_from": figures.smaller_from, "verdict": verdict(figures)}
 

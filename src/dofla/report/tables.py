@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dofla.attention import stage_bytes
+from dofla.errors import DoflaError
 from dofla.plans.curves import Curves, Shape, best_sizes
+from dofla.plans.fading import fade_evenly
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
 from dofla.profiles.profile import LayerProfile, Profile
 
@@ -29,8 +32,9 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
         ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
         ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
         and ``largest``, the exact maximum over heads;
-        ``even``, for each budget and layer (features, window, sinks) of strategy ``hybrid``; and ``curves``, for each
-        file and layer the choices of strategy ``measured``: (bytes, loss, sizes of each head).
+        ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``fading``, likewise
+        (window, sinks, stages) or None, see :func:`_faded`; and ``curves``, for each file and layer the choices of
+        strategy ``measured``: (bytes, loss, sizes of each head).
     """
     costs = [{kept: _cost(profile, layer, kept) for kept in TOKEN_DTYPES} for layer in profile.layers]
     defaults = [default_token_dtype(layer.causal) for layer in profile.layers]
@@ -39,6 +43,7 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
     most = min(max(4 * budget, _BUDGETS[0]), max(_BUDGETS[1], budget))
     kinds = [cost[kept] for cost, kept in zip(costs, defaults, strict=True)]
     shapes = list(dict.fromkeys(kinds))
+    examples = [profile.layers[kinds.index(shape)] for shape in shapes]
     return {
         "layers": [
             {
@@ -62,6 +67,9 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
         "largest": [[max(row) for row in rows] for rows in dof],
         "shapes": [shapes.index(kind) for kind in kinds],
         "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
+        "fading": [
+            [_faded(n, layer, shape) for n in range(1, most + 1)] for layer, shape in zip(examples, shapes, strict=True)
+        ],
         "curves": [
             _choices(file, found, profile, costs)
             for file, found in curves.items()
@@ -76,6 +84,18 @@ def _known(error: float) -> float | None:
 
 def _cost(profile: Profile, layer: LayerProfile, kept: str) -> HeadCost:
     return HeadCost.of(layer.head_dim, layer.value_dim, profile.itemsize, kept)
+
+
+def _faded(budget: int, layer: LayerProfile, cost: HeadCost) -> list[Any] | None:
+    """Window, sinks and, of each stage, tokens, bits and bytes; None where there can be no such memory."""
+    if not layer.causal:
+        return None
+    try:
+        found = fade_evenly(budget, layer.head_dim, layer.value_dim, cost)
+    except DoflaError:  # other sizes of heads, or too small a budget
+        return None
+    stages = [[n, bits, n * stage_bytes(layer.head_dim, layer.value_dim, bits)] for n, bits in found.stages]
+    return [found.window, found.sinks, stages]
 
 
 def _choices(file: str, curves: Curves, profile: Profile, costs: list[dict[str, HeadCost]]) -> dict[str, Any]:

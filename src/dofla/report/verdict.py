@@ -38,6 +38,7 @@ class Figures:
             never does or was not timed, as ``timed`` says.
         forgets_from: tokens from which on it recalls less than half of what the original does; None if it was not
             found to, or not asked.
+        learns: whether it has features, which training layer by layer would make better.
     """
 
     language: bool
@@ -49,6 +50,7 @@ class Figures:
     faster_from: float | None
     timed: bool
     forgets_from: int | None
+    learns: bool
 
     @property
     def smaller_from(self) -> int | None:
@@ -64,11 +66,12 @@ def verdict(figures: Figures) -> dict[str, Any]:
 def _language(x: Figures) -> dict[str, Any]:
     loss = f"{x.mean:.3f} nats per token"
     if not x.worst <= GAPS[1]:
+        more = "strategy measured, longer training" if x.learns else "features to train (strategy measured)"
         times = f"{math.exp(x.mean):,.1f}" if x.mean < 20 else "many"
         return _say(
             "no",
-            f"Do not use it: it loses {loss} (perplexity × {times}); give it more bytes, strategy measured, "
-            "longer training, or training end to end.",
+            f"Do not use it: it loses {loss} (perplexity × {times}); give it more bytes, {more}, "
+            "or training end to end.",
         )
     start = x.smaller_from
     if start is None or (x.longest is not None and start > x.longest):

@@ -87,17 +87,23 @@ function knapsack(names, choices, total) {
 }
 
 // tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place)}
-// → {layers [{name, sizes [[features, window, sinks]] by head, parts [bytes of features, of tokens]}], total (bytes),
-// full (bytes of the budget)}, or {error, full}
+// → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
+// window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
 function allocate(tables, wanted) {
   const { layers } = tables,
     { strategy, budget } = wanted;
   const found = tables.curves[wanted.curves || 0];
-  const kept = (layer) => (strategy === "measured" ? found.tokens : strategy === "hybrid" ? layer.tokens : "model");
+  const kept = (layer) => (strategy === "measured" ? found.tokens : strategy === "hybrid" || strategy === "fading" ? layer.tokens : "model");
   const price = layers.map((layer) => layer.cost[kept(layer)]);
   const full = budget * sum(layers.map((layer, n) => layer.heads * price[n][0]));
-  let sizes;
-  if (strategy === "measured") {
+  let sizes,
+    stages = layers.map(() => []);
+  if (strategy === "fading") {
+    const own = tables.shapes.map((shape) => tables.fading[shape][budget - 1]);
+    if (!own.every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
+    sizes = layers.map((layer, n) => Array(layer.heads).fill([0, own[n][0], own[n][1]]));
+    stages = own.map((each) => each[2]);
+  } else if (strategy === "measured") {
     sizes = knapsack(
       layers.map((layer) => layer.name),
       found.choices,
@@ -116,16 +122,26 @@ function allocate(tables, wanted) {
     );
     sizes = rounded(costs, wishes, BigInt(budget)).map((count, n) => Array(layers[n].heads).fill([count, 0, 0]));
   }
-  const made = layers.map((layer, n) => ({ name: layer.name, sizes: sizes[n], parts: partsOf(sizes[n], price[n]) }));
-  return { layers: made, full, total: sum(made.flatMap((layer) => layer.parts)) };
+  const made = layers.map(({ name, heads }, n) => {
+    const [feature, token] = price[n],
+      features = sum(sizes[n].map((size) => size[0])) * feature,
+      exact = sum(sizes[n].map((size) => size[1] + size[2])) * token,
+      coded = stages[n].map(([, bits, size]) => [bits, heads * size]);
+    const own = Array(heads).fill(stages[n].map(([tokens, bits]) => [tokens, bits]));
+    const all = features + exact + sum(coded.map((each) => each[1]));
+    return { name, sizes: sizes[n], stages: own, parts: [features, exact, coded], bytes: all };
+  });
+  return { layers: made, full, total: sum(made.map((layer) => layer.bytes)) };
 }
 
-// Bytes of features and of exact tokens.
-function partsOf(sizes, [feature, token]) {
-  return [sum(sizes.map((size) => size[0])) * feature, sum(sizes.map((size) => size[1] + size[2])) * token];
-}
+// Whether a memory that fades is possible, at some budget: of a decoder whose heads are of fitting sizes.
+const canFade = (tables) => tables.fading.every((budgets) => budgets.some(Boolean));
 
 function allocateCommand(tables, wanted) {
+  if (wanted.strategy === "fading") {
+    const kept = tables.skipped.map((layer) => `--keep-softmax ${layer.name}`);
+    return [`dofla fade ${tables.model}`, `--budget ${wanted.budget}`, ...kept, "--out faded"].join(" ");
+  }
   const words = ["dofla allocate", tables.profile, `--budget ${wanted.budget}`, `--strategy ${wanted.strategy}`];
   if (wanted.strategy.startsWith("dof")) words.push(`--lambda ${tables.lambdas[wanted.lambda]}`);
   if (wanted.strategy === "measured") words.push(`--curves ${tables.curves[wanted.curves || 0].file}`);

@@ -39,7 +39,8 @@ function drawAttention(host, run, student) {
     mapFrame(name, size, (row, column) => look(row, column)),
   );
   const strips = ["teacher", "student"].map((who) => strip(who, text.pieces, (row) => look(row, now.column)));
-  const exactly = student.layers.some((layer) => layer.sizes && layer.sizes.some((size) => size[1] + size[2]));
+  const exactly = student.layers.some(hasExact),
+    fading = student.layers.some(hasStages);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   let width = 0,
     latest = 0;
@@ -77,13 +78,13 @@ function drawAttention(host, run, student) {
     const layer = student.layers.find((x) => x.name === layers[now.layer]);
     frames.forEach((frame) => frame.cross(now.row, now.column));
     const share_ = layer.sizes.length / now.teacherHeads,
-      exact = layer.sizes[Math.floor(now.head * share_)];
-    frames.slice(1).forEach((frame) => frame.exact(exact, run.language));
+      own = [layer.sizes, layer.stages].map((heads) => heads[Math.floor(now.head * share_)]);
+    frames.slice(1).forEach((frame) => frame.edges(...own, run.language));
     strips.forEach((one, n) => one.paint(now.row, (column) => share(["teacher", "student"][n], now.row, column)));
     const named = (n) => `“${visible(text.pieces[n])}” (${n})`;
     const shares = ["teacher", "student"].map((who) => percent(share(who, now.row, now.column), 1));
     const looks = `${named(now.row)} looks at ${named(now.column)}`;
-    readout.textContent = `${looks}: original ${shares[0]}, student ${shares[1]}.`;
+    readout.textContent = `${looks}: original ${shares[0]}, student ${shares[1]}${keptAs(...own, now.row, now.column)}.`;
   };
   const look = (row, column) => {
     now.row = Math.min(Math.max(row, 0), size - 1);
@@ -126,6 +127,7 @@ function drawAttention(host, run, student) {
         "p",
         { class: "legend" },
         exactly && el("span", {}, "Dashed: what the student keeps exactly, window and sinks."),
+        fading && el("span", {}, "Dotted: where a stage ends; behind it tokens have fewer bits, or are in features, or gone."),
         el("span", { class: "teacher" }, "Blue: the student looks less there."),
         el("span", { class: "student" }, "Orange: more."),
       ),

@@ -4,6 +4,7 @@ function drawLayers(host, run, student) {
   const layers = student ? student.layers : run.plan;
   if (!layers) return false;
   const names = shortNames(layers.map((layer) => layer.name));
+  $("layers").querySelector(".lead").textContent = layersLead(layers);
   host.replaceChildren(el("div", { class: "card" }, layerTable(layers, names, student)));
   if (!student) return true;
   const curves = [
@@ -13,24 +14,49 @@ function drawLayers(host, run, student) {
   host.append(
     curves.length
       ? el("div", { class: "columns" }, curves)
-      : note("This student was not trained: its features are as they were drawn."),
+      : note(untrainedWords(layers)),
   );
   if (student.seconds) host.append(el("p", { class: "small quiet" }, `Trained for ${whole(student.seconds)} s.`));
   return true;
 }
 
+const hasFeatures = (layer) => layer.parts[0] > 0,
+  hasExact = (layer) => layer.parts[1] > 0,
+  hasStages = (layer) => layer.parts[2].length > 0;
+
+function layersLead(layers) {
+  const [features, exact, stages] = [hasFeatures, hasExact, hasStages].map((has) => layers.some(has));
+  return [
+    exact && "The window and the sinks (the first tokens) are kept exactly.",
+    stages && "What leaves the window goes through stages, in which tokens lose bits as they age.",
+    features ? `Features sum up the ${exact || stages ? "far " : ""}past.` : "What is older is forgotten.",
+  ]
+    .filter(Boolean)
+    .join(" ");
+}
+
+function untrainedWords(layers) {
+  if (layers.some(hasFeatures)) return "This student was not trained: its features are as they were drawn.";
+  const measured = layers.some(hasStages) && ": the codes of its stages were measured on a few windows";
+  return `This student has no features, and nothing was trained${measured || ""}.`;
+}
+
 function layerTable(layers, names, student) {
   const most = Math.max(...layers.map((layer) => layer.bytes), 1);
+  // Of layers that see nothing of the far past, KL has no end.
+  const which = layers.some((layer) => layer.after && layer.after.kl === null) ? "output_error" : "kl";
   const errors = layers
     .flatMap((layer) => [layer.before, layer.after])
-    .filter((x) => x && x.kl > 0)
-    .map((x) => x.kl);
+    .filter((x) => x && x[which] > 0)
+    .map((x) => x[which]);
   const low = Math.min(...errors) / 1.2,
     high = Math.max(...errors) * 1.2,
     trained = layers.some((layer) => layer.before);
-  const exactly = layers.some((layer) => layer.sizes && layer.sizes.some((size) => size[1] + size[2]));
+  const exactly = layers.some(hasExact),
+    fading = layers.some(hasStages);
   const wide = (words) => el("th", { scope: "col", class: "drop" }, words);
-  const heads = ["Layer", "Features", ...(exactly ? [wide("Window"), wide("Sinks")] : []), wide("Map"), "Bytes"];
+  const heads = ["Layer", "Features", ...(exactly ? [wide("Window")] : []), ...(fading ? [wide("Stages")] : [])];
+  heads.push(...(exactly ? [wide("Sinks")] : []), wide("Map"), "Bytes");
   if (student)
     heads.push(
       ...(trained ? ["Before"] : []),
@@ -41,25 +67,34 @@ function layerTable(layers, names, student) {
     const cells = [names[n]];
     if (layer.sizes) {
       const [features, window, sinks] = [0, 1, 2].map((at) => range(layer.sizes.map((size) => size[at])));
-      const exact = window === "0" && sinks === "0" ? "" : `window\u00a0${window}, sinks\u00a0${sinks}`;
+      const stages = stageWords(layer.stages).map((words) => words.replaceAll(" ", "\u00a0"));
+      const near = window === "0" && sinks === "0" ? [] : [`window\u00a0${window}`, ...stages, `sinks\u00a0${sinks}`];
       cells.push(
-        el("td", {}, layer.map === "none" ? "none" : features, el("span", { class: "narrow" }, exact)),
-        ...(exactly ? [drop(window), drop(sinks)] : []),
+        el("td", {}, layer.map === "none" ? "none" : features, el("span", { class: "narrow" }, near.join(", "))),
+        ...(exactly ? [drop(window)] : []),
+        ...(fading ? [stageCell(layer.stages)] : []),
+        ...(exactly ? [drop(sinks)] : []),
         drop(layer.map + (layer.tokens === "int8" && window !== "0" ? ", 8-bit window" : "")),
         byteCell(layer, most),
       );
-    } else cells.push("softmax", ...(exactly ? [drop("all"), drop("")] : []), drop("kept"), "a cache");
+    } else {
+      cells.push("softmax", ...(exactly ? [drop("all")] : []), ...(fading ? [drop("")] : []));
+      cells.push(...(exactly ? [drop("")] : []), drop("kept"), "a cache");
+    }
     if (!student) return cells;
-    const at = (when) => (layer[when] ? digits(layer[when].kl) : "–");
+    const at = (when) => (layer[when] ? digits(layer[when][which]) : "–");
     return [
       ...cells,
       ...(trained ? [at("before")] : []),
       at("after"),
-      el("td", { class: "wide-cell drop" }, dumbbell(layer, low, high)),
+      el("td", { class: "wide-cell drop" }, dumbbell(layer, which, low, high)),
     ];
   });
   const box = table(heads, rows, { class: "layers" });
   box.setAttribute("aria-label", "Layers");
+  box.append(
+    el("p", { class: "legend drop" }, el("span", {}, "Bytes, from the oldest tokens:"), segments(allParts(layers)).map(swatch)),
+  );
   if (student)
     box.append(
       el(
@@ -68,7 +103,7 @@ function layerTable(layers, names, student) {
         el(
           "span",
           {},
-          "Error: KL of the layer’s attention from the original’s, nats, held-out text, logarithmic scale;",
+          `Error: ${ERROR_WORDS[which]}, held-out text, logarithmic scale;`,
         ),
         trained && el("span", {}, "○ before training,"),
         el("span", {}, el("b", { class: "student" }, "●"), trained ? "after" : "the student"),
@@ -77,26 +112,37 @@ function layerTable(layers, names, student) {
   return box;
 }
 
+const ERROR_WORDS = {
+  kl: "KL of the layer’s attention from the original’s, nats",
+  output_error: "of what the layer’s attention gives, beside the size of what the original’s gives",
+};
+
 const drop = (text) => el("td", { class: "drop" }, text);
 
+const pointed = (words) => ({
+  pointermove: (event) => tip(words, event),
+  pointerleave: () => tip(""),
+});
+
+const stageCell = (stages) =>
+  el("td", { class: "drop", on: pointed(stagesByHead(stages)) }, stageWords(stages).join(", ") || "none");
+
 function byteCell(layer, most) {
-  const [feature, token] = layer.cost,
-    parts = [sum(layer.sizes.map((x) => x[0])) * feature, sum(layer.sizes.map((x) => x[1] + x[2])) * token];
   return el(
     "td",
-    {},
+    { on: pointed(partWords(layer.parts)) },
     el(
       "span",
       { class: "drop share", "aria-hidden": "true" },
-      ["bar-features", "bar-tokens"].map((name, n) =>
-        el("i", { class: name, style: { width: `${(72 * parts[n]) / most}px` } }),
+      segments(layer.parts).map(({ name, style, bytes: size }) =>
+        el("i", { class: name, style: { ...style, width: `${(72 * size) / most}px` } }),
       ),
     ),
     bytes(layer.bytes),
   );
 }
 
-function dumbbell(layer, low, high) {
+function dumbbell(layer, which, low, high) {
   const x = scale("log", low, high, 4, 196),
     picture = svg("svg", {
       class: "dumbbell",
@@ -105,7 +151,7 @@ function dumbbell(layer, low, high) {
       "aria-hidden": "true",
     });
   const host = el("div", { style: { position: "relative" } });
-  const place = (error) => (error && error.kl > 0 ? x(error.kl) : null),
+  const place = (error) => (error && error[which] > 0 ? x(error[which]) : null),
     before = place(layer.before),
     after = place(layer.after);
   picture.append(svg("line", { class: "grid", x1: 0, x2: 200, y1: 9, y2: 9 }));

@@ -25,7 +25,13 @@ function mapFrame(name, size, look) {
     style: { stroke: "var(--strong-line)", "stroke-width": "1.4" },
     "vector-effect": "non-scaling-stroke",
   });
-  over.append(kept, hair);
+  const older = svg("path", {
+    fill: "none",
+    "stroke-dasharray": "2 3",
+    style: { stroke: "var(--strong-line)", "stroke-width": "1.4" },
+    "vector-effect": "non-scaling-stroke",
+  });
+  over.append(kept, older, hair);
   let at = [size - 1, 0];
   const go = (row, column) => look((at = [row, column])[0], column);
   const under = (event) => {
@@ -59,15 +65,27 @@ function mapFrame(name, size, look) {
       at = [row, column];
       hair.setAttribute("d", `M0 ${row}H${size}M0 ${row + 1}H${size}M${column} 0V${size}M${column + 1} 0V${size}`);
     },
-    // The edge of the window, and of the sinks.
-    exact([, window, sinks], causal) {
-      const left = `M0 ${window}L${size - window} ${size}`,
+    // The edge of the window, of the sinks, and of what stages hold.
+    edges([, window, sinks], stages, causal) {
+      const behind = (tokens) => `M0 ${tokens}L${size - tokens} ${size}`;
+      const left = behind(window),
         right = `M${window} 0L${size} ${size - window}`;
       const inside = window > 0 && window < size;
+      const ends = stages.map((_, n) => window + sum(stages.slice(0, n + 1).map((stage) => stage[0])));
+      older.setAttribute("d", ends.filter((end) => end < size).map(behind).join(""));
       const parts = [inside ? left : "", inside && !causal ? right : "", sinks ? `M${sinks} 0V${size}` : ""];
       kept.setAttribute("d", parts.join(""));
     },
   };
+}
+
+// How a student keeps the token at a distance of so many: "in 4 bits", or nothing to say where features hold it.
+function keptAs([, window, sinks], stages, row, column) {
+  if (!stages.length || column > row) return "";
+  let left = row - column - window;
+  if (left < 0 || column < sinks) return "";
+  const stage = stages.find(([tokens]) => (left -= tokens) < 0);
+  return stage ? `, which keeps it in ${stage[1]} bits` : "";
 }
 
 // The text, shaded by how much the chosen token looks at each.

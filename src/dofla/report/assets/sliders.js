@@ -1,6 +1,6 @@
 // Degrees of freedom by layer and head; beside them, rows aligned, what a plan gives each layer.
 
-const STRATEGIES = { measured: "measured", hybrid: "hybrid", dof: "dof", dof_clip: "dof_clip", fixed: "fixed" };
+const STRATEGIES = { measured: "measured", hybrid: "hybrid", fading: "fading", dof: "dof", dof_clip: "dof_clip", fixed: "fixed" };
 
 function drawSliders(host, run, student) {
   const tables = run.sliders;
@@ -13,7 +13,11 @@ function drawSliders(host, run, student) {
     lambda: start,
     curves: 0,
   };
-  if (wanted.strategy === "measured" && !tables.curves.length) wanted.strategy = "hybrid";
+  const lacks = {
+    measured: !tables.curves.length && "needs error curves: dofla curves",
+    fading: !canFade(tables) && "needs a decoder, and heads of a multiple of 8 numbers",
+  };
+  if (!(wanted.strategy in STRATEGIES) || lacks[wanted.strategy]) wanted.strategy = "hybrid";
   wanted.budget = Math.min(wanted.budget, tables.most);
   const budget = slider("budget", "Budget", 1, tables.most, wanted.budget);
   const lambda = slider("lambda", "Tolerance λ", 0, tables.lambdas.length - 1, wanted.lambda);
@@ -46,8 +50,7 @@ function drawSliders(host, run, student) {
     const keys = [
       el("span", {}, "Degrees of freedom"),
       heatLegend(top, (x) => digits(x)),
-      el("span", {}, el("i", { class: "swatch bar-features" }), "features"),
-      el("span", {}, el("i", { class: "swatch bar-tokens" }), "window and sinks"),
+      ...segments(allParts(plan.layers || [])).map(swatch),
       student && el("span", {}, "│ the student shown"),
     ];
     legend.replaceChildren(...keys.filter(Boolean));
@@ -67,13 +70,13 @@ function drawSliders(host, run, student) {
     Object.entries(STRATEGIES).map(([name, words]) =>
       el(
         "label",
-        { title: name === "measured" && !tables.curves.length ? "needs error curves: dofla curves" : null },
+        { title: lacks[name] },
         el("input", {
           type: "radio",
           name: "strategy",
           value: name,
           checked: name === wanted.strategy,
-          disabled: name === "measured" && !tables.curves.length,
+          disabled: Boolean(lacks[name]),
           on: {
             change: () => {
               wanted.strategy = name;
@@ -122,7 +125,12 @@ function drawSliders(host, run, student) {
   return true;
 }
 
-const GOES_BY = { fixed: "nothing", hybrid: "nothing: all layers are alike", measured: "the error curves" };
+const GOES_BY = {
+  fixed: "nothing",
+  hybrid: "nothing: all layers are alike",
+  fading: "nothing: all layers are alike",
+  measured: "the error curves",
+};
 
 function slider(id, title, low, high, value) {
   const input = el("input", { type: "range", id, min: low, max: high, step: 1, value });
@@ -144,14 +152,12 @@ function slider(id, title, low, high, value) {
 
 function totals(plan, tables) {
   if (plan.error) return [el("strong", {}, "No such plan"), el("span", {}, plan.error)];
-  const parts = [0, 1].map((n) => sum(plan.layers.map((layer) => layer.parts[n])));
   return [
     el("strong", {}, `${bytes(plan.total)} of state per sequence`),
     el(
       "span",
       { class: "quiet" },
-      `${bytes(parts[0])} of features, ${bytes(parts[1])} of exact tokens; ` +
-        `${percent(plan.total / plan.full, 1)} of the budget`,
+      `${partWords(allParts(plan.layers))}; ${percent(plan.total / plan.full, 1)} of the budget`,
     ),
   ];
 }
