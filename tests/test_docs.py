@@ -29,8 +29,9 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "tutorial.md"
 HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
+MATHS = sorted((DOCS / "maths").glob("*.md"))
 RUN = [DOCS / "index.md", *HOW_TO]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *HOW_TO]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *HOW_TO, *MATHS]
 TAKES_LONG = {"budget.md", "own-model.md"}
 SIZES, SMALL = "WINDOWS, LENGTH, FIT, STEPS, WHOLE = 64, 512, 20, 150, 20", (8, 32, 1, 2, 1)
 
@@ -153,6 +154,13 @@ def test_the_python_of_a_page_runs(page, desk, tmp_path, monkeypatch):
     shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     run(page, [block for block in blocks(page) if block.is_run])
+
+
+def test_the_program_of_the_maths_prints_what_its_comments_say():
+    page = DOCS / "maths" / "fading.md"
+    (block,) = [block for block in blocks(page) if block.is_run]
+    said = re.findall(r"^print.*# (.+)$", block.text, re.MULTILINE)
+    assert run(page, [block])[0].splitlines() == said
 
 
 # Commands and recipes on any page

@@ -6,12 +6,40 @@ import math
 from pathlib import Path
 from random import Random
 
+from dofla.attention import stage_bytes
+from dofla.attention.coding.coder import spread
+from dofla.attention.coding.levels import UNIT, borders, levels
+from dofla.plans.fading import fade_evenly
+from dofla.plans.hybrid import HeadCost
+
 OUT = Path(__file__).parents[2] / "docs" / "maths"
 RED, BLUE, GREY, DARK, PALE = "#c8553d", "#2e7d9a", "#5b6b7b", "#17324d", "#d8e0e7"
+GROUND, INK = "#f6f8fa", "#33424f"
+_AT_NIGHT = {
+    **{RED: "#f0907a", BLUE: "#5fb3d1", GREY: "#a3b1bf", DARK: "#dce8f3", PALE: "#3a4856"},
+    **{GROUND: "#1b222b", INK: "#d0d9e1"},
+}
+
+
+def _at_night() -> str:
+    """Colours by the reader's scheme, which pages hand on to their pictures."""
+    rules = []
+    for day, night in _AT_NIGHT.items():
+        rules += [f'[fill="{day}"], [style="fill:{day}"] {{ fill: {night} !important; }}']
+        rules += [f'[stroke="{day}"] {{ stroke: {night}; }}']
+    rules += [
+        f"{kind} {{ fill: {_AT_NIGHT[day]}; }}" for kind, day in (("text", INK), (".title", DARK), (".small", GREY))
+    ]
+    return "\n".join(rules)
+
+
 _STYLE = f"""<style>
-text {{ font-family: DejaVu Sans, Helvetica, Arial, sans-serif; font-size: 14px; fill: #33424f; }}
+text {{ font-family: DejaVu Sans, Helvetica, Arial, sans-serif; font-size: 14px; fill: {INK}; }}
 .title {{ font-weight: bold; fill: {DARK}; }}
 .small {{ font-size: 12.5px; fill: {GREY}; }}
+@media (prefers-color-scheme: dark) {{
+{_at_night()}
+}}
 </style>
 <defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6" markerHeight="6" orient="auto">
 <path d="M0,0 L10,5 L0,10 z" fill="{GREY}"/></marker></defs>"""
@@ -20,7 +48,7 @@ text {{ font-family: DejaVu Sans, Helvetica, Arial, sans-serif; font-size: 14px;
 def picture(name: str, height: int, title: str, parts: list[str]) -> None:
     """Write an SVG 560 units wide."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 560 {height}" role="img">'
-    ground = f'<rect width="560" height="{height}" fill="#f6f8fa"/>'
+    ground = f'<rect width="560" height="{height}" fill="{GROUND}"/>'
     body = "\n".join([head, f"<title>{title}</title>", _STYLE, ground, *parts, "</svg>\n"])
     (OUT / f"{name}.svg").write_text(body, encoding="utf-8")
 
@@ -182,6 +210,72 @@ def knapsack() -> None:
     picture("knapsack", 310, "A budget spread over error curves", parts)
 
 
+def memory() -> None:
+    """What a KV head keeps of a long text: as wide as there are tokens, as high as they have bits."""
+    dim, floor, per_token, per_bit = 64, 200, 1.55, 12
+    cost = HeadCost.of(dim, dim, 4, "int8")
+    kept = fade_evenly(64, dim, dim, cost)
+    (first, near), (second, far) = kept.stages
+    parts = [text(20, 26, "A token loses bits as it ages, and its bytes make room for others", "title")]
+    parts += [arrow((540, 50), (176, 50)), text(168, 54, "gone, or into features", "small", "end")]
+    columns = [
+        (540, kept.window, 8, "q₈(x)", kept.window * cost.token),
+        (488, first, near, "q₄(q₈(x))", first * stage_bytes(dim, dim, near)),
+        (418, second, far, "q₃(q₄(q₈(x)))", second * stage_bytes(dim, dim, far)),
+    ]
+    for right, tokens, bits, formula, size in columns:
+        width, height = per_token * tokens, per_bit * bits
+        at, anchor = (right, "end") if bits == 8 else (right - width / 2, "middle")
+        parts.append(box(right - width, floor - height, width, height, BLUE, bits / 8, 2))
+        parts += [text(at, floor - height - 24, f"{tokens} @ {bits:g} bits", "", anchor)]
+        parts += [text(at, floor - height - 8, formula, "small", anchor)]
+        parts += [text(at, floor + 17, f"{size:,} B", "small", anchor)]
+        parts += [arrow((right - width / 2, floor + 22), (right - width / 2, floor + 42))]
+    parts += [box(24, floor - 8 * per_bit, 8, 8 * per_bit, RED, 1, 2), arrow((28, floor + 22), (28, floor + 42))]
+    parts += [text(24, floor - 8 * per_bit - 24, f"{kept.sinks} @ 8 bits", "", "start", RED)]
+    parts += [text(24, floor - 8 * per_bit - 8, "the first tokens", "small")]
+    parts += [text(24, floor + 17, f"{kept.sinks * cost.token} B", "small")]
+    parts += [line([(20, floor), (544, floor)]), box(20, floor + 46, 524, 30, DARK, 0.1, 4)]
+    parts += [text(282, floor + 66, "one sum of weighted values, divided by one sum of weights", "", "middle")]
+    picture("memory", 292, "The memory of a KV head that fades", parts)
+
+
+def coding() -> None:
+    """Directions of falling variance in blocks with bits of their own, and the levels of a number."""
+    floor, height = 150, 96
+    variance = [0.91**n + 0.015 for n in range(64)]
+    means = [sum(variance[n : n + 16]) / 16 for n in range(0, 64, 16)]
+    parts = [text(20, 26, "Bits go where errors matter", "title")]
+    parts += [text(326, 26, "The eight levels of 3 bits", "title")]
+    for block, (mean, bits) in enumerate(zip(means, spread(means, 3), strict=True)):
+        left = 24 + 66 * block
+        for n in range(16):
+            tall = height * variance[16 * block + n]
+            parts.append(box(left + 3.9 * n, floor - tall, 3, tall, BLUE, 0.75))
+        parts += [line([(left - 1, floor - height * mean), (left + 62, floor - height * mean)], RED, 2)]
+        parts += [text(left + 31, floor + 18, f"{bits} bits", "", "middle")]
+    parts += [line([(20, floor), (288, floor)])]
+    parts += [text(24, floor + 42, "the variance of 64 directions, in four blocks;", "small")]
+    parts += [line([(24, floor + 54), (42, floor + 54)], RED, 2)]
+    parts += [text(50, floor + 58, "after the rotation in each", "small")]
+
+    def place(x: float) -> float:
+        return 430 + 38 * x
+
+    def density(x: float) -> float:
+        return floor - height * math.exp(-x * x / 2)
+
+    parts += [line([(place(n / 20), density(n / 20)) for n in range(-60, 61)], BLUE, 2.2)]
+    parts += [line([(place(-3), floor), (place(3), floor)])]
+    for edge in (borders(3) / UNIT).tolist():
+        parts.append(line([(place(edge), floor), (place(edge), density(edge))], GREY, 1, 'stroke-dasharray="3 3"'))
+    parts += [dot(place(level), floor, 4.5, RED) for level in (levels(3) / UNIT).tolist()]
+    parts += [text(430, floor + 20, "numbers of a block, in its own unit", "small", "middle")]
+    parts += [text(430, floor + 42, "what lies between two dashes", "small", "middle")]
+    parts += [text(430, floor + 58, "becomes the level there", "small", "middle")]
+    picture("coding", 224, "Blocks of directions, and levels of a normal variable", parts)
+
+
 if __name__ == "__main__":
-    for draw in (smoothing, slots, delay_line, degrees, knapsack):
+    for draw in (smoothing, slots, delay_line, degrees, knapsack, memory, coding):
         draw()
