@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import asdict
 
 import pytest
 import yaml
 from command_line import call
+from transformers import AutoModelForCausalLM
 
 import dofla.report
+from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
-from dofla.report import html, look, look_closer, read_run, write_report
+from dofla.report import html, look, look_closer, read_run, report_on, write_report
 from dofla.report.page import run_data
 from dofla.report.runs import LOOK
+from dofla.runs.recipe import Recipe
+from dofla.runs.run import run as run_recipe
 from dofla.runs.workshop import Workshop
 from dofla.storage.lock import locked
 
@@ -236,3 +241,24 @@ def test_damage_is_one_line_that_names_the_file(copied, tmp_path, capsys, damage
     for word in words:
         assert word in error
     assert not (tmp_path / "page.html").exists()
+
+
+def test_before_it_is_trained_a_memory_that_fades_is_one_already(home, tmp_path):
+    model, text = str(home / "llama"), str(home / "text.txt")
+    given = {
+        "model": model,
+        "budget": 12,
+        "data": {"source": text, "length": 64, "windows": 8},
+        "validation": {"source": text, "length": 64, "windows": 8, "split": "all"},
+        "profile": {"samples": 32, "windows": 4},
+        "students": [{"name": "Old", "strategy": "fading", "trained": False, "end_to_end": True}],
+        "end_to_end": {"steps": 1},
+        "evaluate": {"batch_size": 2, "fidelity_windows": 2},
+    }
+    folder = tmp_path / "run"
+    run_recipe(Recipe.from_dict(given), folder, finish=report_on)
+    (student,) = read_run(folder).students
+    windows = Workshop(read_run(folder).recipe, folder).validation().take(2)
+    untrained = dofla.fade(AutoModelForCausalLM.from_pretrained(model), windows, budget=12, batch_size=2)
+    expected = attention_fidelity(untrained, windows, batch_size=2, seed=0)
+    assert student.record(LOOK)["before"] == {name: asdict(layer) for name, layer in expected.items()}

@@ -93,7 +93,8 @@ function allocate(tables, wanted) {
   const { layers } = tables,
     { strategy, budget } = wanted;
   const found = tables.curves[wanted.curves || 0];
-  const kept = (layer) => (strategy === "measured" ? found.tokens : strategy === "hybrid" || strategy === "fading" ? layer.tokens : "model");
+  const kept = (layer) =>
+    strategy === "measured" ? found.tokens : strategy === "hybrid" || strategy === "fading" ? layer.tokens : "model";
   const price = layers.map((layer) => layer.cost[kept(layer)]);
   const full = budget * sum(layers.map((layer, n) => layer.heads * price[n][0]));
   let sizes,

@@ -127,7 +127,8 @@ function drawAttention(host, run, student) {
         "p",
         { class: "legend" },
         exactly && el("span", {}, "Dashed: what the student keeps exactly, window and sinks."),
-        fading && el("span", {}, "Dotted: where a stage ends; behind it tokens have fewer bits, or are in features, or gone."),
+        fading &&
+          el("span", {}, "Dotted: where a stage ends; behind it tokens have fewer bits, or are in features, or gone."),
         el("span", { class: "teacher" }, "Blue: the student looks less there."),
         el("span", { class: "student" }, "Orange: more."),
       ),

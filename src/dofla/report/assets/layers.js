@@ -11,11 +11,7 @@ function drawLayers(host, run, student) {
     student.losses && lossChart(student.losses, names, layers),
     student.end_to_end && endToEndChart(student.end_to_end),
   ].filter(Boolean);
-  host.append(
-    curves.length
-      ? el("div", { class: "columns" }, curves)
-      : note(untrainedWords(layers)),
-  );
+  host.append(curves.length ? el("div", { class: "columns" }, curves) : note(untrainedWords(layers)));
   if (student.seconds) host.append(el("p", { class: "small quiet" }, `Trained for ${whole(student.seconds)} s.`));
   return true;
 }
@@ -93,18 +89,19 @@ function layerTable(layers, names, student) {
   const box = table(heads, rows, { class: "layers" });
   box.setAttribute("aria-label", "Layers");
   box.append(
-    el("p", { class: "legend drop" }, el("span", {}, "Bytes, from the oldest tokens:"), segments(allParts(layers)).map(swatch)),
+    el(
+      "p",
+      { class: "legend drop" },
+      el("span", {}, "Bytes, from the oldest tokens:"),
+      segments(allParts(layers)).map(swatch),
+    ),
   );
   if (student)
     box.append(
       el(
         "p",
         { class: "legend" },
-        el(
-          "span",
-          {},
-          `Error: ${ERROR_WORDS[which]}, held-out text, logarithmic scale;`,
-        ),
+        el("span", {}, `Error: ${ERROR_WORDS[which]}, held-out text, logarithmic scale;`),
         trained && el("span", {}, "○ before training,"),
         el("span", {}, el("b", { class: "student" }, "●"), trained ? "after" : "the student"),
       ),

@@ -72,7 +72,13 @@ function mapFrame(name, size, look) {
         right = `M${window} 0L${size} ${size - window}`;
       const inside = window > 0 && window < size;
       const ends = stages.map((_, n) => window + sum(stages.slice(0, n + 1).map((stage) => stage[0])));
-      older.setAttribute("d", ends.filter((end) => end < size).map(behind).join(""));
+      older.setAttribute(
+        "d",
+        ends
+          .filter((end) => end < size)
+          .map(behind)
+          .join(""),
+      );
       const parts = [inside ? left : "", inside && !causal ? right : "", sinks ? `M${sinks} 0V${size}` : ""];
       kept.setAttribute("d", parts.join(""));
     },

@@ -1,6 +1,13 @@
 // Degrees of freedom by layer and head; beside them, rows aligned, what a plan gives each layer.
 
-const STRATEGIES = { measured: "measured", hybrid: "hybrid", fading: "fading", dof: "dof", dof_clip: "dof_clip", fixed: "fixed" };
+const STRATEGIES = {
+  measured: "measured",
+  hybrid: "hybrid",
+  fading: "fading",
+  dof: "dof",
+  dof_clip: "dof_clip",
+  fixed: "fixed",
+};
 
 function drawSliders(host, run, student) {
   const tables = run.sliders;
