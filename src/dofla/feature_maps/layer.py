@@ -8,7 +8,19 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import LOG_ZERO, Fading, Stage, State, attend, exact_scores, log_kernel, packed, rounded, unpacked
+from dofla.attention import (
+    LOG_ZERO,
+    Fading,
+    Stage,
+    State,
+    attend,
+    attend_faded,
+    exact_scores,
+    log_kernel,
+    packed,
+    rounded,
+    unpacked,
+)
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 
@@ -127,18 +139,25 @@ class LinearAttention(nn.Module):
         if self.training and not states:
             for feature_map in self.maps:
                 feature_map.new_training_pass()
-        options = {"scaling": scaling, "weight": weight, "causal": causal}
+        options = {"scaling": scaling, "weight": weight}
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        if self.keeps_eight_bits:
-            key, value = rounded(key), rounded(value)
+        in_eight_bits = None
         out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
         for n, (window, sinks) in enumerate(self.exact_tokens):
-            before = states[n]
+            options |= {"heads": self.groups[n] if ragged else None, "out": out}
+            fading, before = self.fading_of(n) if causal else None, states[n]
+            if fading is not None and self.keeps_eight_bits:
+                found = attend_faded(query, key, value, self.maps[n], fading, state=before, **options)
+                if found is not None:
+                    out, state = found
+                    after.append(state)
+                    continue
+            if self.keeps_eight_bits and in_eight_bits is None:
+                in_eight_bits = key, value = rounded(key), rounded(value)
             if self.keeps_eight_bits and before is not None:
                 before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
-            options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None}
-            options["fading"] = self.fading_of(n) if causal else None
-            out, state = attend(query, key, value, self.maps[n], state=before, out=out, **options)
+            exact = {"window": window, "sinks": sinks, "fading": fading, "causal": causal}
+            out, state = attend(query, key, value, self.maps[n], state=before, **exact, **options)
             after.append(packed(state, states[n], key.shape[-2]) if causal and self.keeps_eight_bits else state)
         return out, after if causal else []
 
