@@ -213,7 +213,8 @@ def spread(variance: Sequence[float], bits: float) -> list[int]:
 def token_bytes(dim: int, bits: float) -> int:
     """Of a vector's codes and scales."""
     block = block_size(dim)
-    return round(bits * (dim // block)) * block // 8 + dim // block
+    blocks = dim // block
+    return (blocks + round((bits - 1) * blocks)) * block // 8 + blocks  # as they are spread
 
 
 def _hadamard(size: int) -> Tensor:

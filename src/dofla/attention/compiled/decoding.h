@@ -13,13 +13,17 @@ namespace dofla::fading {
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), columns_(whole_lanes(group.window.count)), wide_(std::max(group.keys.dim, group.values.dim)),
+      : group_(group), columns_(columns(group)), wide_(std::max(group.keys.dim, group.values.dim)),
         queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
         turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()) {
-    if (group.sinks) columns_ += whole_lanes(group.sinks->count);
-    for (const Tokens& tokens : group.stages) columns_ += whole_lanes(tokens.count);
-    scores_.resize(group.groups * columns_);
+        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * columns_) {}
+
+  // Scores of a query.
+  static std::int64_t columns(const Group& group) {
+    std::int64_t total = whole_lanes(group.window.count);
+    if (group.sinks) total += whole_lanes(group.sinks->count);
+    for (const Tokens& tokens : group.stages) total += whole_lanes(tokens.count);
+    return total;
   }
 
   // The state after; false if a vector holds NaN or infinity.
@@ -27,17 +31,15 @@ class Decoder {
     const Group& group = group_;
     const std::int64_t last = group.window.count - 1;
     copy(group.window, group.window_after, n, h, 1, 0, last);
-    if (!pack(group.key, 0, n, h, last) || !pack(group.value, 2, n, h, last)) return false;
-    if (group.sinks_after) {
-      for (std::int64_t place = 0; place < group.sinks->count; ++place) {
-        if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
-      }
+    const bool hidden = group.window_after.log_weights(n)[last] <= kLogZero;
+    if (!pack(group, 0, hidden, group.window_after, last, n, h, vector_)) return false;
+    for (std::int64_t place = 0; group.sinks_after && place < group.sinks->count; ++place) {
+      if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
     }
     for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
-      const Tokens &before = group.stages[stage], &after = group.stages_after[stage];
-      copy(before, after, n, h, 1, 0, before.count - 1);
-      move(group.keys, stage, 0, n, h, before.count - 1);
-      move(group.values, stage, 2, n, h, before.count - 1);
+      const Tokens &before = group.stages[stage], &from = stage ? group.stages[stage - 1] : group.window;
+      copy(before, group.stages_after[stage], n, h, 1, 0, before.count - 1);
+      enter(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
     }
     return true;
   }
@@ -63,56 +65,11 @@ class Decoder {
     return true;
   }
 
-  // The key and the value that leave the last stage.
   void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
-    const Tokens& last = group_.stages.back();
-    const std::int64_t stage = group_.keys.stages - 1;
-    remember(group_.keys.head(h), stage, last.row<std::uint8_t>(0, n, h, 0), last.row<std::uint8_t>(1, n, h, 0));
-    key.write(n, h, 0, vector_.data());
-    remember(group_.values.head(h), stage, last.row<std::uint8_t>(2, n, h, 0), last.row<std::uint8_t>(3, n, h, 0));
-    value.write(n, h, 0, vector_.data());
+    fading::leave(group_, group_.stages.back(), 0, n, h, key, value, 0, turned_vector_, vector_);
   }
 
  private:
-  bool pack(const Vectors& vectors, std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t place) {
-    const std::int64_t dim = group_.window.widths[part];
-    const Tokens& after = group_.window_after;
-    vectors.read(n, group_.heads[h], 0, vector_.data());
-    if (after.log_weights(n)[place] <= kLogZero) std::fill_n(vector_.begin(), dim, 0.0f);
-    if (!coding::all_finite(vector_.data(), dim)) return false;
-    coding::pack(vector_.data(), dim, after.row<std::int8_t>(part, n, h, place), after.row<std::int8_t>(part + 1, n, h, place));
-    return true;
-  }
-
-  // What enters a stage: the oldest of the window or of the stage before.
-  void move(const Coders& coders, std::int64_t stage, std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t place) {
-    const coding::Coder coder = coders.head(h);
-    const Tokens& after = group_.stages_after[stage];
-    auto *codes = after.row<std::uint8_t>(part, n, h, place), *scales = after.row<std::uint8_t>(part + 1, n, h, place);
-    coding::with_block(coder.block, [&](auto block) {
-      if (stage == 0) {
-        const Tokens& from = group_.window;
-        coding::encode<block>(coder, from.row<std::int8_t>(part, n, h, 0), *from.row<std::int8_t>(part + 1, n, h, 0),
-                              wide_.data(), codes, scales);
-      } else {
-        const Tokens& from = group_.stages[stage - 1];
-        coding::age<block>(coder, stage - 1, from.row<std::uint8_t>(part, n, h, 0),
-                           from.row<std::uint8_t>(part + 1, n, h, 0), codes, scales);
-      }
-    });
-  }
-
-  // A token of a stage as vector_, straight.
-  void remember(const coding::Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales) {
-    const float one = 1.0f;
-    std::vector<float> turned(coder.dim);
-    std::fill_n(vector_.begin(), coder.dim, 0.0f);
-    coding::with_block(coder.block, [&](auto block) {
-      coding::decode<block>(coder, stage, codes, scales, turned.data());
-      coding::straighten<block, 1>(coder, turned.data(), &one, vector_.data());
-    });
-  }
-
   void score(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
     const coding::Coder coder = group.keys.head(h);
@@ -191,43 +148,29 @@ class Decoder {
   const Group& group_;
   std::int64_t columns_;
   std::vector<std::int16_t> wide_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, scores_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_, scores_;
 };
 
+// Scores of which a thread computes at least so many: waking another one takes as long.
+constexpr std::int64_t kWorthAThread = 4096;
+
 inline Tensors decode(const Group& group, at::ScalarType type, bool behind) {
-  const std::int64_t heads = group.keys.heads, queries = heads * group.groups;
-  const auto options = at::TensorOptions().dtype(behind ? at::kFloat : type);
-  Tensors found{at::empty({group.batch, queries, 1, group.values.dim}, options)};
-  const Vectors out(found[0]);
-  std::optional<Vectors> key, value;
-  float* normaliser = nullptr;
-  if (behind) {
-    found.push_back(at::empty({group.batch, queries, 1}, options));
-    found.push_back(at::empty({group.batch, heads, 1, group.keys.dim}, options));
-    found.push_back(at::empty({group.batch, heads, 1, group.values.dim}, options));
-    found.push_back(at::empty({group.batch, 1}, options));
-    normaliser = found[1].mutable_data_ptr<float>();
-    key.emplace(found[2]);
-    value.emplace(found[3]);
-    std::copy(group.leaving.begin(), group.leaving.end(), found[4].mutable_data_ptr<float>());
-  }
+  const Result result(group, type, behind);
+  const std::int64_t heads = group.keys.heads, scores = Decoder::columns(group) * group.groups;
   std::atomic<bool> finite{true};
-  at::parallel_for(0, group.units(), 1, [&](std::int64_t begin, std::int64_t end) {
+  at::parallel_for(0, group.units(), (kWorthAThread + scores - 1) / scores, [&](std::int64_t begin, std::int64_t end) {
     Decoder decoder(group);
     for (std::int64_t unit = begin; unit < end; ++unit) {
       const std::int64_t n = unit / heads, h = unit % heads;
-      float* own = normaliser ? normaliser + unit * group.groups : nullptr;
-      if (!decoder.code(n, h) || !decoder.attend(n, h, out, own)) {
+      float* own = behind ? result.normaliser + unit * group.groups : nullptr;
+      if (!decoder.code(n, h) || !decoder.attend(n, h, result.rows[0], own)) {
         finite = false;
         return;
       }
-      if (behind) decoder.leave(n, h, *key, *value);
+      if (behind) decoder.leave(n, h, result.rows[1], result.rows[2]);
     }
   });
-  if (!finite) return {};
-  const Tensors after = group.after();
-  found.insert(found.end(), after.begin(), after.end());
-  return found;
+  return finite ? result.with(group) : Tensors();
 }
 
 }  // namespace dofla::fading

@@ -112,6 +112,16 @@ struct Tokens {
     return other;
   }
 
+  // Room for others, without log-weights.
+  Tokens line(std::int64_t tokens) const {
+    Tokens other = *this;
+    other.count = tokens;
+    const std::int64_t units = parts[0].size(0) * heads;
+    for (std::int64_t n = 0; n < 4; ++n) other.parts[n] = at::empty({units * tokens * widths[n]}, parts[n].options());
+    other.parts[4] = at::Tensor();
+    return other;
+  }
+
   template <typename T>
   T* row(std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token) const {
     return static_cast<T*>(parts[part].data_ptr()) + ((n * heads + h) * count + token) * widths[part];
@@ -217,6 +227,87 @@ struct Group {
     Tokens copied = *sinks;
     for (at::Tensor& part : copied.parts) part = part.clone();
     return copied;
+  }
+};
+
+// Token i of `from`, the window or what the stage before keeps, as token j of `to`, which is what `stage` keeps.
+inline void enter(const Group& group, std::int64_t stage, const Tokens& from, std::int64_t i, const Tokens& to,
+                  std::int64_t j, std::int64_t n, std::int64_t h, std::vector<std::int16_t>& wide) {
+  for (const std::int64_t part : {0, 2}) {
+    const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
+    const auto *codes = from.row<std::uint8_t>(part, n, h, i), *scales = from.row<std::uint8_t>(part + 1, n, h, i);
+    auto *to_codes = to.row<std::uint8_t>(part, n, h, j), *to_scales = to.row<std::uint8_t>(part + 1, n, h, j);
+    coding::with_block(coder.block, [&](auto block) {
+      if (stage > 0) {
+        coding::age<block>(coder, stage - 1, codes, scales, to_codes, to_scales);
+      } else {
+        const auto* exponent = reinterpret_cast<const std::int8_t*>(scales);
+        coding::encode<block>(coder, reinterpret_cast<const std::int8_t*>(codes), *exponent, wide.data(), to_codes, to_scales);
+      }
+    });
+  }
+}
+
+// New token i as token `place` of `to`, in eight bits; false if it holds NaN or infinity. Padding is zeros.
+inline bool pack(const Group& group, std::int64_t i, bool hidden, const Tokens& to, std::int64_t place, std::int64_t n,
+                 std::int64_t h, std::vector<float>& vector) {
+  for (const std::int64_t part : {0, 2}) {
+    const std::int64_t dim = to.widths[part];
+    (part == 0 ? group.key : group.value).read(n, group.heads[h], i, vector.data());
+    if (hidden) std::fill_n(vector.begin(), dim, 0.0f);
+    if (!coding::all_finite(vector.data(), dim)) return false;
+    coding::pack(vector.data(), dim, to.row<std::int8_t>(part, n, h, place), to.row<std::int8_t>(part + 1, n, h, place));
+  }
+  return true;
+}
+
+// Token i of the last stage's `from`, straight, as token j of key and value.
+inline void leave(const Group& group, const Tokens& from, std::int64_t i, std::int64_t n, std::int64_t h, const Vectors& key,
+                  const Vectors& value, std::int64_t j, std::vector<float>& turned, std::vector<float>& straight) {
+  const float one = 1.0f;
+  for (const std::int64_t part : {0, 2}) {
+    const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
+    std::fill_n(straight.begin(), coder.dim, 0.0f);
+    coding::with_block(coder.block, [&](auto block) {
+      coding::decode<block>(coder, group.keys.stages - 1, from.row<std::uint8_t>(part, n, h, i),
+                            from.row<std::uint8_t>(part + 1, n, h, i), turned.data());
+      coding::straighten<block, 1>(coder, turned.data(), &one, straight.data());
+    });
+    (part == 0 ? key : value).write(n, h, j, straight.data());
+  }
+}
+
+// What a call gives back: the output, for features behind the stages also its log-normaliser and the tokens that leave
+// the last stage, with their log-weights; and the state after.
+struct Result {
+  Tensors found;
+  std::vector<Vectors> rows;  // of the output and of the key and the value that leave
+  float* normaliser = nullptr;
+
+  // Tokens stand in front of heads, as what comes after attention wants them.
+  Result(const Group& group, at::ScalarType type, bool behind) {
+    const std::int64_t heads = group.keys.heads, queries = heads * group.groups, length = group.length;
+    const auto options = at::TensorOptions().dtype(behind ? at::kFloat : type);
+    found.push_back(at::empty({group.batch, length, queries, group.values.dim}, options).transpose(1, 2));
+    rows.emplace_back(found[0]);
+    if (!behind) return;
+    found.push_back(at::empty({group.batch, queries, length}, options));
+    found.push_back(at::empty({group.batch, heads, length, group.keys.dim}, options));
+    found.push_back(at::empty({group.batch, heads, length, group.values.dim}, options));
+    found.push_back(at::empty({group.batch, length}, options));
+    normaliser = found[1].mutable_data_ptr<float>();
+    rows.emplace_back(found[2]);
+    rows.emplace_back(found[3]);
+    std::copy(group.leaving.begin(), group.leaving.end(), found[4].mutable_data_ptr<float>());
+  }
+
+  bool behind() const { return normaliser != nullptr; }
+
+  Tensors with(const Group& group) const {
+    Tensors all = found;
+    const Tensors after = group.after();
+    all.insert(all.end(), after.begin(), after.end());
+    return all;
   }
 };
 

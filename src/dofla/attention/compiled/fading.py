@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels take."""
 
 
-def fading_step(
+def attend_and_code(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -27,13 +27,13 @@ def fading_step(
     heads: Sequence[int] | None,
     behind: bool,
 ) -> tuple[Tensor, Tensor | None, TokenBuffer | None, State] | None:
-    """One token of every sequence: into the window, what leaves that into the stages, and attention to all of it.
+    """Causal attention of new tokens to themselves and to what a fading memory holds, and the memory after them.
 
     Args:
-        query: [B, H, 1, d], of all heads.
-        key: [B, Hkv, 1, d].
-        value: [B, Hkv, 1, dv].
-        log_weight: [B, 1], or None for none.
+        query: [B, H, L, d], of all heads.
+        key: [B, Hkv, L, d].
+        value: [B, Hkv, L, dv].
+        log_weight: [B, L], or None for none.
         state: with window, sinks (if any) and stages as they are kept.
         fading: the stages of the group.
         scaling: of the scores.
@@ -41,14 +41,14 @@ def fading_step(
         behind: whether features stand behind the stages.
 
     Returns:
-        Output [B, H', 1, dv] for the queries of the group's heads; for features ``behind`` the log-normaliser
-        [B, H', 1], the output then being float32, and the token that leaves the last stage; and the state after, its
+        Output [B, H', L, dv] for the queries of the group's heads; for features ``behind`` the log-normaliser
+        [B, H', L], the output then being float32, and the L tokens that leave the last stage; and the state after, its
         features those before. None if the vectors hold NaN or infinity, which codes cannot keep.
     """
     coded = [part for tokens in state.stages for part in _parts(tokens)]
     coders = fading.key.constants + fading.value.constants
     sinks = _parts(state.sinks) if state.sinks is not None else []
-    found = torch.ops.dofla.fading_step(
+    found = torch.ops.dofla.fading(
         query,
         key,
         value,
