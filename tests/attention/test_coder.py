@@ -151,7 +151,7 @@ def test_bits_go_where_variance_is(variance, bits):
     assert all(found[a] >= found[b] for a, b in pairwise(order))
 
 
-@pytest.mark.parametrize(("dim", "bits"), [(16, 2.5), (24, 3.0), (64, 2.5), (64, 4.0), (80, 3.2), (256, 1.5)])
+@pytest.mark.parametrize(("dim", "bits"), [(8, 2.5), (16, 2.5), (24, 3.0), (64, 2.5), (64, 4.0), (80, 3.2), (256, 1.5)])
 def test_bytes_are_those_that_are_counted(dim, bits):
     coder = Coder(1, dim, (bits,))
     coder.reset()

@@ -13,6 +13,7 @@ from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTokens, Coder, Fading, Moments, Stage, stage_bytes
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
+from dofla.attention.faded import attend_faded
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
 from dofla.attention.recurrent import recurrent
@@ -32,6 +33,7 @@ __all__ = [
     "TokenBuffer",
     "accumulable",
     "attend",
+    "attend_faded",
     "chunked",
     "exact_scores",
     "log_kernel",

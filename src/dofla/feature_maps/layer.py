@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import LOG_ZERO, Fading, Stage, State, attend, exact_scores, log_kernel, packed, rounded, unpacked
+from dofla.attention import (
+    LOG_ZERO,
+    Fading,
+    Stage,
+    State,
+    attend,
+    attend_faded,
+    exact_scores,
+    log_kernel,
+    packed,
+    rounded,
+    unpacked,
+)
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 
@@ -127,20 +140,35 @@ class LinearAttention(nn.Module):
         if self.training and not states:
             for feature_map in self.maps:
                 feature_map.new_training_pass()
-        options = {"scaling": scaling, "weight": weight, "causal": causal}
+        options = {"scaling": scaling, "weight": weight}
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        if self.keeps_eight_bits:
-            key, value = rounded(key), rounded(value)
+        tokens = None
         out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
         for n, (window, sinks) in enumerate(self.exact_tokens):
-            before = states[n]
-            if self.keeps_eight_bits and before is not None:
-                before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
-            options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None}
-            options["fading"] = self.fading_of(n) if causal else None
-            out, state = attend(query, key, value, self.maps[n], state=before, out=out, **options)
-            after.append(packed(state, states[n], key.shape[-2]) if causal and self.keeps_eight_bits else state)
+            options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None, "out": out}
+            fading, before, found = self.fading_of(n) if causal else None, states[n], None
+            if fading is not None and self.keeps_eight_bits:
+                found = attend_faded(query, key, value, self.maps[n], fading, state=before, **options)
+            if found is None:
+                tokens = tokens or self._as_kept(key, value)
+                found = self._attend(n, query, *tokens, state=before, causal=causal, fading=fading, **options)
+            out, state = found
+            after.append(state)
         return out, after if causal else []
+
+    def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)
+
+    def _attend(
+        self, group: int, query: Tensor, key: Tensor, value: Tensor, *, state: State | None, **options: Any
+    ) -> tuple[Tensor, State | None]:
+        """:func:`attend` from a state to a state as they are kept."""
+        before = state
+        if self.keeps_eight_bits and before is not None:
+            before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
+        out, after = attend(query, key, value, self.maps[group], state=before, **options)
+        keep = after is not None and self.keeps_eight_bits
+        return out, packed(after, state, key.shape[-2]) if keep else after
 
     @without_autocast
     def log_scores(

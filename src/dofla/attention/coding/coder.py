@@ -125,6 +125,11 @@ class Coder(nn.Module):
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
 
+    @property
+    def constants(self) -> list[Tensor]:
+        """All buffers, in the order of the attributes above: what the compiled kernels take."""
+        return list(self._buffers.values())
+
     def bytes_per_token(self, stage: int) -> int:
         """Of one vector of one head."""
         return token_bytes(self.dim, self.stages[stage])
@@ -208,7 +213,8 @@ def spread(variance: Sequence[float], bits: float) -> list[int]:
 def token_bytes(dim: int, bits: float) -> int:
     """Of a vector's codes and scales."""
     block = block_size(dim)
-    return round(bits * (dim // block)) * block // 8 + dim // block
+    blocks = dim // block
+    return (blocks + round((bits - 1) * blocks)) * block // 8 + blocks  # as they are spread
 
 
 def _hadamard(size: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dofla.attention.coding.coder import Coder, token_bytes
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.exact import exact_attention, merge
-from dofla.attention.state import TokenBuffer, accumulable
+from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
 
 Stage = tuple[int, float]
 """How many tokens, and bits per number."""
@@ -39,6 +39,20 @@ class Fading(nn.Module):
         self.key.reset()
         self.value.reset()
 
+    def empty(self, batch: int, device: torch.device) -> tuple[CodedTokens, ...]:
+        """The stages before the first token."""
+        return tuple(
+            self._empty(stage, (batch, self.key.heads, count), device) for stage, count in enumerate(self.counts)
+        )
+
+    def _empty(self, stage: int, shape: tuple[int, ...], device: torch.device) -> CodedTokens:
+        sizes = []
+        for coder in (self.key, self.value):
+            blocks = coder.dim // coder.block
+            sizes += [coder.bytes_per_token(stage) - blocks, blocks]
+        free = [torch.zeros(*shape, size, dtype=torch.uint8, device=device) for size in sizes]
+        return CodedTokens(*free, torch.full((shape[0], shape[2]), LOG_ZERO, device=device))
+
     def attend(
         self, query: Tensor, leaving: TokenBuffer, held: Sequence[CodedTokens], scaling: float
     ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens, ...], TokenBuffer]:
@@ -57,11 +71,10 @@ class Fading(nn.Module):
         turned, beside = self.key.against(accumulable(query))
         turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
         length = query.shape[-2]
-        moving = self.enter(leaving)
+        moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
         seen, after = [], []
         for stage, count in enumerate(self.counts):
-            before = held[stage] if held else CodedTokens.empty(moving, count)
-            line = before.then(moving)
+            line = held[stage].then(moving)
             near = self._decoded(line[1:], stage, turned.dtype)
             near = replace(near, key=F.pad(near.key, (0, 1), value=1.0))
             seen.append(exact_attention(turned, near, count - 1, 0, None, None, scaling))

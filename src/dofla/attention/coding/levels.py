@@ -58,6 +58,20 @@ def distortion(bits: int) -> float:
     )
 
 
+@cache
+def tables() -> Tensor:
+    """All of these as one array, as the compiled kernels take them: levels and borders by bits in rows of 32, scales
+    and their borders in rows of 256, the rest infinite."""
+    found = torch.full((2 * MOST_BITS * 32 + 2 * 256,), torch.inf)
+    of_bits, of_scales = found[: 2 * MOST_BITS * 32].view(2, MOST_BITS, 32), found[2 * MOST_BITS * 32 :].view(2, 256)
+    for bits in range(1, MOST_BITS + 1):
+        for row, numbers in enumerate((levels(bits), borders(bits))):
+            of_bits[row, bits - 1, : len(numbers)] = numbers
+    for row, numbers in enumerate((_SCALES, _SCALE_BORDERS)):
+        of_scales[row, : len(numbers)] = numbers
+    return found
+
+
 def scale_code(scale: Tensor) -> Tensor:
     """Scales > 0 as one byte."""
     return torch.bucketize(scale.contiguous(), _SCALE_BORDERS.to(scale.device)).to(torch.uint8)

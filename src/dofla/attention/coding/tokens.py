@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dofla.attention.state import LOG_ZERO, _Tensors
+from dofla.attention.state import _Tensors
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,3 @@ class CodedTokens(_Tensors):
         """These tokens followed by ``later``."""
         pairs = [(getattr(self, field.name), getattr(later, field.name)) for field in fields(self)]
         return CodedTokens(*(torch.cat(pair, 2) for pair in pairs[:-1]), torch.cat(pairs[-1], 1))
-
-    @classmethod
-    def empty(cls, like: CodedTokens, size: int) -> CodedTokens:
-        """``size`` free places for tokens like these."""
-        vectors = [getattr(like, field.name) for field in fields(like)[:-1]]
-        free = [x.new_zeros(*x.shape[:2], size, x.shape[-1]) for x in vectors]
-        return cls(*free, like.log_weight.new_full((len(like.log_weight), size), LOG_ZERO))

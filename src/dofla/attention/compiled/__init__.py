@@ -29,14 +29,16 @@ def obstacle() -> str | None:
     return load()
 
 
-def usable(vectors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these: on a CPU, no derivative asked for, vectors float32 with contiguous rows."""
+def usable(
+    vectors: Sequence[Tensor], others: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> bool:
+    """Whether the kernels take these: on a CPU, no derivative asked for, vectors of ``dtypes`` with contiguous rows."""
     tensors = (*vectors, *others)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
     if not all(t.device.type == "cpu" for t in tensors):
         return False
-    if not all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in vectors):
+    if not all(t.dtype in dtypes and t.stride(-1) == 1 for t in vectors):
         return False
     if any(unpack_dual(t).tangent is not None for t in tensors):  # forward-mode derivatives
         return False

@@ -1,0 +1,396 @@
+// Tokens in few bits and in eight: the arithmetic of coding/ and eight_bits.py, one vector at a time, and what attention
+// does with codes without unpacking them. Codes are those of plain torch bit for bit: sums are of whole numbers that a
+// float holds, and every other operation is a single one, correctly rounded, or has an exact product in front of it, so
+// that it does not matter whether the compiler fuses them.
+#pragma once
+
+#include "vector.h"
+
+#include <cmath>
+#include <type_traits>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace dofla::coding {
+
+constexpr int kMostBits = 5, kMostLevels = 32, kUnit = 32, kWhole = 256;  // as in levels.py and blocks.py
+constexpr std::int64_t kTile = kLanes;                                    // tokens whose sums are one vector
+
+template <int N>
+struct Vectors {
+  typedef float Floats __attribute__((vector_size(4 * N)));
+  typedef std::int8_t Bytes __attribute__((vector_size(N)));
+};
+template <int N>
+using Floats = typename Vectors<N>::Floats;
+
+template <int N>
+inline Floats<N> floats(const float* from) {
+  Floats<N> found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
+template <int N>
+inline Floats<N> floats(const std::int8_t* from) {
+  typename Vectors<N>::Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Floats<N>);
+}
+
+// levels.py as one array: levels and the borders between them by bits, scales and the borders between them. What is
+// missing of 32 or 256 numbers is infinite.
+struct Tables {
+  const float* data;
+  static constexpr std::int64_t kSize = 2 * kMostBits * kMostLevels + 2 * 256;
+
+  const float* levels(int bits) const { return data + (bits - 1) * kMostLevels; }
+  const float* borders(int bits) const { return data + (kMostBits + bits - 1) * kMostLevels; }
+  const float* scales() const { return data + 2 * kMostBits * kMostLevels; }
+  const float* scale_borders() const { return scales() + 256; }
+};
+
+// coder.py for one KV head.
+struct Coder {
+  std::int64_t dim, block;
+  const std::int16_t* turn;                            // [dim, dim]
+  const float *fineness, *back, *mean, *middle;        // [dim], [dim, dim], [dim], [dim]
+  const std::uint8_t* bits;                            // [stages, blocks]
+  Tables tables;
+
+  std::int64_t blocks() const { return dim / block; }
+  const std::uint8_t* bits_of(std::int64_t stage) const { return bits + stage * blocks(); }
+  std::int64_t bytes(std::int64_t stage) const {
+    std::int64_t total = 0;
+    for (std::int64_t b = 0; b < blocks(); ++b) total += bits_of(stage)[b] * block / 8;
+    return total;
+  }
+};
+
+// `call` with a number of the type system: a block's size, its bits, up to four query heads from `first` on.
+template <typename Call>
+inline void with_block(std::int64_t block, const Call& call) {
+  block == 16 ? call(std::integral_constant<int, 16>{}) : call(std::integral_constant<int, 8>{});
+}
+
+template <typename Call>
+inline void with_bits(int bits, const Call& call) {
+  switch (bits) {
+    case 1: return call(std::integral_constant<int, 1>{});
+    case 2: return call(std::integral_constant<int, 2>{});
+    case 3: return call(std::integral_constant<int, 3>{});
+    case 4: return call(std::integral_constant<int, 4>{});
+    default: return call(std::integral_constant<int, 5>{});
+  }
+}
+
+template <typename Call>
+inline void with_groups(std::int64_t groups, const Call& call) {
+  std::int64_t first = 0;
+  for (; first + 4 <= groups; first += 4) call(std::integral_constant<int, 4>{}, first);
+  switch (groups - first) {
+    case 3: return call(std::integral_constant<int, 3>{}, first);
+    case 2: return call(std::integral_constant<int, 2>{}, first);
+    case 1: return call(std::integral_constant<int, 1>{}, first);
+  }
+}
+
+// The exponent that std::frexp gives; subnormal numbers have that of the smallest normal one, which is clamped anyway.
+inline int exponent_of(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const int field = bits >> 23 & 255;
+  return x == 0.0f || field == 255 ? 0 : field - 126;
+}
+
+inline float power_of_two(int exponent) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(exponent + 127) << 23;
+  float found;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+inline float largest_size(const float* x, std::int64_t n) {
+  float most = 0.0f;
+#pragma omp simd reduction(max : most)
+  for (std::int64_t i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
+  return most;
+}
+
+inline bool all_finite(const float* x, std::int64_t n) {
+  float zero = 0.0f;
+#pragma omp simd reduction(+ : zero)
+  for (std::int64_t i = 0; i < n; ++i) zero += x[i] * 0.0f;
+  return zero == 0.0f;
+}
+
+// eight_bits.pack
+inline void pack(const float* x, std::int64_t dim, std::int8_t* integers, std::int8_t* exponent) {
+  const int power = std::clamp(exponent_of(largest_size(x, dim)) - 7, -120, 120);
+  const float scale = power_of_two(-power);
+#pragma omp simd
+  for (std::int64_t i = 0; i < dim; ++i) {
+    integers[i] = static_cast<std::int8_t>(std::clamp(__builtin_rintf(x[i] * scale), -127.0f, 127.0f));
+  }
+  *exponent = static_cast<std::int8_t>(power);
+}
+
+// The levels that a block's codes stand for.
+template <int N, int Bits>
+inline Floats<N> levels_of(const std::uint8_t* codes, const float* levels) {
+#ifdef __AVX512F__
+  if constexpr (N == 16) {
+    __m512i index = _mm512_setzero_si512();
+    for (int bit = 0; bit < Bits; ++bit) {
+      std::uint16_t plane;
+      std::memcpy(&plane, codes + 2 * bit, sizeof plane);
+      index = _mm512_mask_or_epi32(index, plane, index, _mm512_set1_epi32(1 << bit));
+    }
+    const __m512 low = _mm512_loadu_ps(levels);
+    if constexpr (Bits <= 4) {
+      return _mm512_permutexvar_ps(index, low);
+    } else {
+      return _mm512_permutex2var_ps(low, index, _mm512_loadu_ps(levels + 16));
+    }
+  }
+#endif
+  float found[N];
+  for (int i = 0; i < N; ++i) {
+    int code = 0;
+    for (int bit = 0; bit < Bits; ++bit) code |= (codes[bit * (N / 8) + i / 8] >> i % 8 & 1) << bit;
+    found[i] = levels[code];
+  }
+  return floats<N>(found);
+}
+
+// blocks.encode
+template <int N>
+inline void encode_block(const float* numbers, float unit, int bits, const Tables& tables, std::uint8_t* codes,
+                         std::uint8_t* scale) {
+  const float *levels = tables.levels(bits), *borders = tables.borders(bits);
+  float squares = 0.0f, products = 0.0f, powers = 0.0f, found[N];
+  std::int32_t code[N] = {};
+#pragma omp simd reduction(+ : squares)
+  for (int i = 0; i < N; ++i) squares += numbers[i] * numbers[i];
+  const float size = std::max(std::sqrt(squares / N), 1e-3f);
+  float standard[N];
+#pragma omp simd
+  for (int i = 0; i < N; ++i) standard[i] = numbers[i] * kUnit / size;
+  for (int border = 0; border < (1 << bits) - 1; ++border) {
+#pragma omp simd
+    for (int i = 0; i < N; ++i) code[i] += standard[i] > borders[border];
+  }
+  for (int i = 0; i < N; ++i) found[i] = levels[code[i]];
+#pragma omp simd reduction(+ : products, powers)
+  for (int i = 0; i < N; ++i) {
+    products += numbers[i] * found[i];
+    powers += found[i] * found[i];
+  }
+  const float best = products / powers * unit;
+  *scale = static_cast<std::uint8_t>(std::lower_bound(tables.scale_borders(), tables.scale_borders() + 255, best) -
+                                     tables.scale_borders());
+  for (int bit = 0; bit < bits; ++bit) {
+    std::uint32_t plane = 0;
+#pragma omp simd reduction(| : plane)
+    for (int i = 0; i < N; ++i) plane |= static_cast<std::uint32_t>(code[i] >> bit & 1) << i;
+    for (int byte = 0; byte < N / 8; ++byte) codes[bit * (N / 8) + byte] = static_cast<std::uint8_t>(plane >> 8 * byte);
+  }
+}
+
+// Coder.encode of a vector in eight bits.
+template <int N>
+inline void encode(const Coder& coder, const std::int8_t* integers, int exponent, std::int16_t* wide, std::uint8_t* codes,
+                   std::uint8_t* scales) {
+  const float power = power_of_two(exponent);
+  for (std::int64_t j = 0; j < coder.dim; ++j) wide[j] = integers[j];
+  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
+    float x[N];
+    for (int i = 0; i < N; ++i) {
+      const std::int16_t* __restrict row = coder.turn + (b * N + i) * coder.dim;
+      std::int32_t turned = 0;
+#pragma omp simd reduction(+ : turned)
+      for (std::int64_t j = 0; j < coder.dim; ++j) turned += static_cast<std::int32_t>(row[j]) * wide[j];
+      x[i] = static_cast<float>(turned);
+    }
+    const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
+#pragma omp simd
+    for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
+    const int whole = std::clamp(exponent_of(largest_size(x, N)), -100, 100) - 8;  // up to kWhole
+    const float scale = power_of_two(-whole);
+#pragma omp simd
+    for (int i = 0; i < N; ++i) x[i] = __builtin_rintf(x[i] * scale);
+    const int bits = coder.bits_of(0)[b];
+    encode_block<N>(x, power_of_two(whole), bits, coder.tables, codes, scales + b);
+    codes += bits * N / 8;
+  }
+}
+
+// Coder.age
+template <int N>
+inline void age(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+                std::uint8_t* to_codes, std::uint8_t* to_scales) {
+  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
+    const int bits = coder.bits_of(stage)[b], next = coder.bits_of(stage + 1)[b];
+    float numbers[N];
+    with_bits(bits, [&](auto n) {
+      const Floats<N> levels = levels_of<N, n>(codes, coder.tables.levels(n));
+      std::memcpy(numbers, &levels, sizeof levels);
+    });
+    encode_block<N>(numbers, coder.tables.scales()[scales[b]], next, coder.tables, to_codes, to_scales + b);
+    codes += bits * N / 8;
+    to_codes += next * N / 8;
+  }
+}
+
+// Coder.decode: the turned vector.
+template <int N>
+inline void decode(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
+  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
+    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+      const Floats<N> found = levels_of<N, n>(codes, coder.tables.levels(n)) * coder.tables.scales()[scales[b]];
+      std::memcpy(to + b * N, &found, sizeof found);
+      codes += n * N / 8;
+    });
+  }
+}
+
+// The sum of the numbers of each of 16 vectors.
+inline Lanes sums(Lanes* rows) {
+  constexpr auto lanes = std::make_integer_sequence<int, 16>{};
+  exchange<8>(rows, lanes);
+  exchange<4>(rows, lanes);
+  exchange<2>(rows, lanes);
+  exchange<1>(rows, lanes);
+  Lanes total = rows[0];
+  for (int i = 1; i < 16; ++i) total += rows[i];
+  return total;
+}
+
+// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(t, g, sum)` adds up those of vector t.
+// A tile of 16 is written whole.
+template <int N, int G, typename Of>
+inline void products(std::int64_t count, float* to, std::int64_t stride, const Of& of) {
+  for (std::int64_t first = 0; first < count; first += kTile) {
+    Lanes rows[G][kTile] = {};
+    for (std::int64_t t = 0; t < std::min(kTile, count - first); ++t) {
+      Floats<N> sum[G] = {};
+      of(first + t, sum);
+      for (int g = 0; g < G; ++g) std::memcpy(&rows[g][t], &sum[g], sizeof sum[g]);
+    }
+    for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g]));
+  }
+}
+
+// ... with vectors in eight bits.
+template <int N, int G>
+inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
+                   const float* queries, float* to, std::int64_t stride) {
+  products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
+    for (std::int64_t i = 0; i < dim; i += N) {
+      const Floats<N> x = floats<N>(integers + t * dim + i);
+      for (int g = 0; g < G; ++g) sum[g] += floats<N>(queries + g * dim + i) * x;
+    }
+    for (int g = 0; g < G; ++g) sum[g] *= power_of_two(exponents[t]);
+  });
+}
+
+// ... of turned queries with codes of a stage.
+template <int N, int G>
+inline void scores(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+                   std::int64_t count, const float* queries, float* to, std::int64_t stride) {
+  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
+  const std::uint8_t* bits = coder.bits_of(stage);
+  products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
+    const std::uint8_t* code = codes + t * bytes;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      with_bits(bits[b], [&](auto n) {
+        const Floats<N> x = levels_of<N, n>(code, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
+        for (int g = 0; g < G; ++g) sum[g] += floats<N>(queries + g * coder.dim + b * N) * x;
+        code += n * N / 8;
+      });
+    }
+  });
+}
+
+// Adds to [G, dim] vectors in eight bits, each times weights[g * stride + t].
+template <int N, int G>
+inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
+                    const float* weights, std::int64_t stride, float* to) {
+  for (std::int64_t i = 0; i < dim; i += N) {
+    Floats<N> sum[G];
+    for (int g = 0; g < G; ++g) sum[g] = floats<N>(to + g * dim + i);
+    for (std::int64_t t = 0; t < count; ++t) {
+      const Floats<N> x = floats<N>(integers + t * dim + i) * power_of_two(exponents[t]);
+      for (int g = 0; g < G; ++g) sum[g] += weights[g * stride + t] * x;
+    }
+    for (int g = 0; g < G; ++g) std::memcpy(to + g * dim + i, &sum[g], sizeof sum[g]);
+  }
+}
+
+// ... turned vectors in codes of a stage.
+template <int N, int G>
+inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+                    std::int64_t count, const float* weights, std::int64_t stride, float* to) {
+  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+      Floats<N> sum[G];
+      for (int g = 0; g < G; ++g) sum[g] = floats<N>(to + g * coder.dim + b * N);
+      for (std::int64_t t = 0; t < count; ++t) {
+        const Floats<N> x =
+            levels_of<N, n>(codes + t * bytes, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
+        for (int g = 0; g < G; ++g) sum[g] += weights[g * stride + t] * x;
+      }
+      for (int g = 0; g < G; ++g) std::memcpy(to + g * coder.dim + b * N, &sum[g], sizeof sum[g]);
+      codes += n * N / 8;
+    });
+  }
+}
+
+// Coder.against: G queries [G, dim] turned, and their products with the mean.
+template <int N, int G>
+inline void against(const Coder& coder, const float* queries, float* turned, float* beside) {
+  const std::int64_t dim = coder.dim;
+  for (std::int64_t j = 0; j < dim; j += N) {
+    Floats<N> sum[4][G] = {};  // four, so that additions need not wait for each other
+    for (std::int64_t i = 0; i < dim; i += 4) {
+      for (int n = 0; n < 4; ++n) {
+        const Floats<N> row = floats<N>(coder.back + (i + n) * dim + j);
+        for (int g = 0; g < G; ++g) sum[n][g] += queries[g * dim + i + n] * row;
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      const Floats<N> total = (sum[0][g] + sum[1][g]) + (sum[2][g] + sum[3][g]);
+      std::memcpy(turned + g * dim + j, &total, sizeof total);
+    }
+  }
+  for (int g = 0; g < G; ++g) {
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (std::int64_t i = 0; i < dim; ++i) total += queries[g * dim + i] * coder.mean[i];
+    beside[g] = total;
+  }
+}
+
+// Coder.straight of G sums [G, dim] of turned vectors, added to `to`; `mass` [G] is the sum of their weights.
+template <int N, int G>
+inline void straighten(const Coder& coder, const float* turned, const float* mass, float* to) {
+  const std::int64_t dim = coder.dim;
+  float found[G][kTile];
+  for (std::int64_t first = 0; first < dim; first += kTile) {
+    const std::int64_t rows = std::min(kTile, dim - first);
+    products<N, G>(rows, found[0], kTile, [&](std::int64_t i, Floats<N>* sum) {
+      for (std::int64_t j = 0; j < dim; j += N) {
+        const Floats<N> row = floats<N>(coder.back + (first + i) * dim + j);
+        for (int g = 0; g < G; ++g) sum[g] += floats<N>(turned + g * dim + j) * row;
+      }
+    });
+    for (int g = 0; g < G; ++g) {
+      for (std::int64_t i = 0; i < rows; ++i) to[g * dim + first + i] += found[g][i] + mass[g] * coder.mean[first + i];
+    }
+  }
+}
+
+}  // namespace dofla::coding

@@ -1,0 +1,176 @@
+// A token of every sequence through a memory that fades.
+#pragma once
+
+#include "fading.h"
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+
+namespace dofla::fading {
+
+// One thread's scratch memory and what it does with a KV head of a sequence.
+class Decoder {
+ public:
+  explicit Decoder(const Group& group)
+      : group_(group), columns_(columns(group)), wide_(std::max(group.keys.dim, group.values.dim)),
+        queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
+        turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
+        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * columns_) {}
+
+  // Scores of a query.
+  static std::int64_t columns(const Group& group) {
+    std::int64_t total = whole_lanes(group.window.count);
+    if (group.sinks) total += whole_lanes(group.sinks->count);
+    for (const Tokens& tokens : group.stages) total += whole_lanes(tokens.count);
+    return total;
+  }
+
+  // The state after; false if a vector holds NaN or infinity.
+  bool code(std::int64_t n, std::int64_t h) {
+    const Group& group = group_;
+    const std::int64_t last = group.window.count - 1;
+    copy(group.window, group.window_after, n, h, 1, 0, last);
+    const bool hidden = group.window_after.log_weights(n)[last] <= kLogZero;
+    if (!pack(group, 0, hidden, group.window_after, last, n, h, vector_)) return false;
+    for (std::int64_t place = 0; group.sinks_after && place < group.sinks->count; ++place) {
+      if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
+    }
+    for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
+      const Tokens &before = group.stages[stage], &from = stage ? group.stages[stage - 1] : group.window;
+      copy(before, group.stages_after[stage], n, h, 1, 0, before.count - 1);
+      enter(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
+    }
+    return true;
+  }
+
+  // Output rows and log-normalisers [groups] of the query heads; false if a query holds NaN or infinity.
+  bool attend(std::int64_t n, std::int64_t h, const Vectors& out, float* normaliser) {
+    const Group& group = group_;
+    const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
+    for (std::int64_t g = 0; g < group.groups; ++g) group.query.read(n, first + g, 0, &queries_[g * dim]);
+    if (!coding::all_finite(queries_.data(), group.groups * dim)) return false;
+    for (float& x : queries_) x *= group.scaling;
+    score(n, h);
+    for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g);
+    average(n, h);
+    for (std::int64_t g = 0; g < group.groups; ++g) {
+      float* row = &out_[g * group.values.dim];
+      const bool seen = best_[g] > kLogZero / 2;
+      const float scale = seen ? 1.0f / whole_[g] : 0.0f;
+      for (std::int64_t i = 0; i < group.values.dim; ++i) row[i] *= scale;
+      out.write(n, h * group.groups + g, 0, row);
+      if (normaliser) normaliser[g] = seen ? best_[g] + std::log(whole_[g]) : kLogZero;
+    }
+    return true;
+  }
+
+  void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
+    fading::leave(group_, group_.stages.back(), 0, n, h, key, value, 0, turned_vector_, vector_);
+  }
+
+ private:
+  void score(std::int64_t n, std::int64_t h) {
+    const Group& group = group_;
+    const coding::Coder coder = group.keys.head(h);
+    coding::with_block(coder.block, [&](auto block) {
+      coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
+        const float* queries = &queries_[first * coder.dim];
+        float *turned = &turned_[first * coder.dim], *to = &scores_[first * columns_];
+        coding::against<block, g>(coder, queries, turned, &beside_[first]);
+        const auto exact = [&](const Tokens& tokens) {
+          coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
+                                   tokens.count, queries, to, columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, 0.0f, to + i * columns_);
+          to += whole_lanes(tokens.count);
+        };
+        exact(group.window_after);
+        if (group.sinks) exact(sinks());
+        for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
+          const Tokens& tokens = group.stages_after[stage];
+          coding::scores<block, g>(coder, stage, tokens.row<std::uint8_t>(0, n, h, 0), tokens.row<std::uint8_t>(1, n, h, 0),
+                                   tokens.count, turned, to, columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, beside_[first + i], to + i * columns_);
+          to += whole_lanes(tokens.count);
+        }
+      });
+    });
+  }
+
+  // Scores of some tokens with their log-weights; nobody sees the columns behind them.
+  void weigh(const Tokens& tokens, std::int64_t n, float added, float* __restrict scores) {
+    const float* __restrict log_weight = tokens.log_weights(n);
+#pragma omp simd
+    for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight[t];
+    std::fill(scores + tokens.count, scores + whole_lanes(tokens.count), kLogZero);
+  }
+
+  void exponentials(std::int64_t g) {
+    float* __restrict score = &scores_[g * columns_];
+    const float best = largest(score, columns_, kLogZero);
+#pragma omp simd
+    for (std::int64_t t = 0; t < columns_; ++t) score[t] = exp_of_negative(score[t] - best);
+    best_[g] = best;
+    whole_[g] = sum(score, columns_);
+  }
+
+  void average(std::int64_t n, std::int64_t h) {
+    const Group& group = group_;
+    const coding::Coder coder = group.values.head(h);
+    std::fill(out_.begin(), out_.end(), 0.0f);
+    std::fill(turned_out_.begin(), turned_out_.end(), 0.0f);
+    coding::with_block(coder.block, [&](auto block) {
+      coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
+        float *to = &out_[first * coder.dim], *turned = &turned_out_[first * coder.dim];
+        const float* weights = &scores_[first * columns_];
+        const auto exact = [&](const Tokens& tokens) {
+          coding::weighed<block, g>(coder.dim, tokens.row<std::int8_t>(2, n, h, 0), tokens.row<std::int8_t>(3, n, h, 0),
+                                    tokens.count, weights, columns_, to);
+          weights += whole_lanes(tokens.count);
+        };
+        exact(group.window_after);
+        if (group.sinks) exact(sinks());
+        const std::int64_t coded = columns_ - (weights - &scores_[first * columns_]);
+        for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
+        for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
+          const Tokens& tokens = group.stages_after[stage];
+          coding::weighed<block, g>(coder, stage, tokens.row<std::uint8_t>(2, n, h, 0), tokens.row<std::uint8_t>(3, n, h, 0),
+                                    tokens.count, weights, columns_, turned);
+          weights += whole_lanes(tokens.count);
+        }
+        coding::straighten<block, g>(coder, turned, &mass_[first], to);
+      });
+    });
+  }
+
+  const Tokens& sinks() const { return group_.sinks_after ? *group_.sinks_after : *group_.sinks; }
+
+  const Group& group_;
+  std::int64_t columns_;
+  std::vector<std::int16_t> wide_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_, scores_;
+};
+
+// Scores of which a thread computes at least so many: waking another one takes as long.
+constexpr std::int64_t kWorthAThread = 4096;
+
+inline Tensors decode(const Group& group, at::ScalarType type, bool behind) {
+  const Result result(group, type, behind);
+  const std::int64_t heads = group.keys.heads, scores = Decoder::columns(group) * group.groups;
+  std::atomic<bool> finite{true};
+  at::parallel_for(0, group.units(), (kWorthAThread + scores - 1) / scores, [&](std::int64_t begin, std::int64_t end) {
+    Decoder decoder(group);
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      const std::int64_t n = unit / heads, h = unit % heads;
+      float* own = behind ? result.normaliser + unit * group.groups : nullptr;
+      if (!decoder.code(n, h) || !decoder.attend(n, h, result.rows[0], own)) {
+        finite = false;
+        return;
+      }
+      if (behind) decoder.leave(n, h, result.rows[1], result.rows[2]);
+    }
+  });
+  return finite ? result.with(group) : Tensors();
+}
+
+}  // namespace dofla::fading

@@ -1,0 +1,296 @@
+// Many tokens through a memory that fades: all are coded, stage by stage, then blocks of queries see their bands.
+#pragma once
+
+#include "fading.h"
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+
+namespace dofla::fading {
+
+constexpr std::int64_t kRows = 64;  // queries done at once
+
+// What each kind of tokens held before, followed by those that came in.
+struct Lines {
+  Tokens window;
+  std::vector<Tokens> stages;
+
+  explicit Lines(const Group& group) : window(group.window.line(group.window.count + group.length)) {
+    for (const Tokens& tokens : group.stages) stages.push_back(tokens.line(tokens.count + group.length));
+  }
+
+  const Tokens& before(std::size_t stage) const { return stage ? stages[stage - 1] : window; }
+};
+
+// The lines, and the state after; false if a vector holds NaN or infinity.
+inline bool code(const Group& group, const Lines& lines) {
+  const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kChunk - 1) / kChunk;
+  const std::int64_t wide = std::max(group.keys.dim, group.values.dim);
+  std::atomic<bool> finite{true};
+  const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
+    at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> vector(wide);
+      std::vector<std::int16_t> integers(wide);
+      for (std::int64_t place = begin; place < end; ++place) {
+        const std::int64_t unit = place / chunks, first = place % chunks * kChunk, n = unit / heads, h = unit % heads;
+        if (first == 0) begin_unit(n, h);
+        for (std::int64_t i = first; i < std::min(first + kChunk, length); ++i) each(n, h, i, vector, integers);
+      }
+    });
+  };
+  const std::int64_t window = group.window.count;
+  for_tokens([&](auto n, auto h) { copy(group.window, lines.window, n, h, 0, 0, window); },
+             [&](auto n, auto h, auto i, auto& vector, auto&) {
+               const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
+               if (!pack(group, i, hidden, lines.window, window + i, n, h, vector)) finite = false;
+             });
+  if (!finite) return false;
+  for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
+    const Tokens &line = lines.stages[stage], &from = lines.before(stage);
+    const std::int64_t count = group.stages[stage].count;
+    for_tokens([&](auto n, auto h) { copy(group.stages[stage], line, n, h, 0, 0, count); },
+               [&](auto n, auto h, auto i, auto&, auto& integers) {
+                 enter(group, stage, from, i, line, count + i, n, h, integers);
+               });
+  }
+  for (std::int64_t unit = 0; unit < group.units(); ++unit) {
+    const std::int64_t n = unit / heads, h = unit % heads;
+    copy(lines.window, group.window_after, n, h, length, 0, window);
+    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
+      copy(lines.stages[stage], group.stages_after[stage], n, h, length, 0, group.stages[stage].count);
+    }
+    for (std::int64_t place = 0; group.sinks_after && place < group.sinks->count; ++place) {
+      const std::int64_t source = group.sources[n * group.sinks->count + place];
+      if (source >= 0) copy(lines.window, *group.sinks_after, n, h, source, place, 1);
+    }
+  }
+  return true;
+}
+
+// One thread's scratch memory and what it does with a block of rows of a KV head.
+class Reader {
+ public:
+  Reader(const Group& group, const Lines& lines)
+      : group_(group), lines_(lines), dim_(group.keys.dim), value_dim_(group.values.dim),
+        block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
+        queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
+        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)) {
+    add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
+    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
+      const std::int64_t count = group.stages[stage].count;
+      add(count, block_ + count - 1, lines.stages[stage], group.lines[stage + 1]);
+    }
+    sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
+    std::int64_t most = sink_columns_;
+    for (const Band& band : bands_) most = std::max(most, band.columns);
+    vectors_.resize(most * std::max(dim_, value_dim_));
+    keys_.resize(dim_ * most);
+    scores_.resize(rows_ * (columns_ + sink_columns_));
+    column_weight_.resize(columns_ + sink_columns_);
+  }
+
+  // Output rows and log-normalisers of rows first, first + 1, ...; false if a query holds NaN or infinity.
+  bool attend(std::int64_t n, std::int64_t h, std::int64_t first, const Result& result) {
+    const std::int64_t rows = std::min(block_, group_.length - first), width = columns_ + sink_columns_;
+    if (!load(n, h, first, rows)) return false;
+    for (std::size_t band = 0; band < bands_.size(); ++band) score(n, h, first, rows, band);
+    if (sink_columns_) score_sinks(n, h, first, rows);
+    std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      float* __restrict score = &scores_[row * width];
+      if (row % block_ >= rows) {
+        std::fill_n(score, width, 0.0f);
+        continue;
+      }
+      const float* __restrict weight = column_weight_.data();
+#pragma omp simd
+      for (std::int64_t t = 0; t < width; ++t) score[t] += weight[t];
+      const float level = largest(score, width, kLogZero);
+#pragma omp simd
+      for (std::int64_t t = 0; t < width; ++t) score[t] = exp_of_negative(score[t] - level);
+      best[row] = level;
+      whole[row] = sum(score, width);
+      coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
+    }
+    average(n, h, first);
+    straighten(h);
+    const coding::Coder coder = group_.values.head(h);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const std::int64_t g = row / block_, i = row % block_, head = h * group_.groups + g;
+      if (i >= rows) continue;
+      float* __restrict to = &out_[row * value_dim_];
+      const bool seen = best[row] > kLogZero / 2;
+      const float scale = seen ? 1.0f / whole[row] : 0.0f;
+      for (std::int64_t j = 0; j < value_dim_; ++j) to[j] = (to[j] + coded[row] * coder.mean[j]) * scale;
+      result.rows[0].write(n, head, first + i, to);
+      if (result.behind()) {
+        result.normaliser[(n * group_.keys.heads * group_.groups + head) * group_.length + first + i] =
+            seen ? best[row] + std::log(whole[row]) : kLogZero;
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
+  struct Band {
+    std::int64_t count, seen, columns, start;
+    const Tokens& line;
+    const std::vector<float>& log_weights;
+  };
+
+  void add(std::int64_t count, std::int64_t seen, const Tokens& line, const std::vector<float>& log_weights) {
+    bands_.push_back({count, seen, whole_lanes(seen), columns_, line, log_weights});
+    columns_ += whole_lanes(seen);
+  }
+
+  bool load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
+    std::fill(queries_.begin(), queries_.end(), 0.0f);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      if (row % block_ >= rows) continue;
+      const std::int64_t head = group_.heads[h] * group_.groups + row / block_;
+      group_.query.read(n, head, first + row % block_, &queries_[row * dim_]);
+    }
+    if (!coding::all_finite(queries_.data(), rows_ * dim_)) return false;
+    for (float& x : queries_) x *= group_.scaling;
+    const coding::Coder coder = group_.keys.head(h);
+    matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, turned_.data(), dim_, false);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+      for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
+      beside_[row] = total;
+    }
+    return true;
+  }
+
+  // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
+  // stages are turned.
+  void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
+    const Band& b = bands_[band];
+    const Coders& coders = part == 0 ? group_.keys : group_.values;
+    const coding::Coder coder = coders.head(h);
+    const std::int64_t there = std::min(b.seen, b.line.count - first - 1);
+    coding::with_block(coder.block, [&](auto block) {
+      for (std::int64_t t = 0; t < there; ++t) {
+        float* to = &vectors_[t * coder.dim];
+        if (band > 0) {
+          coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, first + 1 + t),
+                                b.line.template row<std::uint8_t>(part + 1, n, h, first + 1 + t), to);
+        } else {
+          unpack_exactly<block>(b.line, part, n, h, first + 1 + t, to);
+        }
+      }
+    });
+    std::fill(vectors_.begin() + there * coder.dim, vectors_.begin() + b.columns * coder.dim, 0.0f);
+  }
+
+  template <int N>
+  void unpack_exactly(const Tokens& tokens, std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token, float* to) {
+    const std::int8_t* integers = tokens.row<std::int8_t>(part, n, h, token);
+    const float power = coding::power_of_two(*tokens.row<std::int8_t>(part + 1, n, h, token));
+    for (std::int64_t i = 0; i < tokens.widths[part]; i += N) {
+      const coding::Floats<N> x = coding::floats<N>(integers + i) * power;
+      std::memcpy(to + i, &x, sizeof x);
+    }
+  }
+
+  void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::size_t band) {
+    const Band& b = bands_[band];
+    const std::int64_t width = columns_ + sink_columns_, there = std::min(b.seen, b.line.count - first - 1);
+    unpack(n, h, first, band, 0);
+    transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.columns);
+    const float* queries = band > 0 ? turned_.data() : queries_.data();
+    matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.columns, &scores_[b.start], width, false);
+    std::copy_n(b.log_weights.begin() + n * b.line.count + first + 1, there, &column_weight_[b.start]);
+    std::fill_n(&column_weight_[b.start + there], b.columns - there, kLogZero);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const std::int64_t i = row % block_;
+      if (i >= rows) continue;
+      float* __restrict score = &scores_[row * width + b.start];
+      const float added = band > 0 ? beside_[row] : 0.0f;
+#pragma omp simd
+      for (std::int64_t t = i; t < i + b.count; ++t) score[t] += added;
+      std::fill(score, score + i, kLogZero);
+      std::fill(score + i + b.count, score + b.columns, kLogZero);
+    }
+  }
+
+  void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
+    const Tokens& sinks = group_.sinks_after ? *group_.sinks_after : *group_.sinks;
+    const std::int64_t width = columns_ + sink_columns_;
+    unpack_sinks(sinks, n, h, 0);
+    transpose(vectors_.data(), dim_, sink_columns_, dim_, keys_.data(), sink_columns_);
+    matmul(rows_, sink_columns_, dim_, queries_.data(), dim_, keys_.data(), sink_columns_, &scores_[columns_], width, false);
+    std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
+    std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
+    for (std::int64_t place = 0; place < sinks.count; ++place) {
+      // Seen once it has left the window, for before that it is seen there.
+      const std::int64_t unseen = group_.sources[n * sinks.count + place] - first;
+      for (std::int64_t row = 0; row < rows_; ++row) {
+        if (row % block_ < std::min(unseen, rows)) scores_[row * width + columns_ + place] = kLogZero;
+      }
+    }
+  }
+
+  void unpack_sinks(const Tokens& sinks, std::int64_t n, std::int64_t h, std::int64_t part) {
+    const std::int64_t dim = sinks.widths[part];
+    coding::with_block((part == 0 ? group_.keys : group_.values).block, [&](auto block) {
+      for (std::int64_t t = 0; t < sinks.count; ++t) unpack_exactly<block>(sinks, part, n, h, t, &vectors_[t * dim]);
+    });
+    std::fill(vectors_.begin() + sinks.count * dim, vectors_.begin() + sink_columns_ * dim, 0.0f);
+  }
+
+  // out_, and turned_out_ of the stages.
+  void average(std::int64_t n, std::int64_t h, std::int64_t first) {
+    const std::int64_t width = columns_ + sink_columns_;
+    for (std::size_t band = 0; band < bands_.size(); ++band) {
+      unpack(n, h, first, band, 2);
+      std::vector<float>& to = band > 0 ? turned_out_ : out_;
+      matmul(rows_, value_dim_, bands_[band].columns, &scores_[bands_[band].start], width, vectors_.data(), value_dim_,
+             to.data(), value_dim_, band > 1);
+    }
+    if (!sink_columns_) return;
+    unpack_sinks(group_.sinks_after ? *group_.sinks_after : *group_.sinks, n, h, 2);
+    matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], width, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
+  }
+
+  void straighten(std::int64_t h) {
+    const std::int64_t stride = whole_lanes(value_dim_);
+    if (loaded_ != h) transpose(group_.values.head(h).back, value_dim_, value_dim_, value_dim_, back_.data(), stride);
+    loaded_ = h;
+    matmul(rows_, value_dim_, value_dim_, turned_out_.data(), value_dim_, back_.data(), stride, out_.data(), value_dim_, true);
+  }
+
+  const Group& group_;
+  const Lines& lines_;
+  std::int64_t dim_, value_dim_, block_, rows_, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
+  std::vector<Band> bands_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
+};
+
+inline Tensors prefill(const Group& group, at::ScalarType type, bool behind) {
+  const Result result(group, type, behind);
+  const Lines lines(group);
+  if (!code(group, lines)) return {};
+  const std::int64_t heads = group.keys.heads, blocks = (group.length + kRows - 1) / kRows;
+  std::atomic<bool> finite{true};
+  at::parallel_for(0, group.units() * blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+    Reader reader(group, lines);
+    std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
+    for (std::int64_t place = begin; place < end; ++place) {
+      const std::int64_t unit = place / blocks, n = unit / heads, h = unit % heads, first = place % blocks * kRows;
+      if (!reader.attend(n, h, first, result)) {
+        finite = false;
+        return;
+      }
+      for (std::int64_t i = first; behind && i < std::min(first + kRows, group.length); ++i) {
+        leave(group, lines.stages.back(), i, n, h, result.rows[1], result.rows[2], i, turned, straight);
+      }
+    }
+  });
+  return finite ? result.with(group) : Tensors();
+}
+
+}  // namespace dofla::fading

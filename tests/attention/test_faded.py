@@ -1,0 +1,219 @@
+"""A memory that fades by the kernels: codes bit for bit those of plain torch, outputs those of float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from arithmetic import sum_error
+from forms import KernelCalls, needs_kernels, padding, threads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dofla.attention import Moments, State, compiled
+from dofla.feature_maps.layer import LinearAttention
+
+SCALING = 0.3
+SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 80, 128, 256])
+STAGES = [((3, 4.0),), ((4, 4.0), (17, 2.5)), ((2, 5.0), (3, 3.0), (50, 1.0)), ((20, 3.25), (9, 1.5))]
+"""Of tokens and bits; 2.5 bits and the like are whole ones of each block."""
+LAYERS = st.fixed_dictionaries(
+    {
+        "head_dim": SIZES,
+        "value_dim": SIZES,
+        "window": st.sampled_from([1, 5, 17]),
+        "sinks": st.sampled_from([0, 2]),
+        "stages": st.lists(st.sampled_from(STAGES), min_size=1, max_size=3),
+        "features": st.sampled_from([0, 4]),
+    }
+)
+
+
+def layer_of(seed, head_dim, value_dim, window, sinks, stages, features):
+    """Calibrated on falling variances off centre; a head for each of ``stages``."""
+    heads, generator = len(stages), torch.Generator().manual_seed(seed)
+    kind = "prf" if features else "none"
+    layer = LinearAttention(kind, [features] * heads, head_dim, window, sinks, "int8", stages, value_dim)
+    layer.reset_parameters(generator)
+    for fading in layer.fading.values():
+        for coder in (fading.key, fading.value):
+            fall = torch.exp(-3 * torch.arange(coder.dim) / coder.dim)
+            coder.calibrate(Moments.of(torch.randn(coder.heads, 200, coder.dim, generator=generator) * fall))
+    return layer.requires_grad_(False)
+
+
+def vectors(seed, layer, batch, groups, length, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    heads, fading = len(layer.features), next(iter(layer.fading.values()))
+
+    def random(heads, dim):
+        return torch.randn(batch, length, heads, dim, generator=generator).to(dtype).transpose(1, 2)
+
+    return random(heads * groups, fading.key.dim), random(heads, fading.key.dim), random(heads, fading.value.dim)
+
+
+def run(layer, inputs, weight, cuts, kernels=True):
+    """Outputs of a text read in pieces, and the states after each; and what ran."""
+    states, pieces, found = None, [], []
+    with pytest.MonkeyPatch.context() as patch, KernelCalls() as calls:
+        if not kernels:
+            patch.setattr(compiled, "usable", lambda *_: False)
+        for part in (slice(a, b) for a, b in pairwise(cuts)):
+            own = None if weight is None else weight[:, part]
+            out, states = layer(*(x[:, :, part] for x in inputs), scaling=SCALING, weight=own, states=states)
+            pieces.append(out)
+            found.append(states)
+    return torch.cat(pieces, 2), found, calls
+
+
+def tensors(state: State) -> list[torch.Tensor]:
+    """All but the features, whose sums are in another order."""
+    found = []
+    for part in (state.window, state.sinks, *state.stages):
+        if part is not None:
+            part.map(lambda t: (found.append(t), t)[1])
+    return found
+
+
+def assert_same_codes(ours, theirs):
+    for mine, plain in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, plain, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+def error_of(layer, query, key, value):
+    """How far float32 outputs may be from those of float64, coded tokens being the same."""
+    sizes = [SCALING * (query.abs().amax(2).sum(-1) * key.abs().max()).max().item()]
+    straight = [value.abs().max().item()]
+    for fading in layer.fading.values():
+        largest = key.double().abs().max() * fading.key.turn.double().mul(fading.key.fineness.unsqueeze(-1)).abs().sum(
+            -1
+        )
+        turned = query.double().abs().amax((0, 1, 2)) @ fading.key.back.double().abs()
+        sizes.append(SCALING * 2 * (turned * (largest + fading.key.middle.abs())).sum(-1).max().item())
+        whole = fading.value.turn.double().mul(fading.value.fineness.unsqueeze(-1)).abs().sum(-1) * value.abs().max()
+        straight.append(2 * (fading.value.back.double().abs() @ whole.unsqueeze(-1)).max().item())
+    # A score is two sums of d products, one after the other, and a few numbers; weights are off by as much as scores,
+    # an average by twice that and by its own sum, which is turned back.
+    tokens = sum(count for count, _ in STAGES[2]) + 19
+    scores = sum_error(2 * key.shape[-1] + 8, max(sizes))
+    return (2 * scores + sum_error(tokens + value.shape[-1] + 16)) * max(straight)
+
+
+@needs_kernels
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    sizes=LAYERS,
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 6),
+    length=st.integers(2, 90),
+    cuts=st.lists(st.integers(1, 89), max_size=4),
+    single=st.integers(1, 12),
+    kind=st.sampled_from(["none", "left", "any", "fractional"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    count=st.sampled_from([1, 2]),
+)
+def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
+    seed, sizes, batch, groups, length, cuts, single, kind, dtype, count
+):
+    layer = layer_of(seed, **sizes)
+    query, key, value = inputs = vectors(seed, layer, batch, groups, length, dtype)
+    weight = padding(kind, batch, length, torch.Generator().manual_seed(seed))
+    cuts = sorted({0, length, *(cut for cut in cuts if cut < length), *range(max(length - single, 1), length)})
+    with threads(count):
+        out, states, calls = run(layer, inputs, weight, cuts)
+    _, plain, _ = run(layer, inputs, weight, cuts, kernels=False)
+    wanted, _, _ = run(layer.double(), [x.double() for x in inputs], weight, cuts, kernels=False)
+    assert "fading" in calls.names
+    assert sizes["features"] or calls.alone
+    assert_same_codes(states, plain)
+    seen = torch.ones(batch, length, dtype=torch.bool) if weight is None else weight > 0
+    bound = error_of(layer, query, key, value)
+    if dtype == torch.bfloat16:
+        bound += torch.finfo(dtype).eps * wanted.abs().max().item()
+    assert out.dtype == dtype
+    assert ((out.double() - wanted).abs() * seen[:, None, :, None]).max() < bound
+
+
+def layer_and_state(batch=2, **other):
+    sizes = {"head_dim": 16, "value_dim": 24, "window": 5, "sinks": 2, "stages": [STAGES[1]] * 2, "features": 0}
+    layer = layer_of(0, **{**sizes, **other})
+    inputs = vectors(1, layer, batch, 2, 40)
+    with torch.no_grad():
+        _, states = layer(*inputs, scaling=SCALING)
+    return layer, states
+
+
+def names(layer, inputs, states, **options):
+    with KernelCalls() as calls:
+        layer(*inputs, scaling=SCALING, states=states, **options)
+    return calls.names
+
+
+@needs_kernels
+def test_states_and_inputs_are_not_changed():
+    layer, states = layer_and_state()
+    inputs = vectors(2, layer, 2, 2, 1)
+    given_in = [*inputs, *tensors(states[0])]
+    before = [t.clone() for t in given_in]
+    assert names(layer, inputs, states) == {"fading"}
+    assert all(torch.equal(a, b) for a, b in zip(given_in, before, strict=True))
+
+
+@needs_kernels
+def test_states_that_are_views_or_reordered_go_on_the_same():
+    layer, states = layer_and_state(batch=3)
+    inputs = vectors(2, layer, 3, 2, 1)
+    out, _ = layer(*inputs, scaling=SCALING, states=states)
+    strided = [state.map(lambda t: t.repeat_interleave(2, 1)[:, ::2]) for state in states]
+    assert torch.equal(layer(*inputs, scaling=SCALING, states=strided)[0], out)
+    order = torch.tensor([2, 0, 0])
+    turned = [state.reorder(order) for state in states]
+    assert torch.equal(layer(*(x[order] for x in inputs), scaling=SCALING, states=turned)[0], out[order])
+
+
+@needs_kernels
+def test_who_asks_for_gradients_or_other_precisions_gets_plain_torch(monkeypatch):
+    layer, states = layer_and_state()
+    query, key, value = vectors(2, layer, 2, 2, 1)
+    assert not names(layer, (query.requires_grad_(), key, value), states)
+    query = query.detach()
+    assert not names(layer, [x.double() for x in (query, key, value)], states)
+    assert not names(layer, [x.half() for x in (query, key, value)], states)
+    assert not names(layer, (query.repeat_interleave(2, -1)[..., ::2], key, value), states)
+    monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
+    assert not names(layer, (query, key, value), states)
+
+
+@needs_kernels
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_infinity_pass_as_in_plain_torch(which, bad):
+    layer, states = layer_and_state()
+    inputs = vectors(2, layer, 2, 2, 1)
+    inputs[which][0, 0, 0, 3] = bad
+    out, _ = layer(*inputs, scaling=SCALING, states=states)
+    assert not out[0, 0].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+@needs_kernels
+def test_constants_may_change_between_calls():
+    layer, states = layer_and_state()
+    inputs = vectors(2, layer, 2, 2, 1)
+    before, _ = layer(*inputs, scaling=SCALING, states=states)
+    coder = layer.fading["0"].value
+    with torch.no_grad():
+        coder.mean.add_(1.0)
+    after, _ = layer(*inputs, scaling=SCALING, states=states)
+    assert (after - before).abs().min() > 0.1
+
+
+@needs_kernels
+def test_a_state_of_another_layer_is_refused():
+    layer, _ = layer_and_state()
+    _, other = layer_and_state(head_dim=32)
+    with pytest.raises(RuntimeError, match="the state is another layer's"):
+        layer(*vectors(2, layer, 2, 2, 1), scaling=SCALING, states=other)
