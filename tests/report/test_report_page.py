@@ -138,7 +138,7 @@ def fading_agrees(page, profile, budgets):
             for x, own in zip(profile.layers, sizes, strict=True)
         ]
         assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers]
-        assert found["stages"] == [layer.stages_per_head for layer in layers]
+        assert found["stages"] == [layer.coded_per_head for layer in layers]
         assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
         assert int(found["total"]) == sum(found["bytes"])
         assert found["command"].startswith("dofla fade ")
@@ -229,7 +229,7 @@ def test_the_command_of_a_memory_that_fades_makes_the_plan_shown(browser, llama_
         main()
     assert not stop.value.code
     plan = Plan.load(tmp_path / "faded")
-    assert [layer.stages_per_head for layer in plan.layers] == found["stages"]
+    assert [layer.coded_per_head for layer in plan.layers] == found["stages"]
     assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
 
 

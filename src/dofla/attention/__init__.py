@@ -11,7 +11,7 @@ and attention is the average of the values under those weights, normalised over 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import CodedTokens, Coder, Fading, Moments, Stage, stage_bytes
+from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, Moments, Stage, stage_bytes
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.faded import attend_faded
 from dofla.attention.kernel import exact_scores, log_kernel
@@ -26,6 +26,7 @@ __all__ = [
     "Coder",
     "Fading",
     "FeatureState",
+    "KeptTokens",
     "Moments",
     "PackedTokens",
     "Stage",

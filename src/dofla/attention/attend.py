@@ -127,7 +127,8 @@ def _attend_causally(
     exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling)
     near, stages = None, ()
     if fading:
-        near, stages, kept = fading.attend(query, kept, state.stages, scaling)
+        real = line.log_weight[:, -length:] > LOG_ZERO
+        near, stages, kept = fading.attend(query, kept, state.stages, scaling, real)
     out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact, near=near)
     return out, State(after, line[length:] if window else None, buffer if sinks else None, stages)
 

@@ -142,7 +142,8 @@ class State(_Tensors):
     Window and stages are delay lines in front of the feature state: a key goes to the first stage when it leaves
     ``window``, from stage to stage as it ages, and enters ``features`` when it leaves the last, unless it is one of the
     first real keys, which go to ``sinks`` instead. Window and sinks are kept as :class:`dofla.attention.PackedTokens`
-    from one call to the next where the layer says so, the tokens of ``stages`` as :class:`dofla.attention.CodedTokens`.
+    from one call to the next where the layer says so, the tokens of ``stages`` as :class:`dofla.attention.CodedTokens`,
+    or, in a last stage that keeps what draws attention, as :class:`dofla.attention.KeptTokens`.
     """
 
     features: FeatureState

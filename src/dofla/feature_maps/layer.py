@@ -54,6 +54,7 @@ class LinearAttention(nn.Module):
         token_dtype: ``int8``, window and sinks are kept in eight bits (all keys and values are rounded to it on
             entering, so that it does not matter which of them are kept); or ``model``, as they come.
         stages: of each KV head, tokens and bits of the stages between window and features (:class:`Fading`).
+        kept: of each KV head, tokens beyond those of the last stage that stay while they draw attention.
         value_dim: size of values, if there are stages; default that of keys.
     """
 
@@ -66,13 +67,14 @@ class LinearAttention(nn.Module):
         sinks: int | Sequence[int] = 0,
         token_dtype: str = "model",
         stages: Sequence[Sequence[Stage]] = (),
+        kept: Sequence[int] = (),
         value_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.features, self.token_dtype, self.hides_tokens = list(features), token_dtype, False
         window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
         stages = [tuple(map(tuple, own)) for own in stages] or [()] * len(features)
-        sizes = list(zip(features, window, sinks, stages, strict=True))
+        sizes = list(zip(features, window, sinks, stages, kept or [0] * len(features), strict=True))
         kinds = list(dict.fromkeys(sizes))
         self.sizes = [size[:3] for size in kinds]
         self.groups = [[head for head, own in enumerate(sizes) if own == kind] for kind in kinds]
@@ -83,7 +85,7 @@ class LinearAttention(nn.Module):
         self.fading: nn.ModuleDict[str, Fading] = nn.ModuleDict()
         for n, (group, kind) in enumerate(zip(self.groups, kinds, strict=True)):
             if kind[3]:
-                self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3])
+                self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:

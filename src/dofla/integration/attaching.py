@@ -35,6 +35,7 @@ class AttachedLinearAttention(LinearAttention):
             sinks,
             layer.token_dtype,
             layer.stages_per_head,
+            layer.kept_per_head,
             layer.value_dim,
         )
         self.name = layer.name

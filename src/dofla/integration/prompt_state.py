@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dofla.attention import CodedTokens, FeatureState, PackedTokens, State, TokenBuffer
+from dofla.attention import CodedTokens, FeatureState, KeptTokens, PackedTokens, State, TokenBuffer
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
@@ -88,7 +88,9 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     return input_ids, cache
 
 
-def _tensors(bundle: FeatureState | TokenBuffer | PackedTokens | CodedTokens | None, where: str) -> dict[str, Tensor]:
+def _tensors(
+    bundle: FeatureState | TokenBuffer | PackedTokens | CodedTokens | KeptTokens | None, where: str
+) -> dict[str, Tensor]:
     if bundle is None:
         return {}
     return {f"{where}.{field.name}": getattr(bundle, field.name) for field in fields(bundle)}
@@ -103,5 +105,7 @@ def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group
         return kind(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(kind)))
 
     parts = {part: bundle(kind, part) for part, kind in bundles.items() if kind}
-    stages = range(len(fading.counts)) if fading else ()
-    return State(**parts, stages=tuple(bundle(CodedTokens, f"stages.{number}") for number in stages))
+    kinds = [CodedTokens] * len(fading.counts) if fading else []
+    if fading and fading.kept:
+        kinds[-1] = KeptTokens
+    return State(**parts, stages=tuple(bundle(kind, f"stages.{number}") for number, kind in enumerate(kinds)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,6 +37,8 @@ class LayerPlan:
         keep_softmax: leave the layer as it is; the other fields but its shape then play no part.
         stages: of a fading memory, between window and features, newest first: ``[tokens, bits]`` of each, bits per
             number falling from 5 at most to 1; or such a list for each KV head.
+        kept: tokens of the last stage beyond those, per KV head or one number for all, that stay whatever their age
+            while they draw more attention than others.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LayerPlan:
     token_dtype: str = "model"
     keep_softmax: bool = False
     stages: list[list] = field(default_factory=list)
+    kept: int | list[int] = 0
 
     def __post_init__(self) -> None:
         self._check_whole("kv_heads", "head_dim", "value_dim", least=1)
@@ -65,6 +67,9 @@ class LayerPlan:
         for what, least in (("features", self.feature_map != "none"), ("window", 0), ("sinks", 0)):
             self._check_per_head(what, int(least))
         self._check_stages()
+        self._check_per_head("kept", 0)
+        if any(kept and not stages for kept, stages in zip(self.kept_per_head, self.stages_per_head, strict=True)):
+            raise DoflaError(f"layer {self.name}: kept is {self.kept!r} without stages: give stages, or leave it out")
         if self.token_dtype not in TOKEN_DTYPES:
             raise DoflaError(
                 f"layer {self.name}: token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}"
@@ -122,9 +127,25 @@ class LayerPlan:
         return [self.stages] * self.kv_heads if alike else self.stages
 
     @property
+    def kept_per_head(self) -> list[int]:
+        """The kept tokens of each KV head."""
+        return self.kept if isinstance(self.kept, list) else [self.kept] * self.kv_heads
+
+    @property
+    def coded_per_head(self) -> list[list]:
+        """The stages of each KV head, kept tokens counted with the last."""
+        return [
+            [*stages[:-1], [stages[-1][0] + kept, stages[-1][1]]] if stages else []
+            for stages, kept in zip(self.stages_per_head, self.kept_per_head, strict=True)
+        ]
+
+    @property
     def stages_in_words(self) -> str:
-        """``40 @ 4 bits, 208 @ 3 bits``; with several such lists where KV heads differ."""
-        words = [", ".join(f"{count} @ {bits:g} bits" for count, bits in stages) for stages in self.stages_per_head]
+        """``40 @ 4 bits, 32 @ 3 bits, 170 kept``; with several such lists where KV heads differ."""
+        words = [
+            ", ".join([f"{count} @ {bits:g} bits" for count, bits in stages] + [f"{kept} kept"] * bool(kept))
+            for stages, kept in zip(self.stages_per_head, self.kept_per_head, strict=True)
+        ]
         return "; ".join(words if len(set(words)) > 1 else words[:1])
 
     @property
@@ -148,8 +169,10 @@ class LayerPlan:
         if self.keep_softmax:
             return 0, 0, {}
         cost, coded = self.cost(itemsize), Counter()
-        for count, bits in itertools.chain(*self.stages_per_head):
-            coded[bits] += count * stage_bytes(self.head_dim, self.value_dim, bits)
+        for stages, kept in zip(self.stages_per_head, self.kept_per_head, strict=True):
+            for number, (count, bits) in enumerate(stages, 1):
+                held = kept if number == len(stages) else 0
+                coded[bits] += (count + held) * stage_bytes(self.head_dim, self.value_dim, bits, scored=held > 0)
         features, window, sinks = map(sum, zip(*self.sizes, strict=True))
         return features * cost.feature, (window + sinks) * cost.token, dict(sorted(coded.items(), reverse=True))
 
@@ -207,7 +230,7 @@ class Plan(Result):
                 continue
             sizes = [_range(x) for x in zip(*layer.sizes, strict=True)]
             if fading:
-                shown.add_row(layer.name, *sizes[:2], _stages(layer.stages_per_head), sizes[2])
+                shown.add_row(layer.name, *sizes[:2], _stages(layer.coded_per_head), sizes[2])
                 continue
             bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
             shown.add_row(layer.name, *sizes, bar)
@@ -221,6 +244,8 @@ class Plan(Result):
             entry = asdict(layer)
             if not layer.stages:
                 del entry["stages"]  # as before there were any
+            if not layer.kept:
+                del entry["kept"]
             layers[entry.pop("name")] = entry
         return {"format": 1, "model": self.model, "made_by": self.made_by, "layers": layers}
 

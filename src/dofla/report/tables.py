@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from dofla.attention import stage_bytes
 from dofla.errors import DoflaError
 from dofla.plans.curves import Curves, Shape, best_sizes
 from dofla.plans.fading import fade_evenly
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
+from dofla.plans.plan import LayerPlan
 from dofla.profiles.profile import LayerProfile, Profile
 
 LAMBDAS = tuple(float(f"{digits}e{power}") for power in range(-5, 0) for digits in (1, 1.5, 2, 3, 5, 7))
@@ -94,7 +95,9 @@ def _faded(budget: int, layer: LayerProfile, cost: HeadCost) -> list[Any] | None
         found = fade_evenly(budget, layer.head_dim, layer.value_dim, cost)
     except DoflaError:  # other sizes of heads, or too small a budget
         return None
-    stages = [[n, bits, n * stage_bytes(layer.head_dim, layer.value_dim, bits)] for n, bits in found.stages]
+    plan = LayerPlan(layer.name, 1, layer.head_dim, layer.value_dim, feature_map="none", **asdict(found))
+    coded = plan.bytes_by_kind(itemsize=1)[2]  # whatever the type of the model
+    stages = [[tokens, bits, coded[bits]] for tokens, bits in plan.coded_per_head[0]]
     return [found.window, found.sinks, stages]
 
 

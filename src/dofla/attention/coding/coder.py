@@ -114,10 +114,8 @@ class Coder(nn.Module):
 
     def _set(self, turn: Tensor, mean: Tensor, variance: Tensor) -> None:
         hadamard = _hadamard(self.block)
-        turn = (hadamard @ turn.unflatten(1, (-1, self.block))).flatten(1, 2)
-        most = torch.maximum(turn.abs().sum(-1) / _SUM, turn.abs().amax(-1) / (2**15 - 1))
-        fineness = torch.exp2(torch.ceil(torch.log2(most.clamp_min(1e-30))))
-        self.turn.copy_((turn / fineness.unsqueeze(-1)).round())
+        turn, fineness = _whole_rows((hadamard @ turn.unflatten(1, (-1, self.block))).flatten(1, 2))
+        self.turn.copy_(turn)
         self.fineness.copy_(fineness)
         self.mean.copy_(mean)
         whole_turn = self.turn.double() * self.fineness.double().unsqueeze(-1)
@@ -145,11 +143,11 @@ class Coder(nn.Module):
 
     def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         """What stage ``stage`` kept, as the stage after it does."""
-        return self._encode(*self._decode(codes, scales, stage), stage + 1)
+        return self._encode(*self.numbers(codes, scales, stage), stage + 1)
 
     def decode(self, codes: Tensor, scales: Tensor, stage: int) -> Tensor:
         """Turned vectors [B, Hkv, L, d], float32, of codes of a stage; see :meth:`straight` and :meth:`against`."""
-        numbers, unit = self._decode(codes, scales, stage)
+        numbers, unit = self.numbers(codes, scales, stage)
         return (numbers * unit).flatten(-2)
 
     def chain(self, x: Tensor) -> list[Tensor]:
@@ -175,6 +173,16 @@ class Coder(nn.Module):
         mean = self.mean.to(query.dtype).repeat_interleave(share, 0)
         return query @ back, torch.einsum("bhld,hd->bhl", query, mean)
 
+    def asking(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] turned as by :meth:`against`, but exactly: whole numbers [B, H, L, blocks, block] and a
+        power of two for each block [B, H, L, blocks, 1]."""
+        share = query.shape[1] // self.heads
+        rows, fineness = _whole_rows(self.back.mT.double())
+        integers, exponent = pack(query)
+        turned = integers.float() @ rows.float().mT.repeat_interleave(share, 0)  # exact: whole numbers below 2²⁴
+        unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
+        return whole((turned * unit).unflatten(-1, (-1, self.block)))
+
     def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         codes, scales = [], []
         for n, bits in enumerate(self.bits[stage].tolist()):
@@ -183,7 +191,9 @@ class Coder(nn.Module):
             scales.append(scale)
         return torch.cat(codes, -1), torch.cat(scales, -1)
 
-    def _decode(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+    def numbers(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+        """What codes of a stage stand for: whole numbers [B, Hkv, L, blocks, block], and what one is worth in each
+        block [B, Hkv, L, blocks, 1]."""
         found, start = [], 0
         for n, bits in enumerate(self.bits[stage].tolist()):
             end = start + bits * self.block // 8
@@ -191,6 +201,14 @@ class Coder(nn.Module):
             start = end
         numbers, units = zip(*found, strict=True)
         return torch.stack(numbers, -2), torch.stack(units, -2)
+
+
+def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers [H, n, d] of 16 bits, whose products with integers of seven bits add up exactly in float32, and the
+    power of two [H, n] that one of them is worth in each row."""
+    most = torch.maximum(matrix.abs().sum(-1) / _SUM, matrix.abs().amax(-1) / (2**15 - 1))
+    fineness = torch.exp2(torch.ceil(torch.log2(most.clamp_min(1e-30))))
+    return (matrix / fineness.unsqueeze(-1)).round(), fineness
 
 
 def block_size(dim: int) -> int:

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dofla.attention.coding.coder import Coder, token_bytes
+from dofla.attention.coding.kept import KeptTokens, keep, pieces
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.exact import exact_attention, merge
+from dofla.attention.kernel import exact_scores
 from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
 
 Stage = tuple[int, float]
@@ -26,11 +28,13 @@ class Fading(nn.Module):
         heads: KV heads.
         head_dim, value_dim: sizes of their keys and values, multiples of 8.
         stages: tokens and bits of each, bits falling.
+        kept: how many tokens the last stage holds beyond those, which stay while they draw attention
+            (:mod:`dofla.attention.coding.kept`).
     """
 
-    def __init__(self, heads: int, head_dim: int, value_dim: int, stages: Sequence[Stage]) -> None:
+    def __init__(self, heads: int, head_dim: int, value_dim: int, stages: Sequence[Stage], kept: int = 0) -> None:
         super().__init__()
-        self.counts = [count for count, _ in stages]
+        self.counts, self.kept = [count for count, _ in stages], kept
         bits = [bits for _, bits in stages]
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
 
@@ -39,11 +43,13 @@ class Fading(nn.Module):
         self.key.reset()
         self.value.reset()
 
-    def empty(self, batch: int, device: torch.device) -> tuple[CodedTokens, ...]:
+    def empty(self, batch: int, device: torch.device) -> tuple[CodedTokens | KeptTokens, ...]:
         """The stages before the first token."""
-        return tuple(
-            self._empty(stage, (batch, self.key.heads, count), device) for stage, count in enumerate(self.counts)
-        )
+        heads, last = self.key.heads, len(self.counts) - 1
+        stages = [self._empty(stage, (batch, heads, count), device) for stage, count in enumerate(self.counts)]
+        if self.kept:
+            stages[last] = KeptTokens.of(self._empty(last, (batch, heads, self.counts[last] + self.kept), device))
+        return tuple(stages)
 
     def _empty(self, stage: int, shape: tuple[int, ...], device: torch.device) -> CodedTokens:
         sizes = []
@@ -54,8 +60,13 @@ class Fading(nn.Module):
         return CodedTokens(*free, torch.full((shape[0], shape[2]), LOG_ZERO, device=device))
 
     def attend(
-        self, query: Tensor, leaving: TokenBuffer, held: Sequence[CodedTokens], scaling: float
-    ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens, ...], TokenBuffer]:
+        self,
+        query: Tensor,
+        leaving: TokenBuffer,
+        held: Sequence[CodedTokens | KeptTokens],
+        scaling: float,
+        real: Tensor | None = None,
+    ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens | KeptTokens, ...], TokenBuffer]:
         """Attention to the stages while tokens move through them.
 
         Args:
@@ -63,6 +74,7 @@ class Fading(nn.Module):
             leaving: L tokens that enter the first stage, one after the other.
             held: what the stages hold before; nothing at the beginning of a sequence.
             scaling: of the scores.
+            real: [B, L], which queries are not padding; default all.
 
         Returns:
             Output [B, H, L, dv] and log-normaliser [B, H, L]; what the stages hold after; and the L tokens that leave
@@ -74,6 +86,14 @@ class Fading(nn.Module):
         moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
         seen, after = [], []
         for stage, count in enumerate(self.counts):
+            if self.kept and stage + 1 == len(self.counts):
+                real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
+                part, stays, moving = self._attend_kept(
+                    query, turned, real, held[stage], KeptTokens.of(moving), scaling
+                )
+                seen.append(part)
+                after.append(stays)
+                break
             line = held[stage].then(moving)
             near = self._decoded(line[1:], stage, turned.dtype)
             near = replace(near, key=F.pad(near.key, (0, 1), value=1.0))
@@ -85,6 +105,25 @@ class Fading(nn.Module):
         out, normaliser = reduce(merge, seen)
         left = self.straight(moving, len(self.counts) - 1, turned.dtype)
         return (self.value.straight(out), normaliser), tuple(after), left
+
+    def _attend_kept(
+        self, query: Tensor, turned: Tensor, real: Tensor, held: KeptTokens, entering: KeptTokens, scaling: float
+    ) -> tuple[tuple[Tensor, Tensor], KeptTokens, CodedTokens]:
+        """The last stage, where it keeps what draws attention: as :meth:`attend`, output still turned."""
+        out, left, last = [], [], len(self.counts) - 1
+        for part in pieces(len(entering)):
+            line = held.then(entering[part])
+            asking = self.key.asking(query[:, :, part])
+            held, gone, sees = keep(asking, real[:, part], line, len(held), self.counts[last], self.key, scaling)
+            tokens = self._decoded(line, last, turned.dtype)
+            key = F.pad(tokens.key, (0, 1), value=1.0)
+            scores = exact_scores(turned[:, :, part], key, scaling).unflatten(1, (key.shape[1], -1))
+            scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
+            piece = scores.softmax(-1) @ tokens.value.unsqueeze(2) * sees.any(-1)[:, :, None, :, None]
+            out.append((piece.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)))
+            left.append(gone)
+        outputs, normalisers = zip(*out, strict=True)
+        return (torch.cat(outputs, 2), torch.cat(normalisers, 2)), held, reduce(KeptTokens.then, left).plain()
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""
@@ -100,12 +139,12 @@ class Fading(nn.Module):
         turned = self._decoded(tokens, stage, dtype)
         return TokenBuffer(self.key.straight(turned.key), self.value.straight(turned.value), turned.log_weight)
 
-    def _decoded(self, tokens: CodedTokens, stage: int, dtype: torch.dtype) -> TokenBuffer:
+    def _decoded(self, tokens: CodedTokens | KeptTokens, stage: int, dtype: torch.dtype) -> TokenBuffer:
         key = self.key.decode(tokens.key, tokens.key_scale, stage)
         value = self.value.decode(tokens.value, tokens.value_scale, stage)
         return TokenBuffer(key.to(dtype), value.to(dtype), tokens.log_weight)
 
 
-def stage_bytes(head_dim: int, value_dim: int, bits: float) -> int:
-    """Of a token in a stage of so many bits, a key and a value."""
-    return token_bytes(head_dim, bits) + token_bytes(value_dim, bits)
+def stage_bytes(head_dim: int, value_dim: int, bits: float, *, scored: bool = False) -> int:
+    """Of a token in a stage of so many bits: a key, a value, and a score where what draws attention is kept."""
+    return token_bytes(head_dim, bits) + token_bytes(value_dim, bits) + 2 * scored

@@ -130,7 +130,7 @@ function allocate(tables, wanted) {
       coded = stages[n].map(([, bits, size]) => [bits, heads * size]);
     const own = Array(heads).fill(stages[n].map(([tokens, bits]) => [tokens, bits]));
     const all = features + exact + sum(coded.map((each) => each[1]));
-    return { name, sizes: sizes[n], stages: own, parts: [features, exact, coded], bytes: all };
+    return { name, sizes: sizes[n], stages: own, kept: strategy === "fading", parts: [features, exact, coded], bytes: all };
   });
   return { layers: made, full, total: sum(made.map((layer) => layer.bytes)) };
 }

@@ -25,6 +25,7 @@ function layersLead(layers) {
   return [
     exact && "The window and the sinks (the first tokens) are kept exactly.",
     stages && "What leaves the window goes through stages, in which tokens lose bits as they age.",
+    layers.some((layer) => layer.kept) && "In the last one those stay that draw most attention.",
     features ? `Features sum up the ${exact || stages ? "far " : ""}past.` : "What is older is forgotten.",
   ]
     .filter(Boolean)
