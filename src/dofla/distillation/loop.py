@@ -27,10 +27,14 @@ from dofla.distillation.places import reach_of
 from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.fading import measure_directions
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
 from dofla.storage.processes import Processes, is_first, processes
+
+_MEASURED = 12
+"""Windows from which directions are measured."""
 
 
 @reports_progress("distill", Bar.losses)
@@ -61,7 +65,8 @@ def distill(
     maps on the teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory
     holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
 
-    Maps that start from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
+    Stages of a fading memory whose directions were not measured yet get them from the first windows. Maps that start
+    from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
 
     The layers of a streamed model (``load_model(..., stream=True)``) are trained in turn, each for all steps, with the
     same result: what a layer needs is the teacher's, so it need not wait for those before it.
@@ -131,6 +136,8 @@ def distill(
     whole = not streamed or own_inputs > 0
     with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
         if from_data:
+            if any(layer.fading for layer in layers.values()):
+                measure_directions(student, windows.take(_MEASURED))
             calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
         for turn in turns:
             part = {name: layer for name, layer in layers.items() if name.startswith(turn.prefix)}

@@ -79,7 +79,7 @@ def fading_plan(model: PreTrainedModel, budget: int = 64, *, keep_softmax: Colle
 def measure_directions(
     student: PreTrainedModel, tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor], *, batch_size: int = 4
 ) -> None:
-    """Calibrate the coders of all stages (:class:`dofla.attention.Coder`); nothing happens where there are none.
+    """Calibrate the coders of all stages (:class:`dofla.attention.Coder`) that have not been.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
     linear layer of its module that runs after attention. Where that is none, all errors in values count alike.
@@ -92,7 +92,7 @@ def measure_directions(
     Raises:
         DoflaError: the model is not linearised; NaN in the activations, with layer and batch.
     """
-    layers = {name: layer for name, layer in linear_layers(student).items() if layer.fading}
+    layers = {name: layer for name, layer in linear_layers(student).items() if _is_new(layer)}
     if not layers:
         return
     windows = as_windows(tokens)
@@ -123,6 +123,10 @@ def measure_directions(
             if (fading := layer.fading_of(group)) is not None:
                 fading.key.calibrate(keys[heads], queries.second[heads])
                 fading.value.calibrate(values[heads], None if weighing is None else weighing[heads])
+
+
+def _is_new(layer: AttachedLinearAttention) -> bool:
+    return any(not fading.key.is_calibrated for fading in layer.fading.values())
 
 
 @contextmanager

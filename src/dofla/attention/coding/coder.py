@@ -124,6 +124,11 @@ class Coder(nn.Module):
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether directions were measured, and with them the mean, which otherwise is 0."""
+        return bool(self.mean.any())
+
+    @property
     def constants(self) -> list[Tensor]:
         """All buffers, in the order of the attributes above: what the compiled kernels take."""
         return list(self._buffers.values())

@@ -15,8 +15,8 @@
 
 namespace dofla::coding {
 
-constexpr int kMostBits = 5, kMostLevels = 32, kUnit = 32, kWhole = 256;  // as in levels.py and blocks.py
-constexpr std::int64_t kTile = kLanes;                                    // tokens whose sums are one vector
+constexpr int kMostBits = 5, kMostLevels = 32, kUnit = 32;  // as in levels.py
+constexpr std::int64_t kTile = kLanes;                       // tokens whose sums are one vector
 
 template <int N>
 struct Vectors {
@@ -165,6 +165,29 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const float* levels) {
   return floats<N>(found);
 }
 
+// The levels of some codes, and those as planes of bits (blocks.to_bytes).
+template <int N>
+inline void look_up_and_pack(const std::int32_t* code, int bits, const float* levels, float* found, std::uint8_t* codes) {
+#ifdef __AVX512F__
+  if constexpr (N == 16) {
+    const __m512i all = _mm512_loadu_si512(code);
+    _mm512_storeu_ps(found, _mm512_permutex2var_ps(_mm512_loadu_ps(levels), all, _mm512_loadu_ps(levels + 16)));
+    for (int bit = 0; bit < bits; ++bit) {
+      const std::uint16_t plane = _mm512_test_epi32_mask(all, _mm512_set1_epi32(1 << bit));
+      std::memcpy(codes + 2 * bit, &plane, sizeof plane);
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < N; ++i) found[i] = levels[code[i]];
+  for (int bit = 0; bit < bits; ++bit) {
+    std::uint32_t plane = 0;
+#pragma omp simd reduction(| : plane)
+    for (int i = 0; i < N; ++i) plane |= static_cast<std::uint32_t>(code[i] >> bit & 1) << i;
+    for (int byte = 0; byte < N / 8; ++byte) codes[bit * (N / 8) + byte] = static_cast<std::uint8_t>(plane >> 8 * byte);
+  }
+}
+
 // blocks.encode
 template <int N>
 inline void encode_block(const float* numbers, float unit, int bits, const Tables& tables, std::uint8_t* codes,
@@ -182,7 +205,7 @@ inline void encode_block(const float* numbers, float unit, int bits, const Table
 #pragma omp simd
     for (int i = 0; i < N; ++i) code[i] += standard[i] > borders[border];
   }
-  for (int i = 0; i < N; ++i) found[i] = levels[code[i]];
+  look_up_and_pack<N>(code, bits, levels, found, codes);
 #pragma omp simd reduction(+ : products, powers)
   for (int i = 0; i < N; ++i) {
     products += numbers[i] * found[i];
@@ -191,12 +214,6 @@ inline void encode_block(const float* numbers, float unit, int bits, const Table
   const float best = products / powers * unit;
   *scale = static_cast<std::uint8_t>(std::lower_bound(tables.scale_borders(), tables.scale_borders() + 255, best) -
                                      tables.scale_borders());
-  for (int bit = 0; bit < bits; ++bit) {
-    std::uint32_t plane = 0;
-#pragma omp simd reduction(| : plane)
-    for (int i = 0; i < N; ++i) plane |= static_cast<std::uint32_t>(code[i] >> bit & 1) << i;
-    for (int byte = 0; byte < N / 8; ++byte) codes[bit * (N / 8) + byte] = static_cast<std::uint8_t>(plane >> 8 * byte);
-  }
 }
 
 // Coder.encode of a vector in eight bits.
@@ -217,7 +234,7 @@ inline void encode(const Coder& coder, const std::int8_t* integers, int exponent
     const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
 #pragma omp simd
     for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
-    const int whole = std::clamp(exponent_of(largest_size(x, N)), -100, 100) - 8;  // up to kWhole
+    const int whole = std::clamp(exponent_of(largest_size(x, N)), -100, 100) - 8;  // up to 256
     const float scale = power_of_two(-whole);
 #pragma omp simd
     for (int i = 0; i < N; ++i) x[i] = __builtin_rintf(x[i] * scale);

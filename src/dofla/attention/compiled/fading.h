@@ -94,6 +94,7 @@ struct Tokens {
   std::int64_t heads, count;
   Widths widths;
   std::array<at::Tensor, 5> parts;
+  std::array<char*, 4> data{};
 
   // Those of a state, five of `all` from `first` on.
   Tokens(const Tensors& all, std::int64_t first, std::int64_t batch, std::int64_t heads, const Widths& widths)
@@ -103,12 +104,14 @@ struct Tokens {
       const std::int64_t size = n < 4 ? batch * heads * count * widths[n] : batch * count;
       TORCH_CHECK(parts[n].numel() == size && parts[n].element_size() == (n < 4 ? 1 : 4), "the state is another layer's");
     }
+    find();
   }
 
   // Room for as many.
   Tokens like() const {
     Tokens other = *this;
     for (at::Tensor& part : other.parts) part = at::empty(part.sizes(), part.options());
+    other.find();
     return other;
   }
 
@@ -119,15 +122,28 @@ struct Tokens {
     const std::int64_t units = parts[0].size(0) * heads;
     for (std::int64_t n = 0; n < 4; ++n) other.parts[n] = at::empty({units * tokens * widths[n]}, parts[n].options());
     other.parts[4] = at::Tensor();
+    other.find();
+    return other;
+  }
+
+  Tokens copied() const {
+    Tokens other = *this;
+    for (at::Tensor& part : other.parts) part = part.clone();
+    other.find();
     return other;
   }
 
   template <typename T>
   T* row(std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token) const {
-    return static_cast<T*>(parts[part].data_ptr()) + ((n * heads + h) * count + token) * widths[part];
+    return reinterpret_cast<T*>(data[part] + ((n * heads + h) * count + token) * widths[part]);
   }
 
   float* log_weights(std::int64_t n) const { return parts[4].mutable_data_ptr<float>() + n * count; }
+
+ private:
+  void find() {
+    for (std::int64_t n = 0; n < 4; ++n) data[n] = static_cast<char*>(parts[n].data_ptr());
+  }
 };
 
 inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int64_t h, std::int64_t first,
@@ -215,18 +231,12 @@ struct Group {
       for (std::int64_t i = 0; i < length && place < sinks->count; ++i) {
         float& log_weight = leaving[n * length + i];
         if (log_weight <= kLogZero) continue;
-        if (!sinks_after) sinks_after = sinks_copy();
+        if (!sinks_after) sinks_after = sinks->copied();
         sources[n * sinks->count + place] = i;
         sinks_after->log_weights(n)[place++] = log_weight;
         log_weight = kLogZero;
       }
     }
-  }
-
-  Tokens sinks_copy() const {
-    Tokens copied = *sinks;
-    for (at::Tensor& part : copied.parts) part = part.clone();
-    return copied;
   }
 };
 
