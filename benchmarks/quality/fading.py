@@ -1,9 +1,10 @@
-"""What a memory that fades keeps without training, on several kinds of text, beside a window of the same bytes.
+"""What a memory that fades keeps without training, on several kinds of text, beside a window of the same bytes, and one
+whose tokens all go by their age.
 
     python benchmarks/quality/fading.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz --windows 24
-    python benchmarks/quality/fading.py models/smollm2-135m --length 2048 --windows 8 ...
+    python benchmarks/quality/fading.py models/smollm2-135m --length 2048 --windows 8 --student fading ...
 
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions are measured on other
@@ -23,10 +24,12 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel
 
 import dofla
+from dofla.attention import stage_bytes
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.run import Evaluation
 from dofla.integration.checkpoint import load_model
+from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import SINKS, HeadCost
@@ -54,6 +57,27 @@ def fading(budget: int) -> Student:
     return lambda model, tokens: dofla.fade(model, tokens, budget=budget)
 
 
+def by_age(budget: int) -> Student:
+    """:func:`dofla.fade` with no token kept for the attention it draws, and more that are there for their age."""
+
+    def make(model: PreTrainedModel, tokens: TokenWindows) -> PreTrainedModel:
+        plan = fading_plan(model, budget)
+        for layer in plan.layers:
+            before = layer.state_bytes(model.dtype.itemsize)
+            layer.stages, layer.kept = layer.coded_per_head[0], 0
+            spare = before - layer.state_bytes(model.dtype.itemsize)
+            per_token = stage_bytes(layer.head_dim, layer.value_dim, layer.stages[-1][1])
+            layer.stages[-1][0] += spare // (layer.kv_heads * per_token)
+        student = dofla.linearize(model, plan)
+        measure_directions(student, tokens)
+        return student
+
+    return make
+
+
+STUDENTS = {"window": window_alone, "by-age": by_age, "fading": fading}
+
+
 def sources(paths: list[Path]) -> dict[str, object]:
     """Name → what token_windows takes."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -68,6 +92,9 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 24,
     seeds: Annotated[int, typer.Option(help="Draws of the windows that directions are measured on.")] = 1,
+    student: Annotated[
+        list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default all.")
+    ] = None,
 ) -> None:
     teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
     known = {"length": length, "windows": windows, "split": "all"}
@@ -75,19 +102,17 @@ def main(
     pool = dofla.token_windows(calibrate, tokenizer, length=512, windows=12 * seeds)
     shown = table("student", "state", *texts, "made in", gap=2)
     for each in budget or [64]:
-        for name, make, draws in (("window alone", window_alone(each), 1), ("fading", fading(each), seeds)):
-            gaps: dict[str, list[Evaluation]] = {}
-            for seed in range(draws):
+        for name in student or STUDENTS:
+            make, gaps = STUDENTS[name](each), {}
+            for seed in range(1 if name == "window" else seeds):
                 tokens = TokenWindows(pool.input_ids[12 * seed : 12 * seed + 12])
                 started = time.perf_counter()
-                student = make(teacher, tokens)
+                made = make(teacher, tokens)
                 seconds = time.perf_counter() - started
                 for kind, judged in texts.items():
-                    gaps.setdefault(kind, []).append(
-                        dofla.evaluate(student, judged, fidelity_windows=1, progress=False)
-                    )
-                state = plan_of(student).state_bytes(teacher.dtype)
-                dofla.restore(student)
+                    gaps.setdefault(kind, []).append(dofla.evaluate(made, judged, fidelity_windows=1, progress=False))
+                state = plan_of(made).state_bytes(teacher.dtype)
+                dofla.restore(made)
             cells = [_cell(found) for found in gaps.values()]
             shown.add_row(f"{name}, {each}", size(state), *cells, f"{seconds:.0f} s")
     Console(width=160).print(shown)

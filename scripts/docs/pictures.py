@@ -214,27 +214,29 @@ def memory() -> None:
     """What a KV head keeps of a long text: as wide as there are tokens, as high as they have bits."""
     dim, floor, per_token, per_bit = 64, 200, 1.55, 12
     cost = HeadCost.of(dim, dim, 4, "int8")
-    kept = fade_evenly(64, dim, dim, cost)
-    (first, near), (second, far) = kept.stages
+    found = fade_evenly(64, dim, dim, cost)
+    (first, near), (second, far) = found.stages
+    old = stage_bytes(dim, dim, far, scored=True)
     parts = [text(20, 26, "A token loses bits as it ages, and its bytes make room for others", "title")]
     parts += [arrow((540, 50), (176, 50)), text(168, 54, "gone, or into features", "small", "end")]
     columns = [
-        (540, kept.window, 8, "q₈(x)", kept.window * cost.token),
-        (488, first, near, "q₄(q₈(x))", first * stage_bytes(dim, dim, near)),
-        (418, second, far, "q₃(q₄(q₈(x)))", second * stage_bytes(dim, dim, far)),
+        (540, found.window, 8, BLUE, "q₈(x)", found.window * cost.token),
+        (494, first, near, BLUE, "q₄(q₈(x))", first * stage_bytes(dim, dim, near)),
+        (402, second, far, BLUE, "q₃(q₄(q₈(x)))", second * old),
+        (332, found.kept, far, RED, "those that draw attention", found.kept * old),
     ]
-    for right, tokens, bits, formula, size in columns:
+    for right, tokens, bits, colour, formula, size in columns:
         width, height = per_token * tokens, per_bit * bits
         at, anchor = (right, "end") if bits == 8 else (right - width / 2, "middle")
-        parts.append(box(right - width, floor - height, width, height, BLUE, bits / 8, 2))
+        parts.append(box(right - width, floor - height, width, height, colour, bits / 8, 2))
         parts += [text(at, floor - height - 24, f"{tokens} @ {bits:g} bits", "", anchor)]
         parts += [text(at, floor - height - 8, formula, "small", anchor)]
         parts += [text(at, floor + 17, f"{size:,} B", "small", anchor)]
         parts += [arrow((right - width / 2, floor + 22), (right - width / 2, floor + 42))]
-    parts += [box(24, floor - 8 * per_bit, 8, 8 * per_bit, RED, 1, 2), arrow((28, floor + 22), (28, floor + 42))]
-    parts += [text(24, floor - 8 * per_bit - 24, f"{kept.sinks} @ 8 bits", "", "start", RED)]
+    parts += [box(24, floor - 8 * per_bit, 8, 8 * per_bit, DARK, 1, 2), arrow((28, floor + 22), (28, floor + 42))]
+    parts += [text(24, floor - 8 * per_bit - 24, f"{found.sinks} @ 8 bits", "", "start", DARK)]
     parts += [text(24, floor - 8 * per_bit - 8, "the first tokens", "small")]
-    parts += [text(24, floor + 17, f"{kept.sinks * cost.token} B", "small")]
+    parts += [text(24, floor + 17, f"{found.sinks * cost.token} B", "small")]
     parts += [line([(20, floor), (544, floor)]), box(20, floor + 46, 524, 30, DARK, 0.1, 4)]
     parts += [text(282, floor + 66, "one sum of weighted values, divided by one sum of weights", "", "middle")]
     picture("memory", 292, "The memory of a KV head that fades", parts)

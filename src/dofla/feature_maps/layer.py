@@ -201,7 +201,8 @@ class LinearAttention(nn.Module):
         return torch.where(near, exact_scores(query, key, scaling), approximate)
 
     def _far_scores(self, group: int, query: Tensor, key: Tensor, rows: Tensor, scaling: float) -> Tensor:
-        """Of a group, [B, H, R, L]: as the features see all keys, and the stages those that are in them."""
+        """Of a group, [B, H, R, L]: as the features see all keys, and the stages those that are in them. Kept tokens
+        are taken to be the newest, for which they are depends on all queries before."""
         feature_map, fading, coded = self.maps[group], self.fading_of(group), []
         if fading is not None:
             coded = fading.key.chain(key)
@@ -213,7 +214,7 @@ class LinearAttention(nn.Module):
         if fading is not None:
             age = rows[:, None] - torch.arange(key.shape[-2], device=key.device)
             start = self.exact_tokens[group][0]
-            for count, keys in zip(fading.counts, coded, strict=True):
+            for count, keys in zip(fading.places, coded, strict=True):
                 seen = (age >= start) & (age < start + count)
                 scores = torch.where(seen, exact_scores(query, keys.to(query.dtype), scaling), scores)
                 start += count

@@ -38,6 +38,11 @@ class Fading(nn.Module):
         bits = [bits for _, bits in stages]
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
 
+    @property
+    def places(self) -> list[int]:
+        """Tokens of each stage, kept ones with the last."""
+        return [*self.counts[:-1], self.counts[-1] + self.kept]
+
     def reset(self) -> None:
         """Of both coders."""
         self.key.reset()
@@ -45,10 +50,10 @@ class Fading(nn.Module):
 
     def empty(self, batch: int, device: torch.device) -> tuple[CodedTokens | KeptTokens, ...]:
         """The stages before the first token."""
-        heads, last = self.key.heads, len(self.counts) - 1
-        stages = [self._empty(stage, (batch, heads, count), device) for stage, count in enumerate(self.counts)]
+        heads = self.key.heads
+        stages = [self._empty(stage, (batch, heads, count), device) for stage, count in enumerate(self.places)]
         if self.kept:
-            stages[last] = KeptTokens.of(self._empty(last, (batch, heads, self.counts[last] + self.kept), device))
+            stages[-1] = KeptTokens.of(stages[-1])
         return tuple(stages)
 
     def _empty(self, stage: int, shape: tuple[int, ...], device: torch.device) -> CodedTokens:
