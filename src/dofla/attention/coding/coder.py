@@ -164,6 +164,11 @@ class Coder(nn.Module):
                 codes = self.age(*codes, stage)
         return found
 
+    def turned(self, x: Tensor) -> Tensor:
+        """Vectors [B, Hkv, L, d] as :meth:`decode` would give them if nothing were rounded."""
+        turn = (self.turn * self.fineness.unsqueeze(-1)).to(x.dtype)
+        return x @ turn.mT - self.middle.to(x.dtype).unsqueeze(1)
+
     def straight(self, turned: Tensor) -> Tensor:
         """Vectors [B, H, L, d] that :meth:`decode` gave, or averages of such, as they were before turning."""
         share = turned.shape[1] // self.heads

@@ -72,7 +72,7 @@ class Fading(nn.Module):
         scaling: float,
         real: Tensor | None = None,
     ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens | KeptTokens, ...], TokenBuffer]:
-        """Attention to the stages while tokens move through them.
+        """Attention to the stages while tokens move through them; gradients pass as if nothing were rounded.
 
         Args:
             query: [B, H, L, d]; query i sees the stages as they are once token i has entered.
@@ -88,19 +88,23 @@ class Fading(nn.Module):
         turned, beside = self.key.against(accumulable(query))
         turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
         length = query.shape[-2]
-        moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
+        with torch.no_grad():
+            moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
+        unrounded = self._unrounded(leaving, turned.dtype)
         seen, after = [], []
         for stage, count in enumerate(self.counts):
             if self.kept and stage + 1 == len(self.counts):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
                 part, stays, moving = self._attend_kept(
-                    query, turned, real, held[stage], KeptTokens.of(moving), scaling
+                    query, turned, real, held[stage], KeptTokens.of(moving), unrounded, scaling
                 )
                 seen.append(part)
                 after.append(stays)
                 break
             line = held[stage].then(moving)
-            near = self._decoded(line[1:], stage, turned.dtype)
+            passing = _in_front(unrounded, count)
+            near = _through(self._decoded(line[1:], stage, turned.dtype), passing and passing[1:])
+            unrounded = passing and passing[:length]
             near = replace(near, key=F.pad(near.key, (0, 1), value=1.0))
             seen.append(exact_attention(turned, near, count - 1, 0, None, None, scaling))
             after.append(line[length:])
@@ -108,19 +112,26 @@ class Fading(nn.Module):
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
         out, normaliser = reduce(merge, seen)
-        left = self.straight(moving, len(self.counts) - 1, turned.dtype)
+        left = self._straight(_through(self._decoded(moving, len(self.counts) - 1, turned.dtype), unrounded))
         return (self.value.straight(out), normaliser), tuple(after), left
 
     def _attend_kept(
-        self, query: Tensor, turned: Tensor, real: Tensor, held: KeptTokens, entering: KeptTokens, scaling: float
+        self,
+        query: Tensor,
+        turned: Tensor,
+        real: Tensor,
+        held: KeptTokens,
+        entering: KeptTokens,
+        unrounded: TokenBuffer | None,
+        scaling: float,
     ) -> tuple[tuple[Tensor, Tensor], KeptTokens, CodedTokens]:
         """The last stage, where it keeps what draws attention: as :meth:`attend`, output still turned."""
         out, left, last = [], [], len(self.counts) - 1
-        for part in pieces(len(entering)):
+        for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
             line = held.then(entering[part])
             asking = self.key.asking(query[:, :, part])
             held, gone, sees = keep(asking, real[:, part], line, len(held), self.counts[last], self.key, scaling)
-            tokens = self._decoded(line, last, turned.dtype)
+            tokens = _through(self._decoded(line, last, turned.dtype), _in_front(unrounded, len(held)))
             key = F.pad(tokens.key, (0, 1), value=1.0)
             scores = exact_scores(turned[:, :, part], key, scaling).unflatten(1, (key.shape[1], -1))
             scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
@@ -141,13 +152,39 @@ class Fading(nn.Module):
 
     def straight(self, tokens: CodedTokens, stage: int, dtype: torch.dtype = torch.float32) -> TokenBuffer:
         """Tokens of a stage as they were, as nearly as the stage remembers."""
-        turned = self._decoded(tokens, stage, dtype)
+        return self._straight(self._decoded(tokens, stage, dtype))
+
+    def _straight(self, turned: TokenBuffer) -> TokenBuffer:
         return TokenBuffer(self.key.straight(turned.key), self.value.straight(turned.value), turned.log_weight)
+
+    def _unrounded(self, tokens: TokenBuffer, dtype: torch.dtype) -> TokenBuffer | None:
+        """Tokens turned, where a gradient is asked of them."""
+        if not torch.is_grad_enabled() or not (tokens.key.requires_grad or tokens.value.requires_grad):
+            return None
+        return TokenBuffer(
+            self.key.turned(tokens.key.to(dtype)), self.value.turned(tokens.value.to(dtype)), tokens.log_weight
+        )
 
     def _decoded(self, tokens: CodedTokens | KeptTokens, stage: int, dtype: torch.dtype) -> TokenBuffer:
         key = self.key.decode(tokens.key, tokens.key_scale, stage)
         value = self.value.decode(tokens.value, tokens.value_scale, stage)
         return TokenBuffer(key.to(dtype), value.to(dtype), tokens.log_weight)
+
+
+def _in_front(unrounded: TokenBuffer | None, places: int) -> TokenBuffer | None:
+    """Behind the ``places`` that were there before, of which nobody asks a gradient."""
+    return unrounded and TokenBuffer.empty(unrounded.key, unrounded.value, places).then(unrounded)
+
+
+def _through(coded: TokenBuffer, unrounded: TokenBuffer | None) -> TokenBuffer:
+    """Coded tokens whose gradients are those of the unrounded ones."""
+    if unrounded is None:
+        return coded
+    key, value = (
+        own + (x - x.detach())
+        for own, x in zip((coded.key, coded.value), (unrounded.key, unrounded.value), strict=True)
+    )
+    return replace(coded, key=key, value=value)
 
 
 def stage_bytes(head_dim: int, value_dim: int, bits: float, *, scored: bool = False) -> int:
