@@ -9,8 +9,6 @@
 
 namespace dofla::exact {
 
-constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
-
 constexpr std::int64_t kBlock = kChunk;  // rows whose keys are loaded together
 constexpr std::int64_t kRows = 16;       // rows whose scores are one product: few more than their windows contain
 

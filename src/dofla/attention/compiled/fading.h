@@ -12,8 +12,6 @@
 
 namespace dofla::fading {
 
-constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
-
 using Tensors = std::vector<at::Tensor>;
 
 // Vectors [B, H, L, d] in float32 or bfloat16, read and written as float32.
