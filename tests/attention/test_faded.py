@@ -34,7 +34,7 @@ def layer_of(seed, head_dim, value_dim, window, sinks, stages, features):
     """Calibrated on falling variances off centre; a head for each of ``stages``."""
     heads, generator = len(stages), torch.Generator().manual_seed(seed)
     kind = "prf" if features else "none"
-    layer = LinearAttention(kind, [features] * heads, head_dim, window, sinks, "int8", stages, value_dim)
+    layer = LinearAttention(kind, [features] * heads, head_dim, window, sinks, "int8", stages, value_dim=value_dim)
     layer.reset_parameters(generator)
     for fading in layer.fading.values():
         for coder in (fading.key, fading.value):
@@ -84,21 +84,21 @@ def assert_same_codes(ours, theirs):
 
 def error_of(layer, query, key, value):
     """How far float32 outputs may be from those of float64, coded tokens being the same."""
-    sizes = [SCALING * (query.abs().amax(2).sum(-1) * key.abs().max()).max().item()]
-    straight = [value.abs().max().item()]
-    for fading in layer.fading.values():
-        largest = key.double().abs().max() * fading.key.turn.double().mul(fading.key.fineness.unsqueeze(-1)).abs().sum(
-            -1
-        )
-        turned = query.double().abs().amax((0, 1, 2)) @ fading.key.back.double().abs()
-        sizes.append(SCALING * 2 * (turned * (largest + fading.key.middle.abs())).sum(-1).max().item())
-        whole = fading.value.turn.double().mul(fading.value.fineness.unsqueeze(-1)).abs().sum(-1) * value.abs().max()
-        straight.append(2 * (fading.value.back.double().abs() @ whole.unsqueeze(-1)).max().item())
-    # A score is two sums of d products, one after the other, and a few numbers; weights are off by as much as scores,
-    # an average by twice that and by its own sum, which is turned back.
+    scores, straight = 0.0, value.double().norm(dim=-1).max().item()
+    size = SCALING * query.double().norm(dim=-1).max().item()
+    for group, fading in zip(layer.groups, layer.fading.values(), strict=True):
+        # Of turned vectors, and of the way back: by Cauchy and Schwarz no sum of sizes is larger than their product.
+        keys, values = (coder.chain(x[:, group].float()) for coder, x in ((fading.key, key), (fading.value, value)))
+        turned = [fading.key.turn.double() * fading.key.fineness.double().unsqueeze(-1) @ x.double().mT for x in keys]
+        back = fading.key.back.double().flatten(1).norm(dim=1).max().item() / fading.key.dim**0.5
+        longest = max(x.norm(dim=-2).max().item() for x in turned) + fading.key.middle.norm(dim=-1).max().item()
+        scores = max(scores, size * (back * longest + key.double().norm(dim=-1).max().item()))
+        straight = max(straight, *(2 * x.double().norm(dim=-1).max().item() for x in values))
+    # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019), of which
+    # weights have those of scores, and averages those of weights twice and their own.
     tokens = sum(count for count, _ in STAGES[2]) + 19
-    scores = sum_error(2 * key.shape[-1] + 8, max(sizes))
-    return (2 * scores + sum_error(tokens + value.shape[-1] + 16)) * max(straight)
+    of_scores = sum_error(4 * (2 * key.shape[-1] + 8) ** 0.5, scores)
+    return (2 * of_scores + sum_error(4 * (tokens + value.shape[-1] + 16) ** 0.5)) * straight
 
 
 @needs_kernels
@@ -125,7 +125,8 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
     with threads(count):
         out, states, calls = run(layer, inputs, weight, cuts)
     _, plain, _ = run(layer, inputs, weight, cuts, kernels=False)
-    wanted, _, _ = run(layer.double(), [x.double() for x in inputs], weight, cuts, kernels=False)
+    layer.maps.double()  # codes are float32 whatever the rest is
+    wanted, _, _ = run(layer, [x.double() for x in inputs], weight, cuts, kernels=False)
     assert "fading" in calls.names
     assert sizes["features"] or calls.alone
     assert_same_codes(states, plain)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from arithmetic import LOGITS, sum_error
 from families import teacher, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import dofla
+from dofla.attention import compiled
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 from dofla.integration.surgery import linear_layers, plan_of
 
+needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
 
@@ -130,3 +133,33 @@ def test_refusals(tiny):
     with pytest.raises(DoflaError, match=r"the keys of layer model\.layers\.1\.self_attn hold NaN"):
         dofla.fade(broken, tiny.tokens(2, 16))
     assert not hasattr(broken, "_dofla_softmax_implementation")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_kernels_do_what_plain_torch_does(tiny, dtype, monkeypatch):
+    # One layer, so that no rounding reaches what is coded.
+    student = dofla.fade(tiny.llama(num_hidden_layers=1).to(dtype), tiny.tokens(4, 48), budget=24)
+    batch = tiny.padded(3, 120, side="left")
+
+    def read():
+        cache, found, seen = DynamicCache(config=student.config), [], 0
+        for length in (7, 1, 50, 1, 1, 60):
+            part = batch["input_ids"][:, seen : seen + length]
+            seen += length
+            mask = batch["attention_mask"][:, :seen]
+            found.append(student(part, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+            cache.reorder_cache(torch.tensor([0, 1, 2]))
+        return torch.cat(found, 1), cache.layers[0].states[0]
+
+    logits, state = read()
+    monkeypatch.setattr(compiled, "usable", lambda *_: False)
+    wanted, plain = read()
+    found, expected = ((s.window, s.sinks, *s.stages) for s in (state, plain))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(vars(ours).values(), vars(theirs).values(), strict=True))
+    # An average rounded to the other side in a step of the dtype goes through the rest of the layer.
+    bound = LOGITS if dtype == torch.float32 else {"rtol": 0, "atol": sum_error(8, wanted.abs().max().item(), dtype)}
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(logits[real], wanted[real], **bound)

@@ -37,11 +37,8 @@ def attend_faded(
     Args and returns are those of :func:`dofla.attention.attend`, but that ``state`` is as it is kept
     (:func:`dofla.attention.packed`), before and after. None if the kernels do not do such a call.
     """
-    if (
-        window == 0
-        or fading.kept
-        or not compiled.usable((query, key, value), (weight,) if weight is not None else (), DTYPES)
-    ):
+    others = () if weight is None else (weight,)
+    if window == 0 or query.shape[-2] == 0 or fading.kept or not compiled.usable((query, key, value), others, DTYPES):
         return None
     if state is None:
         state = _empty(key, value, features, fading, window, sinks, heads)

@@ -30,9 +30,10 @@ def without_autocast(method: Callable) -> Callable:
 
     @wraps(method)
     def call(self: nn.Module, query: Tensor, *args, **kwargs):
-        if not torch.amp.is_autocast_available(query.device.type):
+        device = query.device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return method(self, query, *args, **kwargs)
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             return method(self, query, *args, **kwargs)
 
     return call

@@ -1,4 +1,5 @@
-"""The arithmetic for a CPU without gradients, as C++ kernels: features.h is chunked.py, exact.h is exact.py.
+"""The arithmetic for a CPU without gradients, as C++ kernels: features.h is chunked.py, exact.h is exact.py, coding.h
+is coding/ and eight_bits.py.
 
 They keep each chunk in the processor's cache and use torch's own small matrix products (oneDNN). Where they cannot be
 built or do not run, :func:`obstacle` says why, and plain torch does the same work.

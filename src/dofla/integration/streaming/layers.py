@@ -71,8 +71,8 @@ def in_memory(layer: nn.Module) -> Iterator[None]:
     """Within the block the weights of an offloaded layer are on the device that computes."""
     offloading = []
     for module in layer.modules():
-        hook = getattr(module, "_hf_hook", None)
-        offloading += [(module, x) for x in getattr(hook, "hooks", [hook]) if getattr(x, "offload", False)]
+        if (hook := vars(module).get("_hf_hook")) is not None:  # getattr takes long to find nothing
+            offloading += [(module, x) for x in getattr(hook, "hooks", [hook]) if getattr(x, "offload", False)]
     for module, hook in offloading:
         hook.pre_forward(module)
         hook.offload = False

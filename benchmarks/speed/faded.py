@@ -1,0 +1,113 @@
+"""A memory that fades beside softmax attention: milliseconds of a decoded token and of a prompt, by context.
+
+    python benchmarks/speed/faded.py
+
+A model in a real one's shape with random weights, as it is (transformers' "sdpa" attention and default dynamic cache)
+and with a memory that fades (``dofla.fade``), both in one process and taking turns at every token and every prompt; the
+medians of what each took, and what the model takes with a cache of eight tokens, the least there is to do.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from model import MODELS, Job, build, machine
+from transformers import DynamicCache, PreTrainedModel
+
+import dofla
+
+KINDS = ("softmax", "faded")
+EMPTY = 8
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "smollm2-135m",
+    dtypes: Annotated[list[str] | None, typer.Option(help="Default float32 and bfloat16.")] = None,
+    contexts: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
+    prompts: Annotated[list[int] | None, typer.Option(help="Tokens read in one call.")] = None,
+    budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 24,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is read.")] = 3,
+    out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    transformers.logging.set_verbosity_error()
+    contexts, prompts = sorted(contexts or [EMPTY, 512, 2048, 4096]), sorted(prompts or [512, 2048])
+    found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "rows": []}
+    print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
+    for dtype in dtypes or ["float32", "bfloat16"]:
+        models = both(model, dtype, budget, max(*contexts, *prompts) + new_tokens)
+        print(f"\n{model}, {dtype}, ms of a median{'':8}" + "".join(f"{kind:>10}" for kind in KINDS) + f"{'ratio':>8}")
+        with torch.inference_mode():
+            rows = [("prompt", n, read(models, n, repeats)) for n in prompts]
+            rows += [("token", n, decode(models, n, new_tokens)) for n in contexts]
+        for what, tokens, taken in rows:
+            ratio = taken["faded"] / taken["softmax"]
+            times = "".join(f"{1e3 * taken[kind]:>10.1f}" for kind in KINDS)
+            label = f"a prompt of {tokens} tokens" if what == "prompt" else f"a token after {tokens}"
+            print(f"{label:<45}{times}{ratio:>8.2f}", flush=True)
+            found["rows"].append({"dtype": dtype, "what": what, "tokens": tokens, **taken})
+        floor = next(taken["softmax"] for what, tokens, taken in rows if what == "token" and tokens == contexts[0])
+        slowest = max(taken["faded"] for what, _, taken in rows if what == "token")
+        print(f"the slowest faded token is {slowest / floor:.2f} times a softmax token after {contexts[0]}")
+    if out:
+        Path(out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def both(name: str, dtype: str, budget: int, longest: int) -> dict[str, PreTrainedModel]:
+    shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest, "features": 0, "window": 0, "sinks": 0}
+    job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
+    models = {kind: build(job) for kind in KINDS}
+    dofla.fade(models["faded"], random_tokens(models["faded"], 256), budget=budget)
+    return models
+
+
+def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (1, length))
+
+
+def read(models: dict[str, PreTrainedModel], length: int, repeats: int) -> dict[str, float]:
+    """Seconds of a prompt read in one call."""
+
+    def prompt(model: PreTrainedModel) -> Callable[[], None]:
+        tokens = random_tokens(model, length)
+        return lambda: feed(model, tokens, DynamicCache(config=model.config))
+
+    return medians({kind: prompt(model) for kind, model in models.items()}, repeats)
+
+
+def decode(models: dict[str, PreTrainedModel], context: int, new_tokens: int) -> dict[str, float]:
+    """Seconds of a token after ``context`` others."""
+
+    def token(model: PreTrainedModel) -> Callable[[], None]:
+        cache, tokens = DynamicCache(config=model.config), random_tokens(model, 1)
+        feed(model, random_tokens(model, context), cache)
+        return lambda: feed(model, tokens, cache)
+
+    return medians({kind: token(model) for kind, model in models.items()}, new_tokens)
+
+
+def medians(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Of calls that take turns, after one untimed."""
+    taken: dict[str, list[float]] = {kind: [] for kind in calls}
+    for _ in range(1 + repeats):
+        for kind, call in calls.items():
+            started = time.perf_counter()
+            call()
+            taken[kind].append(time.perf_counter() - started)
+    return {kind: statistics.median(times[1:]) for kind, times in taken.items()}
+
+
+def feed(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> None:
+    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
