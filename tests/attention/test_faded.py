@@ -131,7 +131,7 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
     layer.maps.double()  # codes are float32 whatever the rest is
     wanted, _, _ = run(layer, [x.double() for x in inputs], weight, cuts, kernels=False)
     assert "fading" in calls.names
-    assert sizes["features"] or sizes["kept"] or calls.alone
+    assert sizes["features"] or calls.alone
     assert_same_codes(states, plain)
     seen = torch.ones(batch, length, dtype=torch.bool) if weight is None else weight > 0
     bound = error_of(layer, query, key, value)

@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 
 #include <cmath>
+#include <numeric>
 
 namespace dofla::fading {
 
@@ -163,5 +164,77 @@ class Drawing {
   std::vector<float> power_, beside_, integers_, asking_, units_, tile_, numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
+
+// What becomes of the tokens of a line of each KV head, the `places` of the stage followed by those that enter: which ones
+// stand there before each block of queries, oldest first; from which query on each has left; and which leave, in order.
+struct Fates {
+  std::int64_t places, length, block, blocks;
+  std::vector<std::int32_t> held, until, left;  // [units, blocks, places], [units, places + L], [units, L]
+
+  Fates(const Group& group, std::int64_t block)
+      : places(group.stages.back().count), length(group.length), block(block), blocks((length + block - 1) / block),
+        held(group.units() * blocks * places), until(group.units() * (places + length), length), left(group.units() * length) {}
+
+  std::int32_t* held_before(std::int64_t unit, std::int64_t first) {
+    return &held[(unit * blocks + first / block) * places];
+  }
+  std::int32_t* until_of(std::int64_t unit) { return &until[unit * (places + length)]; }
+  std::int32_t* left_by(std::int64_t unit) { return &left[unit * length]; }
+};
+
+// kept.keep of a KV head, and the stage after it.
+inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Fates& fates) {
+  const Kept& kept = *group.kept;
+  const Tokens& after = group.stages_after.back();
+  const std::int64_t count = fates.places, length = fates.length, unit = n * line.heads + h;
+  const float* log_weights = &group.lines.back()[unit * (count + length)];
+  std::int32_t *until = fates.until_of(unit), *left = fates.left_by(unit);
+  std::vector<std::int32_t> place(count + fates.block), score(count + fates.block);
+  std::vector<float> query(group.keys.dim);
+  std::iota(place.begin(), place.begin() + count, 0);
+  std::copy_n(kept.score.const_data_ptr<std::int16_t>() + unit * count, count, score.begin());
+  for (std::int64_t first = 0; first < length; first += fates.block) {
+    const std::int64_t rows = std::min(fates.block, length - first);
+    std::copy_n(place.begin(), count, fates.held_before(unit, first));
+    for (std::int64_t i = 0; i < rows; ++i) {
+      place[count + i] = count + first + i;
+      score[count + i] = log_weights[count + first + i] > kLogZero ? 0 : kFree;
+      for (std::int64_t g = 0; g < group.groups; ++g) {
+        group.query.read(n, group.heads[h] * group.groups + g, first + i, query.data());
+        drawing.take(i * group.groups + g, query.data());
+      }
+    }
+    drawing.measure(line, n, h, rows * group.groups, count + rows, [&](std::int64_t t) { return place[t]; });
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const std::int64_t leaves = least(score.data(), count + i + 1 - kept.newest);
+      left[first + i] = place[leaves];
+      until[place[leaves]] = first + i;
+      score[leaves] = kGone;
+      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1, score.data());
+    }
+    for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
+      if (score[t] == kGone) continue;
+      place[next] = place[t];
+      score[next++] = score[t];
+    }
+  }
+  for (std::int64_t t = 0; t < count; ++t) {
+    copy(line, after, n, h, place[t], t, 1);
+    after.log_weights(n, h)[t] = log_weights[place[t]];
+  }
+  std::copy_n(score.begin(), count, kept.score_after.mutable_data_ptr<std::int16_t>() + unit * count);
+  float* leaving = kept.left.mutable_data_ptr<float>() + unit * length;
+  for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
+}
+
+inline std::optional<Fates> keep(const Group& group, const Tokens& line, std::int64_t block) {
+  if (!group.kept) return std::nullopt;
+  Fates fates(group, std::min(block, group.length));
+  at::parallel_for(0, group.units(), 1, [&](std::int64_t begin, std::int64_t end) {
+    Drawing drawing(group, fates.block * group.groups, fates.places + fates.block);
+    for (std::int64_t unit = begin; unit < end; ++unit) keep(group, line, unit / line.heads, unit % line.heads, drawing, fates);
+  });
+  return fates;
+}
 
 }  // namespace dofla::fading
