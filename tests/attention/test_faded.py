@@ -26,15 +26,18 @@ LAYERS = st.fixed_dictionaries(
         "sinks": st.sampled_from([0, 2]),
         "stages": st.lists(st.sampled_from(STAGES), min_size=1, max_size=3),
         "features": st.sampled_from([0, 4]),
+        "kept": st.sampled_from([0, 1, 20, 70]),
     }
 )
 
 
-def layer_of(seed, head_dim, value_dim, window, sinks, stages, features):
+def layer_of(seed, head_dim, value_dim, window, sinks, stages, features, kept=0):
     """Calibrated on falling variances off centre; a head for each of ``stages``."""
     heads, generator = len(stages), torch.Generator().manual_seed(seed)
     kind = "prf" if features else "none"
-    layer = LinearAttention(kind, [features] * heads, head_dim, window, sinks, "int8", stages, value_dim=value_dim)
+    layer = LinearAttention(
+        kind, [features] * heads, head_dim, window, sinks, "int8", stages, [kept] * heads, value_dim
+    )
     layer.reset_parameters(generator)
     for fading in layer.fading.values():
         for coder in (fading.key, fading.value):
@@ -96,7 +99,7 @@ def error_of(layer, query, key, value):
         straight = max(straight, *(2 * x.double().norm(dim=-1).max().item() for x in values))
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019), of which
     # weights have those of scores, and averages those of weights twice and their own.
-    tokens = sum(count for count, _ in STAGES[2]) + 19
+    tokens = sum(count for count, _ in STAGES[2]) + 19 + 70
     of_scores = sum_error(4 * (2 * key.shape[-1] + 8) ** 0.5, scores)
     return (2 * of_scores + sum_error(4 * (tokens + value.shape[-1] + 16) ** 0.5)) * straight
 

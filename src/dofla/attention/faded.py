@@ -38,7 +38,7 @@ def attend_faded(
     (:func:`dofla.attention.packed`), before and after. None if the kernels do not do such a call.
     """
     others = () if weight is None else (weight,)
-    if window == 0 or fading.kept or query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
+    if window == 0 or query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
         return None
     if state is None:
         state = _empty(key, value, features, fading, window, sinks, heads)

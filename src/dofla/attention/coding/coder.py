@@ -83,6 +83,7 @@ class Coder(nn.Module):
         super().__init__()
         self.heads, self.dim, self.stages = heads, dim, tuple(bits)
         self.block = block_size(dim)
+        self._asking: tuple[Tensor, int | None, tuple[Tensor, Tensor]] | None = None
         self.register_buffer("turn", torch.empty(heads, dim, dim, dtype=torch.int16))
         self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
         self.register_buffer("back", torch.empty(heads, dim, dim, dtype=torch.float32))
@@ -132,6 +133,15 @@ class Coder(nn.Module):
     def constants(self) -> list[Tensor]:
         """All buffers, in the order of the attributes above: what the compiled kernels take."""
         return list(self._buffers.values())
+
+    @property
+    def asking_by(self) -> tuple[Tensor, Tensor]:
+        """``back`` in whole numbers of float32 [Hkv, d, d], and what one of them is worth in each column [Hkv, d]."""
+        version = None if self.back.is_inference() else self.back._version  # the former do not count changes
+        if self._asking is None or version is None or self._asking[0] is not self.back or self._asking[1] != version:
+            rows, fineness = _whole_rows(self.back.mT.double())
+            self._asking = self.back, version, (rows.float().mT.contiguous(), fineness.float())
+        return self._asking[2]
 
     def bytes_per_token(self, stage: int) -> int:
         """Of one vector of one head."""
@@ -187,10 +197,10 @@ class Coder(nn.Module):
         """Queries [B, H, L, d] turned as by :meth:`against`, but exactly: whole numbers [B, H, L, blocks, block] and a
         power of two for each block [B, H, L, blocks, 1]."""
         share = query.shape[1] // self.heads
-        rows, fineness = _whole_rows(self.back.mT.double())
+        turn, fineness = self.asking_by
         integers, exponent = pack(query)
-        turned = integers.float() @ rows.float().mT.repeat_interleave(share, 0)  # exact: whole numbers below 2²⁴
-        unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
+        turned = integers.float() @ turn.repeat_interleave(share, 0)  # exact: whole numbers below 2²⁴
+        unit = fineness.repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
         return whole((turned * unit).unflatten(-1, (-1, self.block)))
 
     def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:

@@ -216,6 +216,16 @@ inline void encode_block(const float* numbers, float unit, int bits, const Table
                                      tables.scale_borders());
 }
 
+// blocks.whole of a block, in place; what one is worth.
+template <int N>
+inline float whole(float* x) {
+  const int exponent = std::clamp(exponent_of(largest_size(x, N)), -100, 100) - 8;  // up to kWhole
+  const float scale = power_of_two(-exponent);
+#pragma omp simd
+  for (int i = 0; i < N; ++i) x[i] = __builtin_rintf(x[i] * scale);
+  return power_of_two(exponent);
+}
+
 // Coder.encode of a vector in eight bits.
 template <int N>
 inline void encode(const Coder& coder, const std::int8_t* integers, int exponent, std::int16_t* wide, std::uint8_t* codes,
@@ -234,12 +244,9 @@ inline void encode(const Coder& coder, const std::int8_t* integers, int exponent
     const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
 #pragma omp simd
     for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
-    const int whole = std::clamp(exponent_of(largest_size(x, N)), -100, 100) - 8;  // up to 256
-    const float scale = power_of_two(-whole);
-#pragma omp simd
-    for (int i = 0; i < N; ++i) x[i] = __builtin_rintf(x[i] * scale);
+    const float unit = whole<N>(x);
     const int bits = coder.bits_of(0)[b];
-    encode_block<N>(x, power_of_two(whole), bits, coder.tables, codes, scales + b);
+    encode_block<N>(x, unit, bits, coder.tables, codes, scales + b);
     codes += bits * N / 8;
   }
 }

@@ -1,7 +1,7 @@
 // A token of every sequence through a memory that fades.
 #pragma once
 
-#include "fading.h"
+#include "kept.h"
 
 #include <ATen/Parallel.h>
 
@@ -16,7 +16,11 @@ class Decoder {
       : group_(group), columns_(columns(group)), wide_(std::max(group.keys.dim, group.values.dim)),
         queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
         turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * columns_) {}
+        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * columns_) {
+    if (!group.kept) return;
+    drawing_.emplace(group, group.groups, group.stages.back().count);
+    drawn_.resize(group.stages.back().count + 1);
+  }
 
   // Scores of a query.
   static std::int64_t columns(const Group& group) {
@@ -38,7 +42,9 @@ class Decoder {
     }
     for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
       const Tokens &before = group.stages[stage], &from = stage ? group.stages[stage - 1] : group.window;
-      copy(before, group.stages_after[stage], n, h, 1, 0, before.count - 1);
+      leaves_ = group.keeps(stage) ? choose(n, h) : 0;
+      copy(before, group.stages_after[stage], n, h, 0, 0, leaves_);
+      copy(before, group.stages_after[stage], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
       enter(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
     }
     return true;
@@ -50,6 +56,7 @@ class Decoder {
     const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
     for (std::int64_t g = 0; g < group.groups; ++g) group.query.read(n, first + g, 0, &queries_[g * dim]);
     if (!coding::all_finite(queries_.data(), group.groups * dim)) return false;
+    if (drawing_) draw(n, h);
     for (float& x : queries_) x *= group.scaling;
     score(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g);
@@ -66,10 +73,38 @@ class Decoder {
   }
 
   void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
-    fading::leave(group_, group_.stages.back(), 0, n, h, key, value, 0, turned_vector_, vector_);
+    fading::leave(group_, group_.stages.back(), leaves_, n, h, key, value, 0, turned_vector_, vector_);
   }
 
  private:
+  // Which token leaves a stage that keeps what draws attention; the others' scores and log-weights.
+  std::int64_t choose(std::int64_t n, std::int64_t h) {
+    const Tokens& before = group_.stages.back();
+    const std::int64_t unit = n * before.heads + h, count = before.count;
+    const float* log_weights = &group_.lines.back()[unit * (count + 1)];
+    std::copy_n(group_.kept->score.const_data_ptr<std::int16_t>() + unit * count, count, drawn_.begin());
+    drawn_[count] = log_weights[count] > kLogZero ? 0 : kFree;
+    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.kept->newest);
+    std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
+    float* after = group_.stages_after.back().log_weights(n, h);
+    std::copy_n(log_weights, leaves, after);
+    std::copy(log_weights + leaves + 1, log_weights + count + 1, after + leaves);
+    group_.kept->left.mutable_data_ptr<float>()[unit] = log_weights[leaves];
+    return leaves;
+  }
+
+  // The scores of kept tokens after the queries.
+  void draw(std::int64_t n, std::int64_t h) {
+    const Tokens& after = group_.stages_after.back();
+    if (group_.real(n, 0)) {
+      for (std::int64_t g = 0; g < group_.groups; ++g) drawing_->take(g, &queries_[g * group_.keys.dim]);
+      drawing_->measure(after, n, h, group_.groups, after.count, [](std::int64_t t) { return t; });
+      drawing_->draw(0, after.count, drawn_.data());
+    }
+    std::int16_t* scores = group_.kept->score_after.mutable_data_ptr<std::int16_t>();
+    std::copy_n(drawn_.begin(), after.count, scores + (n * after.heads + h) * after.count);
+  }
+
   void score(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
     const coding::Coder coder = group.keys.head(h);
@@ -81,7 +116,7 @@ class Decoder {
         const auto exact = [&](const Tokens& tokens) {
           coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
                                    tokens.count, queries, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, 0.0f, to + i * columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, 0.0f, to + i * columns_);
           to += whole_lanes(tokens.count);
         };
         exact(group.window_after);
@@ -90,7 +125,7 @@ class Decoder {
           const Tokens& tokens = group.stages_after[stage];
           coding::scores<block, g>(coder, stage, tokens.row<std::uint8_t>(0, n, h, 0), tokens.row<std::uint8_t>(1, n, h, 0),
                                    tokens.count, turned, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, beside_[first + i], to + i * columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, beside_[first + i], to + i * columns_);
           to += whole_lanes(tokens.count);
         }
       });
@@ -98,8 +133,8 @@ class Decoder {
   }
 
   // Scores of some tokens with their log-weights; nobody sees the columns behind them.
-  void weigh(const Tokens& tokens, std::int64_t n, float added, float* __restrict scores) {
-    const float* __restrict log_weight = tokens.log_weights(n);
+  void weigh(const Tokens& tokens, std::int64_t n, std::int64_t h, float added, float* __restrict scores) {
+    const float* __restrict log_weight = tokens.log_weights(n, h);
 #pragma omp simd
     for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight[t];
     std::fill(scores + tokens.count, scores + whole_lanes(tokens.count), kLogZero);
@@ -146,7 +181,9 @@ class Decoder {
   const Tokens& sinks() const { return group_.sinks_after ? *group_.sinks_after : *group_.sinks; }
 
   const Group& group_;
-  std::int64_t columns_;
+  std::int64_t columns_, leaves_ = 0;  // which token left the last stage
+  std::optional<Drawing> drawing_;
+  std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_, scores_;
 };

@@ -86,20 +86,22 @@ struct Coders {
 // Bytes of a token's key and of what scales it, of its value and of what scales that.
 using Widths = std::array<std::int64_t, 4>;
 
-// Tokens of all heads of a group: a byte tensor [B, Hkv, n, .] for each width, and log-weights [B, n]. A window and
-// sinks are PackedTokens, whose exponents have no last dimension; stages are CodedTokens.
+// Tokens of all heads of a group: a byte tensor [B, Hkv, n, .] for each width, and log-weights [B, n], or [B, Hkv, n]
+// where heads hold other tokens. A window and sinks are PackedTokens, whose exponents have no last dimension; stages are
+// CodedTokens or KeptTokens.
 struct Tokens {
   std::int64_t heads, count;
+  bool apart;  // heads hold other tokens
   Widths widths;
   std::array<at::Tensor, 5> parts;
   std::array<char*, 4> data{};
 
   // Those of a state, five of `all` from `first` on.
   Tokens(const Tensors& all, std::int64_t first, std::int64_t batch, std::int64_t heads, const Widths& widths)
-      : heads(heads), count(all[first + 4].size(1)), widths(widths) {
+      : heads(heads), count(all[first].size(2)), apart(all[first + 4].dim() == 3), widths(widths) {
     for (std::int64_t n = 0; n < 5; ++n) {
       parts[n] = all[first + n].contiguous();
-      const std::int64_t size = n < 4 ? batch * heads * count * widths[n] : batch * count;
+      const std::int64_t size = batch * count * (n < 4 ? heads * widths[n] : apart ? heads : 1);
       TORCH_CHECK(parts[n].numel() == size && parts[n].element_size() == (n < 4 ? 1 : 4), "the state is another layer's");
     }
     find();
@@ -136,7 +138,9 @@ struct Tokens {
     return reinterpret_cast<T*>(data[part] + ((n * heads + h) * count + token) * widths[part]);
   }
 
-  float* log_weights(std::int64_t n) const { return parts[4].mutable_data_ptr<float>() + n * count; }
+  float* log_weights(std::int64_t n, std::int64_t h = 0) const {
+    return parts[4].mutable_data_ptr<float>() + (apart ? n * heads + h : n) * count;
+  }
 
  private:
   void find() {
@@ -151,6 +155,27 @@ inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int6
   }
 }
 
+// What the last stage has besides its tokens where it keeps what draws attention (coding/kept.py). The newest ones cannot
+// leave.
+struct Kept {
+  std::int64_t newest;
+  float step;                         // of the logarithm of a weight, for a product of a query and a key
+  at::Tensor turn, fineness;          // Coder.asking_by
+  at::Tensor weights;                 // kept.WEIGHTS
+  at::Tensor score, score_after;      // [B, Hkv, n], int16
+  at::Tensor left;                    // log-weights of the tokens that leave [B, Hkv, L]
+
+  // `parts` are turn, fineness, weights and score.
+  Kept(const Tensors& parts, std::int64_t newest, double scaling, const Tokens& tokens, std::int64_t length)
+      : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), turn(parts[0]), fineness(parts[1]),
+        weights(parts[2]), score(parts[3].contiguous()), score_after(at::empty(score.sizes(), score.options())),
+        left(at::empty({score.size(0), score.size(1), length}, weights.options())) {
+    TORCH_CHECK(tokens.apart && score.numel() == tokens.parts[4].numel(), "the state is another layer's");
+    TORCH_CHECK(newest > 0 && newest < tokens.count, "some tokens of a stage that keeps others are the newest, not all");
+    TORCH_CHECK(turn.is_contiguous() && fineness.is_contiguous(), "constants must be contiguous");
+  }
+};
+
 // A group of heads: queries [B, H, L, d] of all heads, of which those of the KV heads `heads` are meant (of all if none
 // are named), as keys and values; log-weights [B, L] of the tokens, 0 if there are none.
 struct Group {
@@ -162,14 +187,16 @@ struct Group {
   Tokens window, window_after;
   std::optional<Tokens> sinks, sinks_after;  // the latter only if a token becomes one
   std::vector<Tokens> stages, stages_after;
-  // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L]: window, stages; what leaves.
+  std::optional<Kept> kept;
+  // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L] (of kept ones [B, Hkv, n + L]):
+  // window, stages; what leaves, or enters kept ones.
   std::vector<std::vector<float>> lines;
   std::vector<float> leaving;
   std::vector<std::int64_t> sources;  // [B, s]: which of the tokens that leave the window becomes this sink; or -1
 
   Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
         const Tensors& near, const Tensors& first, const Tensors& coded, const Tensors& coders, const at::Tensor& tables,
-        double scaling, const std::vector<std::int64_t>& named)
+        double scaling, const std::vector<std::int64_t>& named, const Tensors& keeping, std::int64_t newest)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
         heads(named), query(q), key(k), value(v), keys(coders, 0, tables), values(coders, 6, tables),
         window(near, 0, batch, keys.heads, {keys.dim, 1, values.dim, 1}), window_after(window.like()) {
@@ -184,14 +211,23 @@ struct Group {
       stages.emplace_back(coded, 5 * stage, batch, keys.heads, widths);
       stages_after.push_back(stages.back().like());
     }
+    if (!keeping.empty()) kept.emplace(keeping, newest, scaling, stages.back(), length);
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
   }
 
   std::int64_t units() const { return batch * keys.heads; }
 
+  bool keeps(std::size_t stage) const { return kept && stage + 1 == stages.size(); }
+
+  // Whether new token i, which asks, is no padding.
+  bool real(std::int64_t n, std::int64_t i) const {
+    return lines[0][n * (window.count + length) + window.count + i] > kLogZero;
+  }
+
   Tensors after() const {
     Tensors found(window_after.parts.begin(), window_after.parts.end());
     for (const Tokens& tokens : stages_after) found.insert(found.end(), tokens.parts.begin(), tokens.parts.end());
+    if (kept) found.push_back(kept->score_after);
     if (sinks_after) found.insert(found.end(), sinks_after->parts.begin(), sinks_after->parts.end());
     return found;
   }
@@ -202,7 +238,19 @@ struct Group {
     if (given) std::copy_n(given, batch * length, leaving.begin());
     enter(window, window_after);
     take_sinks();
-    for (std::size_t stage = 0; stage < stages.size(); ++stage) enter(stages[stage], stages_after[stage]);
+    for (std::size_t stage = 0; stage < stages.size(); ++stage) {
+      keeps(stage) ? enter_kept(stages[stage]) : enter(stages[stage], stages_after[stage]);
+    }
+  }
+
+  void enter_kept(const Tokens& before) {
+    std::vector<float>& line = lines.emplace_back();
+    for (std::int64_t unit = 0; unit < units(); ++unit) {
+      const std::int64_t n = unit / before.heads;
+      const float* held = before.log_weights(n, unit % before.heads);
+      line.insert(line.end(), held, held + before.count);
+      line.insert(line.end(), leaving.begin() + n * length, leaving.begin() + (n + 1) * length);
+    }
   }
 
   // `leaving` goes in at one end, and what goes out at the other takes its place.
@@ -306,13 +354,17 @@ struct Result {
     normaliser = found[1].mutable_data_ptr<float>();
     rows.emplace_back(found[2]);
     rows.emplace_back(found[3]);
-    std::copy(group.leaving.begin(), group.leaving.end(), found[4].mutable_data_ptr<float>());
   }
 
   bool behind() const { return normaliser != nullptr; }
 
   Tensors with(const Group& group) const {
     Tensors all = found;
+    if (behind() && group.kept) {
+      all[4] = group.kept->left.amax(1);
+    } else if (behind()) {
+      std::copy(group.leaving.begin(), group.leaving.end(), all[4].mutable_data_ptr<float>());
+    }
     const Tensors after = group.after();
     all.insert(all.end(), after.begin(), after.end());
     return all;

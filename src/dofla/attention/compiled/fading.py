@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from dofla.attention.coding import CodedTokens, Fading
+from dofla.attention.coding import Fading
+from dofla.attention.coding.kept import WEIGHTS
 from dofla.attention.coding.levels import tables
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.state import State, TokenBuffer, _Tensors
@@ -45,7 +47,9 @@ def attend_and_code(
         [B, H', L], the output then being float32, and the L tokens that leave the last stage; and the state after, its
         features those before. None if the vectors hold NaN or infinity, which codes cannot keep.
     """
-    coded = [part for tokens in state.stages for part in _parts(tokens)]
+    coded, kept = [part for tokens in state.stages for part in _parts(tokens)], []
+    if fading.kept:
+        kept = [*fading.key.asking_by, WEIGHTS, coded.pop()]
     coders = fading.key.constants + fading.value.constants
     sinks = _parts(state.sinks) if state.sinks is not None else []
     found = torch.ops.dofla.fading(
@@ -61,17 +65,20 @@ def attend_and_code(
         scaling,
         heads or (),
         behind,
+        kept,
+        fading.counts[-1],
     )
     if not found:
         return None
     out, normaliser, left, found = found[0], None, None, found[1:]
     if behind:
         normaliser, left, found = found[0], TokenBuffer(*found[1:4]), found[4:]
-    fives = [found[n : n + 5] for n in range(0, len(found), 5)]
-    count = len(state.stages)
-    stages = tuple(CodedTokens(*parts) for parts in fives[1 : 1 + count])
-    later = PackedTokens(*fives[-1]) if len(fives) > 1 + count else state.sinks
-    return out, normaliser, left, State(state.features, PackedTokens(*fives[0]), later, stages)
+    found = iter(found)
+    window = PackedTokens(*islice(found, 5))
+    stages = tuple(type(tokens)(*islice(found, len(_parts(tokens)))) for tokens in state.stages)
+    later = tuple(found)
+    sinks = PackedTokens(*later) if later else state.sinks
+    return out, normaliser, left, State(state.features, window, sinks, stages)
 
 
 def _parts(tokens: _Tensors) -> list[Tensor]:

@@ -1,7 +1,7 @@
 // Many tokens through a memory that fades: all are coded, stage by stage, then blocks of queries see their bands.
 #pragma once
 
-#include "fading.h"
+#include "kept.h"
 
 #include <ATen/Parallel.h>
 
@@ -57,7 +57,7 @@ inline bool code(const Group& group, const Lines& lines) {
   for (std::int64_t unit = 0; unit < group.units(); ++unit) {
     const std::int64_t n = unit / heads, h = unit % heads;
     copy(lines.window, group.window_after, n, h, length, 0, window);
-    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
+    for (std::size_t stage = 0; stage < lines.stages.size() && !group.keeps(stage); ++stage) {
       copy(lines.stages[stage], group.stages_after[stage], n, h, length, 0, group.stages[stage].count);
     }
     for (std::int64_t place = 0; group.sinks_after && place < group.sinks->count; ++place) {
@@ -71,19 +71,20 @@ inline bool code(const Group& group, const Lines& lines) {
 // One thread's scratch memory and what it does with a block of rows of a KV head.
 class Reader {
  public:
-  Reader(const Group& group, const Lines& lines)
-      : group_(group), lines_(lines), dim_(group.keys.dim), value_dim_(group.values.dim),
+  Reader(const Group& group, const Lines& lines, Fates* fates)
+      : group_(group), lines_(lines), fates_(fates), dim_(group.keys.dim), value_dim_(group.values.dim),
         block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
         queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
         beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)) {
     add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
     for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
       const std::int64_t count = group.stages[stage].count;
-      add(count, block_ + count - 1, lines.stages[stage], group.lines[stage + 1]);
+      add(count, block_ + count - !group.keeps(stage), lines.stages[stage], group.lines[stage + 1]);
     }
     sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
     std::int64_t most = sink_columns_;
     for (const Band& band : bands_) most = std::max(most, band.columns);
+    if (fates) until_.resize(fates->places + block_);
     vectors_.resize(most * std::max(dim_, value_dim_));
     keys_.resize(dim_ * most);
     scores_.resize(rows_ * (columns_ + sink_columns_));
@@ -134,6 +135,7 @@ class Reader {
 
  private:
   // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
+  // Of kept ones, it is those that stood there before the block and have not left, and those that entered.
   struct Band {
     std::int64_t count, seen, columns, start;
     const Tokens& line;
@@ -165,21 +167,33 @@ class Reader {
     return true;
   }
 
+  bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
+
+  // How many tokens of a band's line a block sees, and the place there of one.
+  std::int64_t there(std::size_t band, std::int64_t first) const {
+    return std::min(block_, group_.length - first) + bands_[band].count - !keeps(band);
+  }
+  std::int64_t place(std::size_t band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
+    if (!keeps(band)) return first + 1 + t;
+    return t < bands_[band].count ? fates_->held_before(n * group_.keys.heads + h, first)[t] : first + t;
+  }
+
   // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
   // stages are turned.
   void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
     const Band& b = bands_[band];
     const Coders& coders = part == 0 ? group_.keys : group_.values;
     const coding::Coder coder = coders.head(h);
-    const std::int64_t there = std::min(b.seen, b.line.count - first - 1);
+    const std::int64_t there = this->there(band, first);
     coding::with_block(coder.block, [&](auto block) {
       for (std::int64_t t = 0; t < there; ++t) {
         float* to = &vectors_[t * coder.dim];
+        const std::int64_t from = place(band, n, h, first, t);
         if (band > 0) {
-          coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, first + 1 + t),
-                                b.line.template row<std::uint8_t>(part + 1, n, h, first + 1 + t), to);
+          coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, from),
+                                b.line.template row<std::uint8_t>(part + 1, n, h, from), to);
         } else {
-          unpack_exactly<block>(b.line, part, n, h, first + 1 + t, to);
+          unpack_exactly<block>(b.line, part, n, h, from, to);
         }
       }
     });
@@ -198,18 +212,31 @@ class Reader {
 
   void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::size_t band) {
     const Band& b = bands_[band];
-    const std::int64_t width = columns_ + sink_columns_, there = std::min(b.seen, b.line.count - first - 1);
+    const std::int64_t width = columns_ + sink_columns_, there = this->there(band, first);
     unpack(n, h, first, band, 0);
     transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.columns);
     const float* queries = band > 0 ? turned_.data() : queries_.data();
     matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.columns, &scores_[b.start], width, false);
-    std::copy_n(b.log_weights.begin() + n * b.line.count + first + 1, there, &column_weight_[b.start]);
+    const std::int64_t unit = keeps(band) ? n * group_.keys.heads + h : n;
+    const float* log_weights = &b.log_weights[unit * b.line.count];
+    for (std::int64_t t = 0; t < there; ++t) column_weight_[b.start + t] = log_weights[place(band, n, h, first, t)];
     std::fill_n(&column_weight_[b.start + there], b.columns - there, kLogZero);
+    if (keeps(band)) {
+      const std::int32_t* until = fates_->until_of(unit);
+      for (std::int64_t t = 0; t < there; ++t) until_[t] = until[place(band, n, h, first, t)];
+    }
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t i = row % block_;
       if (i >= rows) continue;
       float* __restrict score = &scores_[row * width + b.start];
       const float added = band > 0 ? beside_[row] : 0.0f;
+      if (keeps(band)) {
+        for (std::int64_t t = 0; t < there; ++t) {
+          const bool seen = t <= b.count + i && first + i < until_[t];
+          score[t] = seen ? score[t] + added : kLogZero;
+        }
+        continue;
+      }
 #pragma omp simd
       for (std::int64_t t = i; t < i + b.count; ++t) score[t] += added;
       std::fill(score, score + i, kLogZero);
@@ -265,19 +292,22 @@ class Reader {
 
   const Group& group_;
   const Lines& lines_;
+  Fates* fates_;  // of kept tokens
   std::int64_t dim_, value_dim_, block_, rows_, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
   std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
+  std::vector<std::int32_t> until_;
 };
 
 inline Tensors prefill(const Group& group, at::ScalarType type, bool behind) {
   const Result result(group, type, behind);
   const Lines lines(group);
   if (!code(group, lines)) return {};
+  std::optional<Fates> fates = keep(group, lines.stages.back(), kRows);
   const std::int64_t heads = group.keys.heads, blocks = (group.length + kRows - 1) / kRows;
   std::atomic<bool> finite{true};
   at::parallel_for(0, group.units() * blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-    Reader reader(group, lines);
+    Reader reader(group, lines, fates ? &*fates : nullptr);
     std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
     for (std::int64_t place = begin; place < end; ++place) {
       const std::int64_t unit = place / blocks, n = unit / heads, h = unit % heads, first = place % blocks * kRows;
@@ -286,7 +316,8 @@ inline Tensors prefill(const Group& group, at::ScalarType type, bool behind) {
         return;
       }
       for (std::int64_t i = first; behind && i < std::min(first + kRows, group.length); ++i) {
-        leave(group, lines.stages.back(), i, n, h, result.rows[1], result.rows[2], i, turned, straight);
+        const std::int64_t from = fates ? fates->left_by(unit)[i] : i;
+        leave(group, lines.stages.back(), from, n, h, result.rows[1], result.rows[2], i, turned, straight);
       }
     }
   });
