@@ -69,7 +69,9 @@ def groups_of(layers: Mapping[str, LinearAttention], given: Mapping[str, float])
         known = ", ".join(sorted(groups))
         raise DoflaError(f"learning_rates names {sorted(unknown)[0]!r}: the feature maps have {known}")
     if not groups:
-        raise DoflaError("the feature maps of this plan have nothing to train")
+        raise DoflaError(
+            "the feature maps of this plan have nothing to train: distill_end_to_end trains weights as well"
+        )
     return list(groups.values())
 
 
