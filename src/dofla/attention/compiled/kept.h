@@ -32,6 +32,11 @@ inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   return std::find(score, score + count, static_cast<std::int32_t>(best) + kFree) - score;
 }
 
+// How many places are free, as those of a stage that is not full are the foremost.
+inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
+  return std::find_if(score, score + count, [](std::int32_t x) { return x != kFree; }) - score;
+}
+
 // One thread's scratch memory for queries of a KV head, `rows` of them, and tokens of the stage, up to `count`.
 class Drawing {
  public:
@@ -204,13 +209,14 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
         drawing.take(i * group.groups + g, query.data());
       }
     }
-    drawing.measure(line, n, h, rows * group.groups, count + rows, [&](std::int64_t t) { return place[t]; });
+    const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
+    drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
     for (std::int64_t i = 0; i < rows; ++i) {
       const std::int64_t leaves = least(score.data(), count + i + 1 - kept.newest);
       left[first + i] = place[leaves];
       until[place[leaves]] = first + i;
       score[leaves] = kGone;
-      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1, score.data());
+      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
     }
     for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
       if (score[t] == kGone) continue;
