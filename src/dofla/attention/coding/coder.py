@@ -83,7 +83,7 @@ class Coder(nn.Module):
         super().__init__()
         self.heads, self.dim, self.stages = heads, dim, tuple(bits)
         self.block = block_size(dim)
-        self._asking: tuple[Tensor, int | None, tuple[Tensor, Tensor]] | None = None
+        self._asking: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
         self.register_buffer("turn", torch.empty(heads, dim, dim, dtype=torch.int16))
         self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
         self.register_buffer("back", torch.empty(heads, dim, dim, dtype=torch.float32))
@@ -137,10 +137,10 @@ class Coder(nn.Module):
     @property
     def asking_by(self) -> tuple[Tensor, Tensor]:
         """``back`` in whole numbers of float32 [Hkv, d, d], and what one of them is worth in each column [Hkv, d]."""
-        version = None if self.back.is_inference() else self.back._version  # the former do not count changes
-        if self._asking is None or version is None or self._asking[0] is not self.back or self._asking[1] != version:
-            rows, fineness = _whole_rows(self.back.mT.double())
-            self._asking = self.back, version, (rows.float().mT.contiguous(), fineness.float())
+        if torch.compiler.is_compiling() or self.back.is_inference():  # neither tells of changes
+            return _asking_by(self.back)
+        if self._asking is None or self._asking[0] is not self.back or self._asking[1] != self.back._version:
+            self._asking = self.back, self.back._version, _asking_by(self.back)
         return self._asking[2]
 
     def bytes_per_token(self, stage: int) -> int:
@@ -229,6 +229,11 @@ def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     most = torch.maximum(matrix.abs().sum(-1) / _SUM, matrix.abs().amax(-1) / (2**15 - 1))
     fineness = torch.exp2(torch.ceil(torch.log2(most.clamp_min(1e-30))))
     return (matrix / fineness.unsqueeze(-1)).round(), fineness
+
+
+def _asking_by(back: Tensor) -> tuple[Tensor, Tensor]:
+    rows, fineness = _whole_rows(back.mT.double())
+    return rows.float().mT.contiguous(), fineness.float()
 
 
 def block_size(dim: int) -> int:

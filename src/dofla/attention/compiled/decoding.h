@@ -98,8 +98,9 @@ class Decoder {
     const Tokens& after = group_.stages_after.back();
     if (group_.real(n, 0)) {
       for (std::int64_t g = 0; g < group_.groups; ++g) drawing_->take(g, &queries_[g * group_.keys.dim]);
-      drawing_->measure(after, n, h, group_.groups, after.count, [](std::int64_t t) { return t; });
-      drawing_->draw(0, after.count, drawn_.data());
+      const std::int64_t start = free_places(drawn_.data(), after.count);
+      drawing_->measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
+      drawing_->draw(0, after.count - start, &drawn_[start]);
     }
     std::int16_t* scores = group_.kept->score_after.mutable_data_ptr<std::int16_t>();
     std::copy_n(drawn_.begin(), after.count, scores + (n * after.heads + h) * after.count);

@@ -1,7 +1,7 @@
 // What a call of a fading memory works on: one group of heads, its coders, its state before and after.
 #pragma once
 
-#include "coding.h"
+#include "codes.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -32,6 +32,11 @@ inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   return std::find(score, score + count, static_cast<std::int32_t>(best) + kFree) - score;
 }
 
+// How many places are free, as those of a stage that is not full are the foremost.
+inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
+  return std::find_if(score, score + count, [](std::int32_t x) { return x != kFree; }) - score;
+}
+
 // One thread's scratch memory for queries of a KV head, `rows` of them, and tokens of the stage, up to `count`.
 class Drawing {
  public:
@@ -56,7 +61,9 @@ class Drawing {
     coding::with_block(coder.block, [&](auto block) {
       ask<block>(h, rows);
       load<block>(coder, tokens, n, h, count, token);
-      coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, count); });
+      for (std::int64_t t = 0; t < count; t += kLanes) {
+        coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, t); });
+      }
     });
   }
 
@@ -133,27 +140,25 @@ class Drawing {
     }
   }
 
-  // kept._steps of R queries.
+  // kept._steps of R queries and the tokens from t on that are one vector.
   template <int N, int R>
-  void count_steps(std::int64_t first, std::int64_t count) {
+  void count_steps(std::int64_t first, std::int64_t t) {
     const float* asking = &asking_[first * dim_];
-    for (std::int64_t t = 0; t < count; t += kLanes) {
-      Lanes total[R] = {};
-      for (std::int64_t b = 0; b < blocks_; ++b) {
-        Lanes sum[R] = {};
-        for (std::int64_t i = b * N; i < (b + 1) * N; ++i) {
-          const Lanes x = load_lanes(&numbers_[i * stride_ + t]);
-          for (int r = 0; r < R; ++r) sum[r] += asking[r * dim_ + i] * x;
-        }
-        const Lanes unit = load_lanes(&key_units_[b * stride_ + t]);
-        for (int r = 0; r < R; ++r) total[r] += rounded(sum[r] * units_[(first + r) * blocks_ + b] * unit);
+    Lanes total[R] = {};
+    for (std::int64_t b = 0; b < blocks_; ++b) {
+      Lanes sum[R] = {};
+      for (std::int64_t i = b * N; i < (b + 1) * N; ++i) {
+        const Lanes x = load_lanes(&numbers_[i * stride_ + t]);
+        for (int r = 0; r < R; ++r) sum[r] += asking[r * dim_ + i] * x;
       }
-      for (int r = 0; r < R; ++r) {
-        float* __restrict to = &steps_[(first + r) * stride_ + t];
-        store(to, total[r] * group_.kept->step);
+      const Lanes unit = load_lanes(&key_units_[b * stride_ + t]);
+      for (int r = 0; r < R; ++r) total[r] += rounded(sum[r] * units_[(first + r) * blocks_ + b] * unit);
+    }
+    for (int r = 0; r < R; ++r) {
+      float* __restrict to = &steps_[(first + r) * stride_ + t];
+      store(to, total[r] * group_.kept->step);
 #pragma omp simd
-        for (std::int64_t i = 0; i < kLanes; ++i) to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
-      }
+      for (std::int64_t i = 0; i < kLanes; ++i) to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
     }
   }
 
@@ -204,13 +209,14 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
         drawing.take(i * group.groups + g, query.data());
       }
     }
-    drawing.measure(line, n, h, rows * group.groups, count + rows, [&](std::int64_t t) { return place[t]; });
+    const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
+    drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
     for (std::int64_t i = 0; i < rows; ++i) {
       const std::int64_t leaves = least(score.data(), count + i + 1 - kept.newest);
       left[first + i] = place[leaves];
       until[place[leaves]] = first + i;
       score[leaves] = kGone;
-      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1, score.data());
+      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
     }
     for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
       if (score[t] == kGone) continue;

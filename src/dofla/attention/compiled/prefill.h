@@ -231,10 +231,10 @@ class Reader {
       float* __restrict score = &scores_[row * width + b.start];
       const float added = band > 0 ? beside_[row] : 0.0f;
       if (keeps(band)) {
-        for (std::int64_t t = 0; t < there; ++t) {
-          const bool seen = t <= b.count + i && first + i < until_[t];
-          score[t] = seen ? score[t] + added : kLogZero;
-        }
+        const std::int32_t *__restrict until = until_.data(), query = static_cast<std::int32_t>(first + i);
+#pragma omp simd
+        for (std::int64_t t = 0; t <= b.count + i; ++t) score[t] = query < until[t] ? score[t] + added : kLogZero;
+        std::fill(score + b.count + i + 1, score + b.columns, kLogZero);
         continue;
       }
 #pragma omp simd

@@ -1,0 +1,147 @@
+// What attention does with vectors in few bits and in eight, without unpacking them.
+#pragma once
+
+#include "coding.h"
+
+namespace dofla::coding {
+
+constexpr std::int64_t kTile = kLanes;  // tokens whose sums are one vector
+
+// The sum of the numbers of each of 16 vectors.
+inline Lanes sums(Lanes* rows) {
+  constexpr auto lanes = std::make_integer_sequence<int, 16>{};
+  exchange<8>(rows, lanes);
+  exchange<4>(rows, lanes);
+  exchange<2>(rows, lanes);
+  exchange<1>(rows, lanes);
+  Lanes total = rows[0];
+  for (int i = 1; i < 16; ++i) total += rows[i];
+  return total;
+}
+
+// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(t, g, sum)` adds up those of vector t.
+// A tile of 16 is written whole.
+template <int N, int G, typename Of>
+inline void products(std::int64_t count, float* to, std::int64_t stride, const Of& of) {
+  for (std::int64_t first = 0; first < count; first += kTile) {
+    Lanes rows[G][kTile] = {};
+    for (std::int64_t t = 0; t < std::min(kTile, count - first); ++t) {
+      Floats<N> sum[G] = {};
+      of(first + t, sum);
+      for (int g = 0; g < G; ++g) std::memcpy(&rows[g][t], &sum[g], sizeof sum[g]);
+    }
+    for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g]));
+  }
+}
+
+// ... with vectors in eight bits.
+template <int N, int G>
+inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
+                   const float* queries, float* to, std::int64_t stride) {
+  products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
+    for (std::int64_t i = 0; i < dim; i += N) {
+      const Floats<N> x = floats<N>(integers + t * dim + i);
+      for (int g = 0; g < G; ++g) sum[g] += floats<N>(queries + g * dim + i) * x;
+    }
+    for (int g = 0; g < G; ++g) sum[g] *= power_of_two(exponents[t]);
+  });
+}
+
+// ... of turned queries with codes of a stage.
+template <int N, int G>
+inline void scores(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+                   std::int64_t count, const float* queries, float* to, std::int64_t stride) {
+  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
+  const std::uint8_t* bits = coder.bits_of(stage);
+  products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
+    const std::uint8_t* code = codes + t * bytes;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      with_bits(bits[b], [&](auto n) {
+        const Floats<N> x = levels_of<N, n>(code, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
+        for (int g = 0; g < G; ++g) sum[g] += floats<N>(queries + g * coder.dim + b * N) * x;
+        code += n * N / 8;
+      });
+    }
+  });
+}
+
+// Adds to [G, dim] vectors in eight bits, each times weights[g * stride + t].
+template <int N, int G>
+inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
+                    const float* weights, std::int64_t stride, float* to) {
+  for (std::int64_t i = 0; i < dim; i += N) {
+    Floats<N> sum[G];
+    for (int g = 0; g < G; ++g) sum[g] = floats<N>(to + g * dim + i);
+    for (std::int64_t t = 0; t < count; ++t) {
+      const Floats<N> x = floats<N>(integers + t * dim + i) * power_of_two(exponents[t]);
+      for (int g = 0; g < G; ++g) sum[g] += weights[g * stride + t] * x;
+    }
+    for (int g = 0; g < G; ++g) std::memcpy(to + g * dim + i, &sum[g], sizeof sum[g]);
+  }
+}
+
+// ... turned vectors in codes of a stage.
+template <int N, int G>
+inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+                    std::int64_t count, const float* weights, std::int64_t stride, float* to) {
+  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+      Floats<N> sum[G];
+      for (int g = 0; g < G; ++g) sum[g] = floats<N>(to + g * coder.dim + b * N);
+      for (std::int64_t t = 0; t < count; ++t) {
+        const Floats<N> x =
+            levels_of<N, n>(codes + t * bytes, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
+        for (int g = 0; g < G; ++g) sum[g] += weights[g * stride + t] * x;
+      }
+      for (int g = 0; g < G; ++g) std::memcpy(to + g * coder.dim + b * N, &sum[g], sizeof sum[g]);
+      codes += n * N / 8;
+    });
+  }
+}
+
+// Coder.against: G queries [G, dim] turned, and their products with the mean.
+template <int N, int G>
+inline void against(const Coder& coder, const float* queries, float* turned, float* beside) {
+  const std::int64_t dim = coder.dim;
+  for (std::int64_t j = 0; j < dim; j += N) {
+    Floats<N> sum[4][G] = {};  // four, so that additions need not wait for each other
+    for (std::int64_t i = 0; i < dim; i += 4) {
+      for (int n = 0; n < 4; ++n) {
+        const Floats<N> row = floats<N>(coder.back + (i + n) * dim + j);
+        for (int g = 0; g < G; ++g) sum[n][g] += queries[g * dim + i + n] * row;
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      const Floats<N> total = (sum[0][g] + sum[1][g]) + (sum[2][g] + sum[3][g]);
+      std::memcpy(turned + g * dim + j, &total, sizeof total);
+    }
+  }
+  for (int g = 0; g < G; ++g) {
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (std::int64_t i = 0; i < dim; ++i) total += queries[g * dim + i] * coder.mean[i];
+    beside[g] = total;
+  }
+}
+
+// Coder.straight of G sums [G, dim] of turned vectors, added to `to`; `mass` [G] is the sum of their weights.
+template <int N, int G>
+inline void straighten(const Coder& coder, const float* turned, const float* mass, float* to) {
+  const std::int64_t dim = coder.dim;
+  float found[G][kTile];
+  for (std::int64_t first = 0; first < dim; first += kTile) {
+    const std::int64_t rows = std::min(kTile, dim - first);
+    products<N, G>(rows, found[0], kTile, [&](std::int64_t i, Floats<N>* sum) {
+      for (std::int64_t j = 0; j < dim; j += N) {
+        const Floats<N> row = floats<N>(coder.back + (first + i) * dim + j);
+        for (int g = 0; g < G; ++g) sum[g] += floats<N>(turned + g * dim + j) * row;
+      }
+    });
+    for (int g = 0; g < G; ++g) {
+      for (std::int64_t i = 0; i < rows; ++i) to[g * dim + first + i] += found[g][i] + mass[g] * coder.mean[first + i];
+    }
+  }
+}
+
+}  // namespace dofla::coding
