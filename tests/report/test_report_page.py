@@ -245,26 +245,29 @@ def test_no_memory_fades_where_tokens_are_not_kept_or_heads_do_not_fit(browser, 
 
 def test_a_student_whose_memory_fades(browser, llama_run):
     plan = Plan.load(llama_run / "students" / "fading-seed0").layers[0]
-    (first, _), (second, _) = plan.stages
+    (first, near), (second, far) = plan.coded_per_head[0]
+    near, far = f"{near:g} bits", f"{far:g} bits"
     with opened(browser, llama_run / "report.html") as page:
         page.locator("#student").select_option(label="Fading")
         assert page.locator("input[value=fading]").is_checked()
         layers = page.locator("#layers")
         lead = layers.locator(".lead").inner_text()
         assert "tokens lose bits as they age" in lead
+        assert "In the last one those stay that draw most attention." in lead
         assert "What is older is forgotten." in lead
         row = layers.locator("tbody tr").first.locator("td")
-        shown = f"{first} @ 4 bits, {second} @ 3 bits"
+        shown = f"{first} @ {near}, {second} @ {far}"
         assert row.all_inner_texts()[:5] == ["0", "none", str(plan.window), shown, str(plan.sinks)]
-        assert layers.locator(".legend").first.inner_text().split("\n")[1:] == ["3 bits", "4 bits", "window and sinks"]
+        assert layers.locator(".legend").first.inner_text().split("\n")[1:] == [far, near, "window and sinks"]
         row.nth(6).hover()
-        parts = [plan.bytes_by_kind(4)[2][bits] for bits in (3, 4)]
-        assert page.locator("#tip").inner_text().startswith(f"{parts[0]} B in 3 bits, {parts[1]} B in 4 bits, ")
+        parts = list(plan.bytes_by_kind(4)[2].values())
+        assert page.locator("#tip").inner_text().startswith(f"{parts[1]} B in {far}, {parts[0]} B in {near}, ")
         # It sees nothing of the far past, so KL says nothing of its error.
         assert "what the layer’s attention gives" in layers.locator(".legend").last.inner_text()
         assert "∞" not in layers.locator("table").inner_text()
         assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
-        for column, words in ((10, "3 bits"), (28, "4 bits"), (30, None), (plan.sinks - 1, None)):
+        newest = 31 - plan.window  # that the query in row 31 sees in the first stage
+        for column, words in ((newest - first, far), (newest, near), (newest + 1, None), (plan.sinks - 1, None)):
             page.locator("#attention canvas").nth(1).evaluate(
                 "(map, [x, y]) => { const r = map.getBoundingClientRect(), s = r.width / map.width;"
                 " map.dispatchEvent(new PointerEvent('pointermove',"
