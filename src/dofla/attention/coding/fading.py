@@ -189,4 +189,4 @@ def _through(coded: TokenBuffer, unrounded: TokenBuffer | None) -> TokenBuffer:
 
 def stage_bytes(head_dim: int, value_dim: int, bits: float, *, scored: bool = False) -> int:
     """Of a token in a stage of so many bits: a key, a value, and a score where what draws attention is kept."""
-    return token_bytes(head_dim, bits) + token_bytes(value_dim, bits) + 4 * scored
+    return token_bytes(head_dim, bits) + token_bytes(value_dim, bits) + 2 * scored

@@ -23,10 +23,10 @@ OCTAVE = 8
 """Steps of the logarithm of a weight to a factor of two."""
 WEIGHTS = torch.tensor([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)] + [0.0])
 """By how many steps a weight is below the largest; beyond the last it is nothing."""
-GAIN = 2**18
+GAIN = 2**12
 """Of a score, by a query that sees nothing else."""
 FADES = 64
-MOST_SCORE = 2**30
+MOST_SCORE = 2**15 - 1
 FREE = -1
 """Score of a free place or of padding, which leave before any token."""
 _PIECE = 256
@@ -36,7 +36,7 @@ _NEVER = 2**30
 @dataclass(frozen=True)
 class KeptTokens(_Tensors):
     """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
-    [B, Hkv, n, bytes], uint8; ``log_weight`` [B, Hkv, n]; and ``score`` [B, Hkv, n], int32."""
+    [B, Hkv, n, bytes], uint8; ``log_weight`` [B, Hkv, n]; and ``score`` [B, Hkv, n], int16."""
 
     key: Tensor
     key_scale: Tensor
@@ -49,7 +49,7 @@ class KeptTokens(_Tensors):
     def of(cls, tokens: CodedTokens) -> KeptTokens:
         """Tokens that have drawn nothing yet."""
         log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
-        score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int32)
+        score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
         return cls(*(getattr(tokens, field.name) for field in fields(tokens)[:-1]), log_weight, score)
 
     def __len__(self) -> int:
@@ -110,9 +110,7 @@ def keep(
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
         score = torch.cat([score, line.score[:, :, places + n : places + n + 1].int()], -1)
-        least = (score.long() * (places + 1) + order)[:, :, : places + 1 - newest].argmin(
-            -1, keepdim=True
-        )  # no two alike
+        least = (score * (places + 1) + order)[:, :, : places + 1 - newest].argmin(-1, keepdim=True)  # no two alike
         leaving = index.gather(-1, least)
         left.append(leaving)
         gone.scatter_(-1, leaving, n)
@@ -122,7 +120,7 @@ def keep(
     rows = torch.arange(length, device=steps.device).unsqueeze(-1)
     seen = (entered <= rows) & (rows < gone.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
     after = line.chosen(index)
-    after = KeptTokens(*(getattr(after, field.name) for field in fields(after)[:-1]), score)
+    after = KeptTokens(*(getattr(after, field.name) for field in fields(after)[:-1]), score.to(torch.int16))
     return after, line.chosen(torch.cat(left, -1)), seen
 
 

@@ -82,7 +82,7 @@ class Decoder {
     const Tokens& before = group_.stages.back();
     const std::int64_t unit = n * before.heads + h, count = before.count;
     const float* log_weights = &group_.lines.back()[unit * (count + 1)];
-    std::copy_n(group_.kept->score.const_data_ptr<std::int32_t>() + unit * count, count, drawn_.begin());
+    std::copy_n(group_.kept->score.const_data_ptr<std::int16_t>() + unit * count, count, drawn_.begin());
     drawn_[count] = log_weights[count] > kLogZero ? 0 : kFree;
     const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.kept->newest);
     std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
@@ -102,7 +102,7 @@ class Decoder {
       drawing_->measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
       drawing_->draw(0, after.count - start, &drawn_[start]);
     }
-    std::int32_t* scores = group_.kept->score_after.mutable_data_ptr<std::int32_t>();
+    std::int16_t* scores = group_.kept->score_after.mutable_data_ptr<std::int16_t>();
     std::copy_n(drawn_.begin(), after.count, scores + (n * after.heads + h) * after.count);
   }
 

@@ -162,7 +162,7 @@ struct Kept {
   float step;                         // of the logarithm of a weight, for a product of a query and a key
   at::Tensor turn, fineness;          // Coder.asking_by
   at::Tensor weights;                 // kept.WEIGHTS
-  at::Tensor score, score_after;      // [B, Hkv, n], int32
+  at::Tensor score, score_after;      // [B, Hkv, n], int16
   at::Tensor left;                    // log-weights of the tokens that leave [B, Hkv, L]
 
   // `parts` are turn, fineness, weights and score.

@@ -11,8 +11,8 @@
 
 namespace dofla::fading {
 
-constexpr std::int32_t kFree = -1, kGone = -2, kMostScore = 1 << 30, kFades = 64;  // as in kept.py, but for kGone
-constexpr float kGain = 262144.0f, kMostSteps = 0x1p30f;
+constexpr std::int32_t kFree = -1, kGone = -2, kMostScore = 32767, kFades = 64;  // as in kept.py, but for kGone
+constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
 
 // x, which the compiler cannot fuse with the sum it goes into.
 inline Lanes rounded(Lanes x) {
@@ -197,7 +197,7 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
   std::vector<std::int32_t> place(count + fates.block), score(count + fates.block);
   std::vector<float> query(group.keys.dim);
   std::iota(place.begin(), place.begin() + count, 0);
-  std::copy_n(kept.score.const_data_ptr<std::int32_t>() + unit * count, count, score.begin());
+  std::copy_n(kept.score.const_data_ptr<std::int16_t>() + unit * count, count, score.begin());
   for (std::int64_t first = 0; first < length; first += fates.block) {
     const std::int64_t rows = std::min(fates.block, length - first);
     std::copy_n(place.begin(), count, fates.held_before(unit, first));
@@ -228,7 +228,7 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
     copy(line, after, n, h, place[t], t, 1);
     after.log_weights(n, h)[t] = log_weights[place[t]];
   }
-  std::copy_n(score.begin(), count, kept.score_after.mutable_data_ptr<std::int32_t>() + unit * count);
+  std::copy_n(score.begin(), count, kept.score_after.mutable_data_ptr<std::int16_t>() + unit * count);
   float* leaving = kept.left.mutable_data_ptr<float>() + unit * length;
   for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
 }
