@@ -221,9 +221,9 @@ def memory() -> None:
     parts += [arrow((540, 50), (176, 50)), text(168, 54, "gone, or into features", "small", "end")]
     columns = [
         (540, found.window, 8, BLUE, "q₈(x)", found.window * cost.token),
-        (484, first, near, BLUE, "q₅(q₈(x))", first * stage_bytes(dim, dim, near)),
-        (398, second, far, BLUE, "q₃.₅(q₅(q₈(x)))", second * old),
-        (318, found.kept, far, RED, "those that draw attention", found.kept * old),
+        (494, first, near, BLUE, "q₄(q₈(x))", first * stage_bytes(dim, dim, near)),
+        (402, second, far, BLUE, "q₃(q₄(q₈(x)))", second * old),
+        (332, found.kept, far, RED, "those that draw attention", found.kept * old),
     ]
     for right, tokens, bits, colour, formula, size in columns:
         width, height = per_token * tokens, per_bit * bits

@@ -1,5 +1,5 @@
-"""How a memory that fades spends its bytes, where nothing was measured: the newest tokens in eight bits, some
-in five, all others in three and a half, most of which stay as long as they draw attention."""
+"""How a memory that fades spends its bytes, where nothing was measured: the newest tokens in eight bits, a few in
+four, all others in three, most of which stay as long as they draw attention."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dofla.plans.hybrid import SINKS, HeadCost
 FADING = "fading"
 """Name of the strategy, in plans and recipes."""
 
-WINDOW_SHARE, NEAR_SHARE, NEWEST_SHARE = 0.06, 0.16, 0.13
+WINDOW_SHARE, NEAR_SHARE, NEWEST_SHARE = 0.12, 0.16, 0.12
 """Of the bytes, what goes to tokens in eight bits, to those of the first stage, and to those of the second that
 are there for their age."""
-BITS = (5.0, 3.5)
+BITS = (4.0, 3.0)
 """Of the two stages. On SmolLM2 at the bytes of 64 features (``docs/quality.md``)."""
 
 
