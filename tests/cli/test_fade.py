@@ -20,7 +20,7 @@ def test_a_model_fades_at_once(tmp_path, capsys):
     assert found["state_bytes"] == plan.state_bytes(student.dtype) <= 24 * (32 + 2) * 4 * 32
     assert all(layer.stages and layer.feature_map == "none" for layer in plan.layers)
     card = (tmp_path / "faded" / "README.md").read_text()
-    assert "lets attention see tokens in ever fewer bits as they age, keeps of the old ones those that draw attention." in card
+    assert "in ever fewer bits as they age, keeps of the old ones those that draw attention." in card
     assert "Nothing was trained: means, directions and bits" in card
     assert "@ 4 bits" in card
     assert " kept" in card
