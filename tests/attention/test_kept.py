@@ -155,3 +155,20 @@ def test_gradients_pass_through_codes_as_if_nothing_were_rounded(kept):
         # All tokens are there still, five bits leave .0026 of a variance (levels.distortion), so .05 of a size; twice,
         # for the second stage codes what the first has, in keys and in values.
         assert (found.grad - wanted.grad).norm() < 0.2 * wanted.grad.norm()
+
+
+def test_what_leaves_kept_tokens_for_the_features_takes_its_own_gradients_along():
+    query, key, value = (x.double() for x in inputs(0, 1, 2, 1, 40))
+    fading = memory(key, value)
+    features = PRF(2, HEAD, 4)
+    features.reset_parameters(torch.Generator().manual_seed(0))
+    value.requires_grad_()
+    _, states = read(fading, query, key, value, features=features)
+    states[-1].features.mean.sum().backward()
+    last = states[-1].stages[-1]
+    codes = fading.key.encode(key)
+    coded = torch.cat(fading.key.age(*codes, 0), -1)  # bytes that no two keys share
+    held = (coded.unsqueeze(3) == torch.cat([last.key, last.key_scale], -1).unsqueeze(2)).all(-1).any(-1)
+    held[:, :, :SINKS] = held[:, :, -WINDOW - STAGES[0][0] :] = True
+    assert held.sum() == 2 * (SINKS + WINDOW + STAGES[0][0] + STAGES[1][0] + KEPT)
+    assert ((value.grad.abs().amax(-1) > 0) == ~held).all()

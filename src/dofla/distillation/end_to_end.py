@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.display import Bar, reports_progress
-from dofla.distillation.calibrate import calibrate
+from dofla.distillation.calibrate import start_from_data
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
 from dofla.distillation.history import History
@@ -155,7 +155,7 @@ def distill_end_to_end(
             descent = Descent(_groups(layers, part, rates), schedule, steps)
             checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
             started = time.perf_counter()
-            calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
+            start_from_data(student, windows, batches.first())  # where a run goes on, its checkpoint comes over it
             curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
             together.check_same_files(len(curve), folder)
             together.make_alike([*descent.parameters, *(x for layer in layers.values() for x in layer.buffers())])

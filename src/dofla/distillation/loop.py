@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.display import Bar, reports_progress
-from dofla.distillation.calibrate import calibrate
+from dofla.distillation.calibrate import start_from_data
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, groups_of, part_of
 from dofla.distillation.direct import DIRECT, next_token_gradients
@@ -27,14 +27,10 @@ from dofla.distillation.places import reach_of
 from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.fading import measure_directions
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
 from dofla.storage.processes import Processes, is_first, processes
-
-_MEASURED = 12
-"""Windows from which directions are measured."""
 
 
 @reports_progress("distill", Bar.losses)
@@ -136,9 +132,7 @@ def distill(
     whole = not streamed or own_inputs > 0
     with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
         if from_data:
-            if any(layer.fading for layer in layers.values()):
-                measure_directions(student, windows.take(_MEASURED))
-            calibrate(student, batches.first())  # where a run goes on, its checkpoint comes over it
+            start_from_data(student, windows, batches.first())  # where a run goes on, its checkpoint comes over it
         for turn in turns:
             part = {name: layer for name, layer in layers.items() if name.startswith(turn.prefix)}
             columns = [DIRECT] if loss == DIRECT else list(part)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dofla.attention.coding.coder import Coder, token_bytes
-from dofla.attention.coding.kept import KeptTokens, keep, pieces
+from dofla.attention.coding.kept import KeptTokens, chosen, keep, pieces
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.exact import exact_attention, merge
 from dofla.attention.kernel import exact_scores
@@ -95,7 +95,7 @@ class Fading(nn.Module):
         for stage, count in enumerate(self.counts):
             if self.kept and stage + 1 == len(self.counts):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
-                part, stays, moving = self._attend_kept(
+                part, stays, moving, unrounded = self._attend_kept(
                     query, turned, real, held[stage], KeptTokens.of(moving), unrounded, scaling
                 )
                 seen.append(part)
@@ -112,7 +112,7 @@ class Fading(nn.Module):
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
         out, normaliser = reduce(merge, seen)
-        left = self._straight(_through(self._decoded(moving, len(self.counts) - 1, turned.dtype), unrounded))
+        left = self.straight(moving, len(self.counts) - 1, turned.dtype, unrounded)
         return (self.value.straight(out), normaliser), tuple(after), left
 
     def _attend_kept(
@@ -124,22 +124,26 @@ class Fading(nn.Module):
         entering: KeptTokens,
         unrounded: TokenBuffer | None,
         scaling: float,
-    ) -> tuple[tuple[Tensor, Tensor], KeptTokens, CodedTokens]:
+    ) -> tuple[tuple[Tensor, Tensor], KeptTokens, CodedTokens, TokenBuffer | None]:
         """The last stage, where it keeps what draws attention: as :meth:`attend`, output still turned."""
         out, left, last = [], [], len(self.counts) - 1
         for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
             line = held.then(entering[part])
-            asking = self.key.asking(query[:, :, part])
+            asking = self.key.asking(query[:, :, part].detach())
             held, gone, sees = keep(asking, real[:, part], line, len(held), self.counts[last], self.key, scaling)
-            tokens = _through(self._decoded(line, last, turned.dtype), _in_front(unrounded, len(held)))
+            passing = _in_front(unrounded, len(held))
+            tokens = _through(self._decoded(line, last, turned.dtype), passing)
             key = F.pad(tokens.key, (0, 1), value=1.0)
             scores = exact_scores(turned[:, :, part], key, scaling).unflatten(1, (key.shape[1], -1))
             scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
             piece = scores.softmax(-1) @ tokens.value.unsqueeze(2) * sees.any(-1)[:, :, None, :, None]
             out.append((piece.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)))
-            left.append(gone)
+            left.append(line.chosen(gone))
+            if passing is not None:
+                unrounded = replace(passing, key=chosen(passing.key, gone), value=chosen(passing.value, gone))
         outputs, normalisers = zip(*out, strict=True)
-        return (torch.cat(outputs, 2), torch.cat(normalisers, 2)), held, reduce(KeptTokens.then, left).plain()
+        moving = reduce(KeptTokens.then, left).plain()
+        return (torch.cat(outputs, 2), torch.cat(normalisers, 2)), held, moving, unrounded
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""
@@ -150,11 +154,15 @@ class Fading(nn.Module):
         key = self.key.age(tokens.key, tokens.key_scale, stage)
         return CodedTokens(*key, *self.value.age(tokens.value, tokens.value_scale, stage), tokens.log_weight)
 
-    def straight(self, tokens: CodedTokens, stage: int, dtype: torch.dtype = torch.float32) -> TokenBuffer:
-        """Tokens of a stage as they were, as nearly as the stage remembers."""
-        return self._straight(self._decoded(tokens, stage, dtype))
-
-    def _straight(self, turned: TokenBuffer) -> TokenBuffer:
+    def straight(
+        self,
+        tokens: CodedTokens,
+        stage: int,
+        dtype: torch.dtype = torch.float32,
+        unrounded: TokenBuffer | None = None,
+    ) -> TokenBuffer:
+        """Tokens of a stage as they were, as nearly as the stage remembers; with the gradients of ``unrounded``."""
+        turned = _through(self._decoded(tokens, stage, dtype), unrounded)
         return TokenBuffer(self.key.straight(turned.key), self.value.straight(turned.value), turned.log_weight)
 
     def _unrounded(self, tokens: TokenBuffer, dtype: torch.dtype) -> TokenBuffer | None:

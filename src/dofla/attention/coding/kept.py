@@ -10,7 +10,7 @@ draws attention is measured here among the tokens of the stage alone, and forgot
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -64,18 +64,19 @@ class KeptTokens(_Tensors):
 
     def chosen(self, places: Tensor) -> KeptTokens:
         """The tokens at ``places`` [B, Hkv, m]."""
-
-        def choose(x: Tensor) -> Tensor:
-            index = places if x.ndim == 3 else places.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
-            return x.gather(2, index)
-
-        return self.map(choose)
+        return self.map(lambda x: chosen(x, places))
 
     def plain(self) -> CodedTokens:
         """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have come and gone in every head."""
         return CodedTokens(self.key, self.key_scale, self.value, self.value_scale, self.log_weight.amax(1))
 
 
+def chosen(x: Tensor, places: Tensor) -> Tensor:
+    """What ``x`` [B, Hkv, n] or [B, Hkv, n, d] has at ``places`` [B, Hkv, m], others in each head."""
+    return x.gather(2, places if x.ndim == 3 else places.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+
+
+@torch.no_grad()
 def keep(
     asking: tuple[Tensor, Tensor],
     real: Tensor,
@@ -84,7 +85,7 @@ def keep(
     newest: int,
     coder: Coder,
     scaling: float,
-) -> tuple[KeptTokens, KeptTokens, Tensor]:
+) -> tuple[KeptTokens, Tensor, Tensor]:
     """Let tokens enter a stage one by one, and each time the one go that drew least.
 
     Args:
@@ -98,19 +99,20 @@ def keep(
         scaling: of the scores of attention.
 
     Returns:
-        The stage after; the L tokens that left, in that order; and [B, Hkv, L, places + L], what each query saw.
+        The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and
+        [B, Hkv, L, places + L], what each query saw.
     """
     length = len(line) - places
     steps = _steps(asking, line, coder, scaling)  # [B, Hkv, G, L, S]
     heads = line.score.shape[:2]
     weights, entered = WEIGHTS.to(steps.device), torch.arange(len(line), device=steps.device) - places
-    index = (entered + places)[:places].expand(*heads, -1)
-    score, left = line.score[:, :, :places].int(), []
     order, gone = torch.arange(places + 1, device=steps.device), torch.full_like(line.score, _NEVER, dtype=torch.int64)
+    index, score, left = order[:-1].expand(*heads, -1), line.score[:, :, :places].int(), []
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
         score = torch.cat([score, line.score[:, :, places + n : places + n + 1].int()], -1)
-        least = (score * (places + 1) + order)[:, :, : places + 1 - newest].argmin(-1, keepdim=True)  # no two alike
+        rank = score.long() * (places + 1) + order  # no two alike
+        least = rank[:, :, : places + 1 - newest].argmin(-1, keepdim=True)
         leaving = index.gather(-1, least)
         left.append(leaving)
         gone.scatter_(-1, leaving, n)
@@ -119,9 +121,7 @@ def keep(
         score = torch.where(real[:, None, n : n + 1], _drawn(score, steps[:, :, :, n], index, weights), score)
     rows = torch.arange(length, device=steps.device).unsqueeze(-1)
     seen = (entered <= rows) & (rows < gone.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
-    after = line.chosen(index)
-    after = KeptTokens(*(getattr(after, field.name) for field in fields(after)[:-1]), score.to(torch.int16))
-    return after, line.chosen(torch.cat(left, -1)), seen
+    return replace(line.chosen(index), score=score.to(torch.int16)), torch.cat(left, -1), seen
 
 
 def _steps(asking: tuple[Tensor, Tensor], line: KeptTokens, coder: Coder, scaling: float) -> Tensor:
