@@ -52,8 +52,7 @@ def attend(
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state after the last token (None unless causal).
     """
-    groups = query.shape[1] // key.shape[1]
-    query_heads = None if heads is None else [head * groups + n for head in heads for n in range(groups)]
+    query_heads = _of_queries(heads, query.shape[1] // key.shape[1])
     if not causal:
         tokens = _tokens(_select(key, heads), _select(value, heads), weight)
         result = _attend_both_ways(_select(query, query_heads), tokens, features, scaling, window, sinks)
@@ -78,6 +77,11 @@ def attend(
     if window and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
     return result, state
+
+
+def _of_queries(heads: Sequence[int] | None, groups: int) -> list[int] | None:
+    """The query heads of some KV heads, ``groups`` of each."""
+    return None if heads is None else [head * groups + n for head in heads for n in range(groups)]
 
 
 def _part(weight: Tensor | None, part: slice) -> Tensor | None:

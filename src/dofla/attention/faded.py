@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dofla.attention import compiled
-from dofla.attention.attend import _select, _tokens, _write, empty_state
+from dofla.attention.attend import _of_queries, _select, _tokens, _write, empty_state
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.coding import Fading
 from dofla.attention.compiled.fading import DTYPES, attend_and_code
@@ -48,8 +48,7 @@ def attend_faded(
     if found is None:
         return None
     piece, normaliser, left, after = found
-    groups = query.shape[1] // key.shape[1]
-    query_heads = None if heads is None else [head * groups + n for head in heads for n in range(groups)]
+    query_heads = _of_queries(heads, query.shape[1] // key.shape[1])
     if behind:
         queries = _select(query, query_heads)
         piece, far = _through_features(queries, left, features, scaling, state.features, (piece, normaliser))

@@ -49,7 +49,6 @@ def fade(
         DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
             for a token of each kind; heads whose size is no multiple of 8.
     """
-
     linearize(model, fading_plan(model, budget, keep_softmax=keep_softmax))
     try:
         measure_directions(model, tokens, batch_size=batch_size)

@@ -107,7 +107,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         auto_class=auto_class,
         causal=causal,
         fades=any(layer.stages for layer in plan.layers),
-        keeps=any(layer.kept for layer in plan.layers),
+        keeps=any(any(layer.kept_per_head) for layer in plan.layers),
         features=any(sum(layer.features_per_head) for layer in plan.layers if not layer.keep_softmax),
         record=record,
         state=_size(plan.state_bytes(dtype)),

@@ -60,7 +60,7 @@ class Drawing {
     const coding::Coder coder = group_.keys.head(h);
     coding::with_block(coder.block, [&](auto block) {
       ask<block>(h, rows);
-      load<block>(coder, tokens, n, h, count, token);
+      unpack<block>(coder, tokens, n, h, count, token);
       for (std::int64_t t = 0; t < count; t += kLanes) {
         coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, t); });
       }
@@ -119,7 +119,7 @@ class Drawing {
 
   // Numbers of keys, number after number, and what one is worth in each block.
   template <int N, typename Token>
-  void load(const coding::Coder& coder, const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t count,
+  void unpack(const coding::Coder& coder, const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t count,
             const Token& token) {
     const std::int64_t stage = group_.keys.stages - 1;
     for (std::int64_t first = 0; first < count; first += kLanes) {
@@ -148,10 +148,10 @@ class Drawing {
     for (std::int64_t b = 0; b < blocks_; ++b) {
       Lanes sum[R] = {};
       for (std::int64_t i = b * N; i < (b + 1) * N; ++i) {
-        const Lanes x = load_lanes(&numbers_[i * stride_ + t]);
+        const Lanes x = load(&numbers_[i * stride_ + t]);
         for (int r = 0; r < R; ++r) sum[r] += asking[r * dim_ + i] * x;
       }
-      const Lanes unit = load_lanes(&key_units_[b * stride_ + t]);
+      const Lanes unit = load(&key_units_[b * stride_ + t]);
       for (int r = 0; r < R; ++r) total[r] += rounded(sum[r] * units_[(first + r) * blocks_ + b] * unit);
     }
     for (int r = 0; r < R; ++r) {
@@ -161,8 +161,6 @@ class Drawing {
       for (std::int64_t i = 0; i < kLanes; ++i) to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
     }
   }
-
-  static Lanes load_lanes(const float* from) { return dofla::load(from); }
 
   const Group& group_;
   std::int64_t dim_, blocks_, stride_;

@@ -12,7 +12,7 @@
 namespace dofla {
 
 constexpr std::int64_t kChunk = 64;  // tokens done at once
-constexpr float kLogZero = -0x1p100f;   // LOG_ZERO of state.py
+constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
 
 // exp(x) for x at most about 0, to float precision; exactly 0 where a float would be subnormal. Cody-Waite reduction to
 // |r| <= ln(2)/2 and a polynomial of degree 6. Unlike std::exp it has no branch, so that loops over it become vectors.

@@ -130,7 +130,9 @@ function allocate(tables, wanted) {
       coded = stages[n].map(([, bits, size]) => [bits, heads * size]);
     const own = Array(heads).fill(stages[n].map(([tokens, bits]) => [tokens, bits]));
     const all = features + exact + sum(coded.map((each) => each[1]));
-    return { name, sizes: sizes[n], stages: own, kept: strategy === "fading", parts: [features, exact, coded], bytes: all };
+    const kept = strategy === "fading",
+      parts = [features, exact, coded];
+    return { name, sizes: sizes[n], stages: own, kept, parts, bytes: all };
   });
   return { layers: made, full, total: sum(made.map((layer) => layer.bytes)) };
 }
