@@ -1,13 +1,13 @@
 # What `import dofla` exports, and where it lives: read by dofla itself, and by editors.
 from .data.windows import TokenWindows
 from .distillation.end_to_end import distill_end_to_end
+from .distillation.fading import fade, measure_shares
 from .distillation.loop import distill
 from .distillation.tracking import tracked
 from .distillation.trials import measure_curves
 from .errors import DoflaError
 from .evaluation.run import evaluate
 from .integration.checkpoint import load, merge_lora, save_adapter
-from .integration.fading import fade
 from .integration.profiler import profile
 from .integration.prompt_state import load_state, read_prompt, save_state
 from .integration.sampled import sample_features
@@ -17,6 +17,7 @@ from .integration.surgery import linearize, restore, softmax
 from .plans.allocate import allocate
 from .plans.curves import Curves
 from .plans.plan import LayerPlan, Plan
+from .plans.shares import Shares
 from .profiles.profile import Profile
 
 __version__: str
@@ -27,6 +28,7 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "Profile",
+    "Shares",
     "TokenWindows",
     "allocate",
     "distill",
@@ -37,6 +39,7 @@ __all__ = [
     "load",
     "load_state",
     "measure_curves",
+    "measure_shares",
     "merge_lora",
     "note",
     "profile",

@@ -25,7 +25,7 @@ def model(request):
 
 
 def faded(model, budget=24):
-    return dofla.fade(model, tokens(4, 48), budget=budget)
+    return dofla.fade(model, tokens(4, 48), budget=budget, shares="even")
 
 
 @torch.no_grad()
@@ -140,7 +140,7 @@ def test_refusals(tiny):
 @torch.no_grad()
 def test_kernels_do_what_plain_torch_does(tiny, dtype, monkeypatch):
     # One layer, so that no rounding reaches what is coded.
-    student = dofla.fade(tiny.llama(num_hidden_layers=1).to(dtype), tiny.tokens(4, 48), budget=24)
+    student = dofla.fade(tiny.llama(num_hidden_layers=1).to(dtype), tiny.tokens(4, 48), budget=24, shares="even")
     batch = tiny.padded(3, 120, side="left")
 
     def read():

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
-from dofla.plans.curves import Choice, Curves, LayerCurve, Point, Shape, _hull, _losses, best_sizes, choose
+from dofla.plans.curves import Choice, Curves, LayerCurve, Point, Shape, _losses, best_sizes, choose
 from dofla.plans.hybrid import HeadCost
+from dofla.plans.knapsack import lower_hull
 
 COST = HeadCost.of(8, 8, 4)
 SHAPE = Shape(2, COST)
@@ -208,7 +209,9 @@ def test_a_budget_below_the_smallest_sizes_is_refused():
 
 
 def test_the_hull_is_convex_and_falls():
-    hull = _hull([Choice(b, loss, None) for b, loss in ((1, 9.0), (2, 8.5), (3, 4.0), (4, 4.5), (5, 3.0), (9, 2.9))])
+    hull = lower_hull(
+        [Choice(b, loss, None) for b, loss in ((1, 9.0), (2, 8.5), (3, 4.0), (4, 4.5), (5, 3.0), (9, 2.9))]
+    )
     assert [choice.bytes for choice in hull] == [1, 3, 5, 9]
 
 

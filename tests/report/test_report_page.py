@@ -21,6 +21,7 @@ from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.fading import fade_evenly
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.shares import Shares
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
 from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
@@ -122,13 +123,15 @@ def plans_agree(page, profile, curves, lambdas, budgets):
     assert compared > len(settings) / 2
 
 
-def fading_agrees(page, profile, budgets):
+def fading_agrees(page, profile, budgets, shares=None):
     """Strategy fading at every budget: the page's plan is that of fade_evenly, or both say that there is none."""
+    shares = Shares(shares or {})
     for budget, found in zip(budgets, page.evaluate(script("sweep"), [["fading", b, 0] for b in budgets]), strict=True):
         costs = [HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8") for x in profile.layers]
         try:
             sizes = [
-                fade_evenly(budget, x.head_dim, x.value_dim, c) for x, c in zip(profile.layers, costs, strict=True)
+                fade_evenly(shares.budget(x.name, budget), x.head_dim, x.value_dim, c)
+                for x, c in zip(profile.layers, costs, strict=True)
             ]
         except DoflaError:
             assert found["words"] == "No such planThe budget is too small for a memory that fades."
@@ -149,6 +152,10 @@ def test_sliders_make_the_plans_of_allocate(browser, llama_run):
     with opened(browser, llama_run / "report.html") as page:
         plans_agree(page, profile, curves, [0, 17, 30], [1, 2, 12, 33, 128])
         fading_agrees(page, profile, [1, 2, 12, 33, 128])
+        page.locator("#student").select_option(label="Fading")
+        shares = Plan.load(llama_run / "students" / "fading-seed0").made_by["shares"]
+        assert max(shares.values()) > 1
+        fading_agrees(page, profile, [1, 2, 12, 33, 128], shares)
 
 
 def synthetic(layers=13, seed=0):
@@ -266,6 +273,7 @@ def test_a_student_whose_memory_fades(browser, llama_run):
         assert "what the layer’s attention gives" in layers.locator(".legend").last.inner_text()
         assert "∞" not in layers.locator("table").inner_text()
         assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
+        page.locator("select#layer").select_option(index=0)
         newest = 31 - plan.window  # that the query in row 31 sees in the first stage
         for column, words in ((newest - first, far), (newest, near), (newest + 1, None), (plan.sinks - 1, None)):
             page.locator("#attention canvas").nth(1).evaluate(

@@ -12,11 +12,11 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
-from dofla.integration.fading import fading_plan
 from dofla.integration.surgery import is_linearized, linear_layers
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import HeadCost, split
 from dofla.plans.plan import Plan
+from dofla.plans.shares import Shares
 from dofla.runs import workshop
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
@@ -187,8 +187,8 @@ def test_a_memory_that_fades_at_once(tmp_path, measurements, tiny):
     assert not measurements
     windows = TokenWindows.of(tiny.tokens(12, 24))
     student = dofla.fade(tiny.llama(), windows.take(4), budget=BUDGET, batch_size=asked.profile.batch_size)
-    assert plan_of(folder, "fading").layers == fading_plan(tiny.llama(), BUDGET).layers
-    assert plan_of(folder, "fading").made_by == {"strategy": "fading", "budget": BUDGET}
+    assert plan_of(folder, "fading") == student.config.quantization_config.plan
+    assert plan_of(folder, "fading").made_by["shares"] == Shares.load(folder / f"shares-{BUDGET}.json").layers
     assert row["runs"][0]["language"]["student_loss"] == dofla.evaluate(student, windows).student_loss
     # What was measured stands in the adapter, and goes with it.
     opened = dofla.linearize(tiny.llama(), plan_of(folder, "fading"))
@@ -201,6 +201,7 @@ def test_a_memory_that_fades_at_once(tmp_path, measurements, tiny):
     ("options", "words"),
     [
         ({}, "student Old has no features to train: give trained: false"),
+        ({"trained": False, "shares": "odd"}, "student Old: shares is 'odd': give measured or even"),
         ({"trained": False, "window": 4}, "student Old: strategy fading knows no window: leave it out"),
         ({"trained": False, "feature_map": "mlp"}, "student Old: strategy fading knows no feature_map: leave it out"),
     ],

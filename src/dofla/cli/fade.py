@@ -15,8 +15,12 @@ def fade(
     out: Out,
     budget: Annotated[int, typer.Option(help="Bytes, as so many features per KV head.")] = 64,
     data: Annotated[
-        str, typer.Option(help="Text to measure directions on, as for dofla profile; default the model's own samples.")
+        str, typer.Option(help="Text to measure on, as for dofla profile; default the model's own samples.")
     ] = "self",
+    shares: Annotated[
+        str,
+        typer.Option(help="Of the bytes, by layer: measured, on the same text; even; or a file that was measured."),
+    ] = "measured",
     windows: Annotated[int, typer.Option(help="Windows of it.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     keep_softmax: KeepSoftmax = None,
@@ -24,9 +28,11 @@ def fade(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Give a model a memory that fades, at once: no training."""
+    from dofla.distillation.fading import WAYS
+    from dofla.distillation.fading import fade as make
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
-    from dofla.integration.fading import fade as make
     from dofla.integration.surgery import plan_of
+    from dofla.plans.shares import Shares
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
     from dofla.storage.files import new_folder
@@ -34,9 +40,10 @@ def fade(
     view = current_view()
     with new_folder(out) as folder:
         student, tokenizer = load_teacher(model, dtype)
-        with view.progress("directions"):
+        with view.progress("fade"):
             tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed)
-            make(student, tokens, budget=budget, keep_softmax=keep_softmax or ())
+            known = shares if shares in WAYS else Shares.load(shares)
+            make(student, tokens, budget=budget, shares=known, keep_softmax=keep_softmax or ())
         write_adapter(student, folder)
         tokenizer.save_pretrained(folder)
     warn_of_local_base(student, out)

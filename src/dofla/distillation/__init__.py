@@ -1,6 +1,7 @@
 """Training the feature maps against the softmax attention they replace, and whole students towards their teacher.
 
-Also what the losses tell without training: how close each layer is, and the error curves that plans are made from.
+Also what the losses tell without training: how close each layer is, the error curves that plans are made from, and how
+layers share the bytes of a memory that fades.
 Knows students and windows, and no recipe.
 """
 
@@ -8,6 +9,7 @@ from dofla.distillation.calibrate import calibrate
 from dofla.distillation.descent import SCHEDULES
 from dofla.distillation.direct import DIRECT
 from dofla.distillation.end_to_end import distill_end_to_end
+from dofla.distillation.fading import fade, measure_shares
 from dofla.distillation.history import History
 from dofla.distillation.loop import distill
 from dofla.distillation.losses import LOSSES
@@ -22,6 +24,8 @@ __all__ = [
     "calibrate",
     "distill",
     "distill_end_to_end",
+    "fade",
     "measure_curves",
+    "measure_shares",
     "tracked",
 ]

@@ -1,4 +1,4 @@
-"""A memory that fades, at once: the directions that matter to coded tokens, measured in one pass over a few windows."""
+"""What a memory that fades takes of a model: a plan, and the directions that matter to coded tokens."""
 
 from __future__ import annotations
 
@@ -18,60 +18,37 @@ from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, evaluation_mode
-from dofla.integration.surgery import linear_layers, linearize, plan_by_site, restore
+from dofla.integration.surgery import linear_layers, plan_by_site
 from dofla.plans.fading import FADING, fade_evenly
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import Plan
+from dofla.plans.shares import Shares
 
 
-def fade(
-    model: PreTrainedModel,
-    tokens: TokenWindows | Tensor | Mapping[str, Tensor],
-    *,
-    budget: int = 64,
-    keep_softmax: Collection[str] = (),
-    batch_size: int = 4,
-) -> PreTrainedModel:
-    """Give a causal model a memory that fades, in place and without training: tokens lose bits as they age, and are
-    forgotten at the end.
+def fading_plan(
+    model: PreTrainedModel, budget: float = 64, *, shares: Shares | None = None, keep_softmax: Collection[str] = ()
+) -> Plan:
+    """What :func:`dofla.fade` makes of a model: stages of tokens, no features, all heads of a layer alike.
 
     Args:
-        model: any causal model that :func:`dofla.linearize` takes.
-        tokens: a dozen windows of any text, to measure the means and directions of keys and values on.
-        budget: the bytes of so many features per KV head, the same for all.
+        model: a causal one.
+        budget: bytes, as so many features per KV head.
+        shares: of the layers; default the same for all.
         keep_softmax: layers to leave as they are.
-        batch_size: windows per forward pass.
-
-    Returns:
-        ``model`` itself. :func:`dofla.restore` undoes it.
 
     Raises:
-        DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
-            for a token of each kind; heads whose size is no multiple of 8.
-    """
-    linearize(model, fading_plan(model, budget, keep_softmax=keep_softmax))
-    try:
-        measure_directions(model, tokens, batch_size=batch_size)
-    except BaseException:
-        restore(model)
-        raise
-    return model
-
-
-def fading_plan(model: PreTrainedModel, budget: int = 64, *, keep_softmax: Collection[str] = ()) -> Plan:
-    """What :func:`fade` makes of a model: the same stages everywhere, no features.
-
-    Raises:
-        DoflaError: as :func:`fade`.
+        DoflaError: as :func:`dofla.fade`.
     """
 
     def size(site: AttentionSite) -> dict[str, Any]:
         if not site.causal:
             raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
         cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
-        return {**asdict(fade_evenly(budget, site.head_dim, site.value_dim, cost)), "feature_map": "none"}
+        own = budget if shares is None else shares.budget(site.name, budget)
+        return {**asdict(fade_evenly(own, site.head_dim, site.value_dim, cost)), "feature_map": "none"}
 
-    return plan_by_site(model, size, keep_softmax, {"strategy": FADING, "budget": budget})
+    made_by = {"strategy": FADING, "budget": budget}
+    return plan_by_site(model, size, keep_softmax, made_by | ({} if shares is None else {"shares": shares.layers}))
 
 
 @torch.no_grad()

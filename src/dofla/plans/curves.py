@@ -3,7 +3,6 @@ to spend a number of bytes on them."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
+from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.files import read_json, write_json
 
 _LEVELS = 20
@@ -164,9 +164,8 @@ def choose(
 ) -> dict[str, Choice]:
     """The sizes of least expected loss, summed over layers, that cost ``total`` bytes at most.
 
-    A knapsack, solved as a linear relaxation would: from the smallest sizes up, always the step that gains most per
-    byte, along the lower convex hull of each layer's choices, passing by the steps that no longer fit. A step to
-    softmax may be so large that it never fits, and hides smaller ones: it is done without as well, and the better kept.
+    A knapsack (:func:`dofla.plans.knapsack.spend`). A step to softmax may be so large that it never fits, and hides
+    smaller ones: it is done without as well, and the better kept.
 
     Args:
         curves: of the layers.
@@ -183,36 +182,14 @@ def choose(
     for at in dict.fromkeys((context, None)):
         hulls = {curve.name: best_sizes(curve, shapes[curve.name], at, per_head) for curve in curves}
         if not ways or sum(hull[0].bytes for hull in hulls.values()) <= total:  # a short cache may be all that fits
-            ways.append(_along(hulls, total))
+            ways.append(spend(hulls, total))
     return min(ways, key=lambda chosen: sum(choice.loss for choice in chosen.values()))
-
-
-def _along(hulls: Mapping[str, Sequence[Choice]], total: int) -> dict[str, Choice]:
-    chosen = {name: hull[0] for name, hull in hulls.items()}
-    left = total - sum(choice.bytes for choice in chosen.values())
-    if left < 0:
-        raise DoflaError(
-            f"the smallest layers that were measured take {total - left} bytes together, the budget is {total}: "
-            "measure the curves at this budget"
-        )
-    steps = [(-_slope(*pair), name, n) for name, hull in hulls.items() for n, pair in enumerate(pairwise(hull))]
-    heapq.heapify(steps)
-    stuck = set()
-    while steps:
-        _, name, n = heapq.heappop(steps)
-        before, after = hulls[name][n], hulls[name][n + 1]
-        price = after.bytes - before.bytes
-        if name in stuck or price > left:
-            stuck.add(name)  # its later steps cost more still
-            continue
-        chosen[name], left = after, left - price
-    return chosen
 
 
 def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
     """What :func:`choose` chooses from: the sizes of a layer that are best for some price of a byte, from the cheapest
     up."""
-    return _hull(_choices(curve, shape, context, per_head))
+    return lower_hull(_choices(curve, shape, context, per_head))
 
 
 def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: bool) -> list[Choice]:
@@ -232,7 +209,7 @@ def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Cho
     heads, cost = range(shape.kv_heads), shape.cost
     # Only sizes that are best for some head at some price of a byte: of all pairs there would be too many.
     alone = ([Choice(cost.total(*size), own[head], [size]) for size, own in losses.items()] for head in heads)
-    best = {choice.sizes[0] for own in alone for choice in _hull(own)}
+    best = {choice.sizes[0] for own in alone for choice in lower_hull(own)}
     choices = []
     for small, large in combinations(sorted(best, key=lambda size: cost.total(*size)), 2):
         gains = [a - b for a, b in zip(losses[small], losses[large], strict=True)]
@@ -255,20 +232,3 @@ def _losses(curve: LayerCurve, shape: Shape) -> dict[Size, list[float]]:
             spent = shape.cost.total(*size)
             losses[size] = [effect * curve.error(head, share, spent) for head, effect in enumerate(curve.effects)]
     return losses
-
-
-def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """The lower convex hull of loss over bytes."""
-    hull: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.bytes, c.loss)):
-        if hull and choice.loss >= hull[-1].loss:
-            continue
-        while len(hull) > 1 and _slope(hull[-1], choice) >= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(choice)
-    return hull
-
-
-def _slope(a: Choice, b: Choice) -> float:
-    """Loss gained per byte."""
-    return (a.loss - b.loss) / (b.bytes - a.bytes) if b.bytes > a.bytes else math.inf

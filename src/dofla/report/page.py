@@ -73,7 +73,9 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
 def sliders(run: RunRecord, where: str) -> dict[str, Any]:
     """Tables for the sliders of a run, and the command that they make."""
     curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
-    tables = slider_tables(run.profile, curves, budget=run.recipe.budget, lam=run.recipe.lam)
+    shares = [share for x in run.students for share in x.plan.made_by.get("shares", {}).values()]
+    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(shares, default=1.0)}
+    tables = slider_tables(run.profile, curves, **known)
     tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
     return tables | {"length": run.students[0].evaluations[0].get("length")}
 

@@ -21,20 +21,29 @@ _BUDGETS = (128, 512)
 """The slider goes up to four times the recipe's budget, within these."""
 
 
-def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int, lam: float) -> dict[str, Any]:
+def slider_tables(
+    profile: Profile,
+    curves: Mapping[str, Curves],
+    *,
+    budget: int,
+    lam: float,
+    largest_share: float = 1.0,
+) -> dict[str, Any]:
     """What strategies need to know of a teacher, so that a plan is a matter of whole numbers and comparisons.
 
     Args:
         profile: of the teacher.
         curves: by the file they stand in; those that do not know all layers are left out.
         budget, lam: where the sliders start.
+        largest_share: that any layer has of the bytes of a memory that fades (:class:`dofla.Shares`).
 
     Returns:
         ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
         ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
         and ``largest``, the exact maximum over heads;
         ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``fading``, likewise
-        (window, sinks, stages) or None, see :func:`_faded`; and ``curves``, for each file and layer the choices of
+        (window, sinks, stages) or None, see :func:`_faded`, up to the largest budget that a single layer may have;
+        and ``curves``, for each file and layer the choices of
         strategy ``measured``: (bytes, loss, sizes of each head).
     """
     costs = [{kept: _cost(profile, layer, kept) for kept in TOKEN_DTYPES} for layer in profile.layers]
@@ -42,6 +51,7 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
     lambdas = sorted({*LAMBDAS, lam})
     dof = [profile.dof(each) for each in lambdas]
     most = min(max(4 * budget, _BUDGETS[0]), max(_BUDGETS[1], budget))
+    largest = math.ceil(most * max(largest_share, 1.0))
     kinds = [cost[kept] for cost, kept in zip(costs, defaults, strict=True)]
     shapes = list(dict.fromkeys(kinds))
     examples = [profile.layers[kinds.index(shape)] for shape in shapes]
@@ -69,7 +79,8 @@ def slider_tables(profile: Profile, curves: Mapping[str, Curves], *, budget: int
         "shapes": [shapes.index(kind) for kind in kinds],
         "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
         "fading": [
-            [_faded(n, layer, shape) for n in range(1, most + 1)] for layer, shape in zip(examples, shapes, strict=True)
+            [_faded(n, layer, shape) for n in range(1, largest + 1)]
+            for layer, shape in zip(examples, shapes, strict=True)
         ],
         "curves": [
             _choices(file, found, profile, costs)

@@ -59,7 +59,8 @@ class StudentSpec:
     features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
     (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so after its layerwise training, as the recipe's
     section of that name says. The rest is as for :func:`dofla.allocate`. One more strategy is ``fading``, a memory that
-    fades (:func:`dofla.fade`): it has no features, so it goes by the budget alone and is not ``trained``.
+    fades (:func:`dofla.fade`): it has no features, so it goes by budget and ``shares`` (``measured`` or ``even``) alone
+    and is not ``trained``.
     """
 
     name: str = "Measured"
@@ -77,6 +78,7 @@ class StudentSpec:
     token_dtype: str | None = None
     context: int | None = None
     keep_softmax: list[str] = field(default_factory=list)
+    shares: str = "measured"
     trained: bool = True
     end_to_end: bool = False
 
@@ -86,6 +88,8 @@ class StudentSpec:
             return
         if self.trained:
             raise DoflaError(f"{where}: student {self.name} has no features to train: give trained: false")
+        if self.shares not in ("measured", "even"):
+            raise DoflaError(f"{where}: student {self.name}: shares is {self.shares!r}: give measured or even")
         given = next((what for what in _OF_FEATURES if getattr(self, what) is not None), None)
         if given:
             raise DoflaError(f"{where}: student {self.name}: strategy {FADING} knows no {given}: leave it out")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.data import TokenWindows
-from dofla.distillation import distill, distill_end_to_end, measure_curves, tracked
+from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_shares, tracked
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter, write_adapter
@@ -32,6 +32,7 @@ from dofla.plans.curves import Curves
 from dofla.plans.fading import FADING
 from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
+from dofla.plans.shares import Shares
 from dofla.profiles.profile import Profile
 from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.runs.teacher import load_teacher, windows_of
@@ -124,11 +125,25 @@ class Workshop:
         processes().wait()
         return Curves.load(path)
 
+    def shares(self, spec: StudentSpec, budget: int) -> Shares:
+        """How layers share the bytes of a memory that fades, measured once per budget and layers kept softmax."""
+        left_out = "".join(f"-without-{name}" for name in sorted(spec.keep_softmax))
+        path = self.folder / f"shares-{budget}{left_out}.json"
+        if not path.exists():
+            some, options = self.training().take(self.recipe.profile.windows), {"keep_softmax": spec.keep_softmax}
+            options["batch_size"] = self.recipe.profile.batch_size
+            with self.view.progress(f"shares, {budget}") as bar:
+                measured = measure_shares(self.model, some, budget, progress=bar.stage, **options)
+            measured.save(path)
+        processes().wait()
+        return Shares.load(path)
+
     def plan(self, spec: StudentSpec) -> Plan:
         """What the student's layers become."""
         budget = self.recipe.budget if spec.budget is None else spec.budget
         if spec.strategy == FADING:
-            return fading_plan(self.model, budget, keep_softmax=spec.keep_softmax)
+            shares = self.shares(spec, budget) if spec.shares == "measured" else None
+            return fading_plan(self.model, budget, shares=shares, keep_softmax=spec.keep_softmax)
         measured = self.profile()
         skipped = {x.name for x in measured.skipped}
         return allocate(

@@ -86,7 +86,7 @@ function knapsack(names, choices, total) {
   return choices.map((own, layer) => own[at[layer]][2]);
 }
 
-// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place)}
+// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes}}
 // → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
 // window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
 function allocate(tables, wanted) {
@@ -100,7 +100,10 @@ function allocate(tables, wanted) {
   let sizes,
     stages = layers.map(() => []);
   if (strategy === "fading") {
-    const own = tables.shapes.map((shape) => tables.fading[shape][budget - 1]);
+    const own = tables.shapes.map((shape, n) => {
+      const share = (wanted.shares || {})[layers[n].name] ?? 1;
+      return tables.fading[shape][Math.floor(share * budget + 1e-9) - 1];
+    });
     if (!own.every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
     sizes = layers.map((layer, n) => Array(layer.heads).fill([0, own[n][0], own[n][1]]));
     stages = own.map((each) => each[2]);
@@ -143,7 +146,8 @@ const canFade = (tables) => tables.fading.every((budgets) => budgets.some(Boolea
 function allocateCommand(tables, wanted) {
   if (wanted.strategy === "fading") {
     const kept = tables.skipped.map((layer) => `--keep-softmax ${layer.name}`);
-    return [`dofla fade ${tables.model}`, `--budget ${wanted.budget}`, ...kept, "--out faded"].join(" ");
+    const even = wanted.shares ? [] : ["--shares even"];
+    return [`dofla fade ${tables.model}`, `--budget ${wanted.budget}`, ...even, ...kept, "--out faded"].join(" ");
   }
   const words = ["dofla allocate", tables.profile, `--budget ${wanted.budget}`, `--strategy ${wanted.strategy}`];
   if (wanted.strategy.startsWith("dof")) words.push(`--lambda ${tables.lambdas[wanted.lambda]}`);

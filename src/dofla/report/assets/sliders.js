@@ -19,6 +19,7 @@ function drawSliders(host, run, student) {
     budget: asked.budget || tables.budget,
     lambda: start,
     curves: 0,
+    shares: asked.shares,
   };
   const lacks = {
     measured: !tables.curves.length && "needs error curves: dofla curves",
@@ -135,7 +136,7 @@ function drawSliders(host, run, student) {
 const GOES_BY = {
   fixed: "nothing",
   hybrid: "nothing: all layers are alike",
-  fading: "nothing: all layers are alike",
+  fading: "shares of the layers, if the student shown has any",
   measured: "the error curves",
 };
 

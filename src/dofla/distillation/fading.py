@@ -1,0 +1,193 @@
+"""A memory that fades, at once, and what more or fewer bytes of it do to the model, measured in one pass over the text.
+
+A student is made whose layers all have the same size. While it reads a window, each layer also computes what it would
+have answered with half its tokens, or twice as many; and the gradient of the student's loss at the layer's output says
+what that would change: ⟨∂ KL(teacher ‖ student) / ∂ out, out' − out⟩, to first order. So the effect is that on a model
+whose other layers forget as well, which matters: where one head alone forgets what is far back, others make up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dofla.data import TokenWindows, as_windows, batches
+from dofla.display import Bar, reports_progress
+from dofla.distillation.objective import Objective
+from dofla.distillation.trainable import trainable
+from dofla.errors import DoflaError
+from dofla.integration.attaching import AttachedLinearAttention
+from dofla.integration.fading import fading_plan, measure_directions
+from dofla.integration.interface import RECORDING, softmax_attention, standard_scaling, visiting
+from dofla.integration.sites import attention_implementation, evaluation_mode
+from dofla.integration.streaming import is_streamed
+from dofla.integration.surgery import describe, linear_layers, linearize, restore
+from dofla.plans.plan import LayerPlan
+from dofla.plans.shares import FACTORS, Shares
+
+WAYS = ("measured", "even")
+"""How layers may share the bytes."""
+
+
+@reports_progress("shares", Bar.stage)
+def measure_shares(
+    model: PreTrainedModel,
+    tokens: TokenWindows | Tensor | Mapping[str, Tensor],
+    budget: int = 64,
+    *,
+    keep_softmax: Collection[str] = (),
+    batch_size: int = 1,
+    progress: Callable[[str, int, int], None] | bool = True,
+) -> Shares:
+    """How the bytes of a memory that fades are best shared among layers; :func:`dofla.fade` spends them so.
+
+    Args:
+        model: as for :func:`dofla.fade`; it is linearised in between, and restored.
+        tokens: a dozen windows, of any text.
+        budget: around which sizes are tried, in features per KV head.
+        keep_softmax: layers to leave out.
+        batch_size: windows per pass, forward and backward.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each pass.
+
+    Raises:
+        DoflaError: as :func:`dofla.fade`; a model that predicts no tokens; a streamed one.
+    """
+    windows = as_windows(tokens)
+    if is_streamed(model):
+        raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
+    own = fading_plan(model, budget, keep_softmax=keep_softmax)
+    try:
+        others = [fading_plan(model, factor * budget, keep_softmax=keep_softmax) for factor in FACTORS[1:]]
+    except DoflaError:
+        least = min(FACTORS) * budget
+        raise DoflaError(f"budget {budget} leaves no room to try {least:g}: give more, or shares='even'") from None
+    student = linearize(model, own)
+    try:
+        measure_directions(student, windows)
+        layers = linear_layers(student)
+        tried = {name: [layer, *(_resized(layer, plan[name]) for plan in others)] for name, layer in layers.items()}
+        effects = {name: torch.zeros(len(FACTORS), dtype=torch.float64) for name in tried}
+        with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
+            loss, done = Objective(student, part.teacher), 0
+            count = loss.count(windows.batch(range(len(windows))))
+            for rows in batches(windows, batch_size):
+                batch = {name: data.to(student.device) for name, data in windows.batch(rows).items()}
+                for name, found in _effects(student, tried, loss, batch, count, len(windows)).items():
+                    effects[name][1:] += found
+                done += len(rows)
+                if progress:
+                    progress("windows", done, len(windows))
+    finally:
+        restore(model)
+    sizes = {name: own[name].state_bytes(model.dtype.itemsize) for name in effects}
+    made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source}
+    found = {name: own.tolist() for name, own in effects.items()}
+    return Shares.best(found, sizes, model=describe(model)["name"], made_by=made_by)
+
+
+def fade(
+    model: PreTrainedModel,
+    tokens: TokenWindows | Tensor | Mapping[str, Tensor],
+    *,
+    budget: int = 64,
+    shares: Shares | str = "measured",
+    keep_softmax: Collection[str] = (),
+    batch_size: int = 1,
+) -> PreTrainedModel:
+    """Give a causal model a memory that fades, in place and without training: tokens lose bits as they age, and are
+    forgotten at the end.
+
+    Args:
+        model: any causal model that :func:`dofla.linearize` takes.
+        tokens: a dozen windows of any text, to measure shares, and the means and directions of keys and values on.
+        budget: bytes, as so many features per KV head, in the mean over layers.
+        shares: how layers share them: ``measured``, by :func:`dofla.measure_shares` on the same windows; ``even``, all
+            the same, which takes no gradients and a fifth of the time; or what was measured before.
+        keep_softmax: layers to leave as they are.
+        batch_size: windows per pass.
+
+    Returns:
+        ``model`` itself. :func:`dofla.restore` undoes it.
+
+    Raises:
+        DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
+            for a token of each kind; heads whose size is no multiple of 8; as :func:`dofla.measure_shares`.
+    """
+    if not isinstance(shares, Shares) and shares not in WAYS:
+        raise DoflaError(f"shares is {shares!r}: give {', '.join(WAYS)}, or what dofla.measure_shares returned")
+    if shares == "measured":
+        shares = measure_shares(model, tokens, budget, keep_softmax=keep_softmax, batch_size=batch_size)
+    known = shares if isinstance(shares, Shares) else None
+    linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax))
+    try:
+        measure_directions(model, tokens, batch_size=batch_size)
+    except BaseException:
+        restore(model)
+        raise
+    return model
+
+
+def _resized(layer: AttachedLinearAttention, plan: LayerPlan) -> AttachedLinearAttention:
+    """The layer with other numbers of tokens, and the same codes."""
+    other = AttachedLinearAttention(plan, layer.beside_softmax)
+    for name, fading in layer.fading.items():
+        other.fading[name].key, other.fading[name].value = fading.key, fading.value
+    return other
+
+
+def _effects(
+    student: PreTrainedModel,
+    tried: Mapping[str, Sequence[AttachedLinearAttention]],
+    loss: Objective,
+    batch: Mapping[str, Tensor],
+    tokens: int,
+    windows: int,
+) -> dict[str, Tensor]:
+    """Of a batch: by layer, its part of the change of the loss for each of the other sizes, float64 on the CPU."""
+    with _answers(student, tried) as seen:
+        value = loss(batch, tokens, windows)
+    gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
+    return {
+        name: torch.stack([(gradient.double() * x).sum() for x in differences]).cpu()
+        for (name, (_, differences)), gradient in zip(seen.items(), gradients, strict=True)
+    }
+
+
+@contextmanager
+def _answers(
+    student: PreTrainedModel, tried: Mapping[str, Sequence[AttachedLinearAttention]]
+) -> Iterator[dict[str, tuple[Tensor, list[Tensor]]]]:
+    """Within the block the student answers as ever, and gradients pass as through softmax attention. Yields, by layer,
+    its output in the last call, and what those of the others are more than that."""
+    by_module = {student.get_submodule(name): name for name in tried}
+    seen: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        smooth, _ = softmax_attention(module, query, key, value, mask, scaling, **kwargs)
+        if module not in by_module:
+            return smooth, None
+        query, scaling = standard_scaling(module, query, scaling)
+        options = {"scaling": scaling, "weight": None if mask is None else mask[:, -key.shape[-2] :]}
+        with torch.no_grad():
+            outs = [layer(query, key, value, **options)[0].transpose(1, 2) for layer in tried[by_module[module]]]
+        out = outs[0] + (smooth - smooth.detach())
+        out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains
+        seen[by_module[module]] = out, [other - outs[0] for other in outs[1:]]
+        return out, None
+
+    with attention_implementation(student, RECORDING), visiting(None, attention):
+        yield seen

@@ -1,0 +1,102 @@
+"""How much of the bytes of a memory that fades each layer gets, by what more or fewer of them do to the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dofla.display import Part, Result, table
+from dofla.errors import DoflaError
+from dofla.plans.knapsack import lower_hull, spend
+from dofla.storage.files import read_json, write_json
+
+FACTORS = (1.0, 0.5, 0.7, 1.4, 2.0)
+"""Sizes of a layer that are tried, over the one that it would have if all had the same."""
+
+_EXACT = 1e-9
+"""So that a third of 96 is 32."""
+
+
+@dataclass
+class Shares(Result):
+    """How the bytes of a memory that fades are shared. JSON that a person can edit.
+
+    Attributes:
+        layers: by name, bytes over those of an even split.
+        effects: by name and for each of :data:`FACTORS`, what the model's loss changes by if that layer alone has so
+            many times its bytes: nats of KL of the next-token distribution, to first order.
+        model: its name.
+        made_by: budget and text it was measured with.
+    """
+
+    layers: dict[str, float]
+    effects: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    model: str = ""
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def best(cls, effects: Mapping[str, list[float]], sizes: Mapping[str, int], **known: Any) -> Shares:
+        """Those of least loss that take no more bytes than an even split.
+
+        Args:
+            effects: as above.
+            sizes: by name, bytes of the layer in an even split.
+            known: the other fields.
+        """
+        total = sum(sizes.values())
+        hulls = {
+            name: lower_hull([_Choice(factor, factor * sizes[name], x) for factor, x in _tried(own)])
+            for name, own in effects.items()
+        }
+        chosen = spend(hulls, total)
+        spare = total / sum(choice.bytes for choice in chosen.values())  # the last step that did not fit leaves some
+        return cls({name: spare * choice.factor for name, choice in chosen.items()}, dict(effects), **known)
+
+    def budget(self, layer: str, budget: float) -> int:
+        """Of a layer, in features per KV head, where all have ``budget`` in the mean."""
+        return math.floor(self.layers.get(layer, 1.0) * budget + _EXACT)
+
+    def parts(self) -> Iterator[Part]:
+        """Share of each layer, and what half and twice its bytes would do."""
+        half, double = FACTORS.index(0.5), FACTORS.index(2.0)
+        shown = table("layer", "share", "half", "twice", gap=2, widest=40)
+        for name, share in self.layers.items():
+            own = self.effects.get(name)
+            shown.add_row(name, f"{share:.2f}", *(f"{own[n]:+.4f}" if own else "" for n in (half, double)))
+        yield shown
+        yield "share: bytes over those of an even split; half, twice: change of the model's KL with so many, nats"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"format": 1, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, replacing what was there."""
+        write_json(Path(path), self.to_dict(), sealed=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Shares:
+        """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
+        data = read_json(Path(path), "shares")
+        try:
+            layers = {name: float(share) for name, share in data["layers"].items()}
+            if not layers or not all(0 < share < math.inf for share in layers.values()):
+                raise ValueError("a share that is no positive number")
+            return cls(layers, dict(data.get("effects", {})), data.get("model", ""), dict(data.get("made_by", {})))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DoflaError(f"{path} holds no shares ({what}): measure them again") from error
+
+
+@dataclass(frozen=True)
+class _Choice:
+    factor: float
+    bytes: float
+    loss: float
+
+
+def _tried(effects: list[float]) -> Iterator[tuple[float, float]]:
+    return zip(FACTORS, effects, strict=True)
