@@ -9,7 +9,7 @@ whose tokens all go by their age, and one whose layers are all of one size.
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and shares are measured
 on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖ student) of the
-next-token distributions, which chance moves less.
+next-token distributions, which chance moves less. With --out the figures are written as JSON too, for fading_plot.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import SINKS, HeadCost
+from dofla.storage.files import write_json
 
 Student = Callable[[PreTrainedModel, TokenWindows], PreTrainedModel]
 
@@ -101,6 +102,7 @@ def main(
     student: Annotated[
         list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default all.")
     ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
     known = {"length": length, "windows": windows, "split": "all"}
@@ -108,7 +110,7 @@ def main(
     if unknown := set(student or []) - STUDENTS.keys():
         raise typer.BadParameter(f"no student is called {min(unknown)!r}: choose of {', '.join(STUDENTS)}")
     pool = dofla.token_windows(calibrate, tokenizer, length=512, windows=12 * seeds, model=teacher)
-    shown = table("student", "state", *texts, "made in", gap=2)
+    shown, rows = table("student", "state", *texts, "made in", gap=2), []
     for each in budget or [64]:
         for name in student or STUDENTS:
             make, gaps = STUDENTS[name](each), {}
@@ -123,6 +125,10 @@ def main(
                 dofla.restore(made)
             cells = [_cell(found) for found in gaps.values()]
             shown.add_row(f"{name}, {each}", size(state), *cells, f"{seconds:.0f} s")
+            figures = {kind: [x.to_dict()["language"] for x in found] for kind, found in gaps.items()}
+            rows.append({"student": name, "budget": each, "bytes": state, "length": length, "texts": figures})
+    if out is not None:
+        write_json(out, {"rows": rows})
     Console(width=200).print(shown)
 
 

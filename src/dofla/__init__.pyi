@@ -19,6 +19,7 @@ from .plans.curves import Curves
 from .plans.plan import LayerPlan, Plan
 from .plans.shares import Shares
 from .profiles.profile import Profile
+from .runs.frontier import frontier
 
 __version__: str
 
@@ -35,6 +36,7 @@ __all__ = [
     "distill_end_to_end",
     "evaluate",
     "fade",
+    "frontier",
     "linearize",
     "load",
     "load_state",

@@ -16,6 +16,7 @@ import typer
 from dofla import __version__
 from dofla.cli.fade import fade
 from dofla.cli.finetune import finetune
+from dofla.cli.frontier import frontier
 from dofla.cli.judging import evaluate, probe
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
@@ -32,7 +33,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-VERBS = (profile, curves, allocate, distill, fade, evaluate, probe, generate, finetune, run, report, reproduce, demo)
+VERBS = (
+    profile,
+    curves,
+    allocate,
+    distill,
+    fade,
+    frontier,
+    evaluate,
+    probe,
+    generate,
+    finetune,
+    run,
+    report,
+    reproduce,
+    demo,
+)
 for verb in VERBS:
     app.command()(as_verb(verb))
 

@@ -1,0 +1,70 @@
+"""Gap against bytes of state as a picture, of a memory that fades and of a window, by length and kind of text.
+
+    python benchmarks/quality/fading_plot.py fading-512.json fading-2048.json --out docs/quality-fading.svg
+
+Reads what benchmarks/quality/fading.py wrote with --out. Needs matplotlib (`pip install matplotlib`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib.pyplot as plt
+import typer
+
+from dofla.storage.files import read_json
+
+COLOURS = ("#0b6e99", "#b3541e", "#7a5fa8", "#2f7d4f")
+LINES = {"fading": ("-", "o"), "window": (":", "s")}
+
+
+def main(
+    results: Annotated[list[Path], typer.Argument(help="Files of benchmarks/quality/fading.py.")],
+    out: Annotated[Path, typer.Option(help="SVG file to write.")] = Path("fading.svg"),
+) -> None:
+    rows = [row for path in results for row in read_json(path, "figures of benchmarks/quality/fading.py")["rows"]]
+    lengths = sorted({row["length"] for row in rows})
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["texts"]))
+    plt.rcParams |= {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    figure, axes = plt.subplots(
+        1, len(lengths), figsize=(3.6 * len(lengths), 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for length, axis in zip(lengths, axes[0], strict=True):
+        here = [row for row in rows if row["length"] == length]
+        for kind, colour in zip(kinds, COLOURS, strict=False):
+            for student, (line, marker) in LINES.items():
+                points = sorted(_points(here, student, kind))
+                if points:
+                    sizes, *gaps = zip(*points, strict=True)
+                    label = kind if student == "fading" else None
+                    _draw(axis, sizes, gaps, color=colour, ls=line, marker=marker, label=label)
+        sizes = sorted({row["bytes"] / 2**20 for row in here if row["student"] == "fading"})
+        axis.set(xscale="log", yscale="log", title=f"{length:,} tokens", xlabel="state per sequence, MiB")
+        axis.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.grid(True, lw=0.3, color="#ccc")
+    axes[0][0].set_ylabel("gap, nats per token (dotted: a window)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(out, metadata={"Date": None})
+    print(f"written to {out}")
+
+
+def _points(rows: list[dict[str, Any]], student: str, kind: str):
+    """(MiB, gap, lower and upper end of its interval)."""
+    for row in rows:
+        if row["student"] == student and kind in row["texts"]:
+            first = row["texts"][kind][0]
+            yield row["bytes"] / 2**20, first["gap"], *first["gap_interval"]
+
+
+def _draw(axis: plt.Axes, sizes: tuple, gaps: list[tuple], **style: Any) -> None:
+    means, lows, highs = gaps
+    beside = [[m - low for m, low in zip(means, lows, strict=True)], [h - m for m, h in zip(means, highs, strict=True)]]
+    axis.errorbar(sizes, means, beside, ms=3.5, lw=1.2, elinewidth=0.6, **style)
+
+
+if __name__ == "__main__":
+    typer.run(main)
