@@ -102,6 +102,8 @@ def main(
     student: Annotated[
         list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default all.")
     ] = None,
+    measured_length: Annotated[int, typer.Option(help="Tokens of the windows to measure on.")] = 512,
+    measured_windows: Annotated[int, typer.Option(help="How many of them.")] = 12,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
@@ -109,13 +111,14 @@ def main(
     texts = {name: dofla.token_windows(where, tokenizer, **known) for name, where in sources(text or []).items()}
     if unknown := set(student or []) - STUDENTS.keys():
         raise typer.BadParameter(f"no student is called {min(unknown)!r}: choose of {', '.join(STUDENTS)}")
-    pool = dofla.token_windows(calibrate, tokenizer, length=512, windows=12 * seeds, model=teacher)
+    count = measured_windows
+    pool = dofla.token_windows(calibrate, tokenizer, length=measured_length, windows=count * seeds, model=teacher)
     shown, rows = table("student", "state", *texts, "made in", gap=2), []
     for each in budget or [64]:
         for name in student or STUDENTS:
             make, gaps = STUDENTS[name](each), {}
             for seed in range(1 if name == "window" else seeds):
-                tokens = TokenWindows(pool.input_ids[12 * seed : 12 * seed + 12])
+                tokens = TokenWindows(pool.input_ids[count * seed : count * seed + count])
                 started = time.perf_counter()
                 made = make(teacher, tokens)
                 seconds = time.perf_counter() - started

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dofla
-from dofla.distillation.fading import _resized
+from dofla.distillation.fading import STEPS, _resized
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.fading import fading_plan, measure_directions
@@ -45,7 +45,8 @@ def moved(student, layer, other, by):
 
 
 @pytest.mark.parametrize("place", [1, 2])
-def test_effects_are_slopes_of_the_loss_of_the_student(tiny, place):
+def test_effects_are_slopes_of_the_loss_of_the_student(tiny, place, monkeypatch):
+    monkeypatch.setattr("dofla.distillation.fading.STEPS", 1)  # whose effects are those of an even split
     # Of the last layer, whose gradient passes through no other attention: that of softmax stands in for it.
     model = tiny.llama(num_hidden_layers=3).double()
     tokens, name = windows(tiny), "model.layers.2.self_attn"
@@ -78,7 +79,7 @@ def test_windows_are_read_one_by_one_or_together(tiny, batch_size):
     whole = dofla.measure_shares(model, tokens, BUDGET, batch_size=3)
     for name, effects in found.effects.items():
         assert effects == pytest.approx(whole.effects[name], rel=1e-3, abs=1e-6)
-    assert seen[-1] == ("windows", 3, 3)
+    assert seen[-1] == ("passes", *(STEPS * -(-3 // batch_size),) * 2)
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -114,5 +115,7 @@ def test_refusals(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     with pytest.raises(DoflaError, match="shares is 'odd': give measured, even, or what"):
         dofla.fade(model, tokens, shares="odd")
-    with pytest.raises(DoflaError, match=r"budget 3 leaves no room to try 1\.5: give more, or shares='even'"):
+    with pytest.raises(
+        DoflaError, match=r"at 0\.7 of budget 3: budget 2 is too small .*: give more, or shares='even'"
+    ):
         dofla.measure_shares(tiny.llama(head_dim=32), tokens, 3)

@@ -1,9 +1,10 @@
 """A memory that fades, at once, and what more or fewer bytes of it do to the model, measured in one pass over the text.
 
 A student is made whose layers all have the same size. While it reads a window, each layer also computes what it would
-have answered with half its tokens, or twice as many; and the gradient of the student's loss at the layer's output says
-what that would change: ⟨∂ KL(teacher ‖ student) / ∂ out, out' − out⟩, to first order. So the effect is that on a model
-whose other layers forget as well, which matters: where one head alone forgets what is far back, others make up for it.
+have answered with fewer tokens, and with more; and the gradient of the student's loss at the layer's output says what
+that would change: ⟨∂ KL(teacher ‖ student) / ∂ out, out' − out⟩, to first order. So the effect is that on a model whose
+other layers forget as well, which matters: where one head alone forgets what is far back, others make up for it. Bytes
+go where they do most, in a few small steps.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from dofla.integration.interface import RECORDING, softmax_attention, standard_s
 from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import describe, linear_layers, linearize, restore
-from dofla.plans.plan import LayerPlan
+from dofla.plans.plan import LayerPlan, Plan
 from dofla.plans.shares import FACTORS, Shares
 
 WAYS = ("measured", "even")
 """How layers may share the bytes."""
+STEPS = 2
+"""From an even split. First order says little of large steps, above all of small memories."""
 
 
 @reports_progress("shares", Bar.stage)
@@ -61,34 +64,21 @@ def measure_shares(
     windows = as_windows(tokens)
     if is_streamed(model):
         raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
-    own = fading_plan(model, budget, keep_softmax=keep_softmax)
-    try:
-        others = [fading_plan(model, factor * budget, keep_softmax=keep_softmax) for factor in FACTORS[1:]]
-    except DoflaError:
-        least = min(FACTORS) * budget
-        raise DoflaError(f"budget {budget} leaves no room to try {least:g}: give more, or shares='even'") from None
-    student = linearize(model, own)
+    even = fading_plan(model, budget, keep_softmax=keep_softmax)
+    student = linearize(model, even)
     try:
         measure_directions(student, windows)
         layers = linear_layers(student)
-        tried = {name: [layer, *(_resized(layer, plan[name]) for plan in others)] for name, layer in layers.items()}
-        effects = {name: torch.zeros(len(FACTORS), dtype=torch.float64) for name in tried}
-        with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
-            loss, done = Objective(student, part.teacher), 0
-            count = loss.count(windows.batch(range(len(windows))))
-            for rows in batches(windows, batch_size):
-                batch = {name: data.to(student.device) for name, data in windows.batch(rows).items()}
-                for name, found in _effects(student, tried, loss, batch, count, len(windows)).items():
-                    effects[name][1:] += found
-                done += len(rows)
-                if progress:
-                    progress("windows", done, len(windows))
+        sizes = {name: even[name].state_bytes(model.dtype.itemsize) for name in layers}
+        made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source}
+        shares = Shares(dict.fromkeys(layers, 1.0), {}, describe(model)["name"], made_by)
+        for step in range(STEPS):
+            plans = [_plan(model, budget, factor, shares, keep_softmax) for factor in FACTORS]
+            tried = {name: [_resized(layer, plan[name]) for plan in plans] for name, layer in layers.items()}
+            shares = shares.better(_effects(student, tried, windows, batch_size, _report(progress, step)), sizes)
     finally:
         restore(model)
-    sizes = {name: own[name].state_bytes(model.dtype.itemsize) for name in effects}
-    made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source}
-    found = {name: own.tolist() for name, own in effects.items()}
-    return Shares.best(found, sizes, model=describe(model)["name"], made_by=made_by)
+    return shares
 
 
 def fade(
@@ -108,7 +98,7 @@ def fade(
         tokens: a dozen windows of any text, to measure shares, and the means and directions of keys and values on.
         budget: bytes, as so many features per KV head, in the mean over layers.
         shares: how layers share them: ``measured``, by :func:`dofla.measure_shares` on the same windows; ``even``, all
-            the same, which takes no gradients and a fifth of the time; or what was measured before.
+            the same, which takes no gradients and a tenth of the time; or what was measured before.
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
 
@@ -141,22 +131,40 @@ def _resized(layer: AttachedLinearAttention, plan: LayerPlan) -> AttachedLinearA
     return other
 
 
+def _plan(model: PreTrainedModel, budget: int, factor: float, shares: Shares, keep_softmax: Collection[str]) -> Plan:
+    try:
+        return fading_plan(model, factor * budget, shares=shares, keep_softmax=keep_softmax)
+    except DoflaError as error:
+        raise DoflaError(f"at {factor:g} of budget {budget}: {error}, or shares='even'") from None
+
+
+def _report(progress: Callable[[str, int, int], None] | None, step: int) -> Callable[[int, int], None] | None:
+    """What to call within a step with (done, total) passes."""
+    return progress and (lambda done, total: progress("passes", step * total + done, STEPS * total))
+
+
 def _effects(
     student: PreTrainedModel,
     tried: Mapping[str, Sequence[AttachedLinearAttention]],
-    loss: Objective,
-    batch: Mapping[str, Tensor],
-    tokens: int,
-    windows: int,
-) -> dict[str, Tensor]:
-    """Of a batch: by layer, its part of the change of the loss for each of the other sizes, float64 on the CPU."""
-    with _answers(student, tried) as seen:
-        value = loss(batch, tokens, windows)
-    gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
-    return {
-        name: torch.stack([(gradient.double() * x).sum() for x in differences]).cpu()
-        for (name, (_, differences)), gradient in zip(seen.items(), gradients, strict=True)
-    }
+    windows: TokenWindows,
+    batch_size: int,
+    report: Callable[[int, int], None] | None,
+) -> dict[str, list[float]]:
+    """By layer, the change of the loss if it alone were each of those ``tried`` instead of the first."""
+    effects = {name: torch.zeros(len(layers), dtype=torch.float64) for name, layers in tried.items()}
+    with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
+        loss, parts = Objective(student, part.teacher), batches(windows, batch_size)
+        count = loss.count(windows.batch(range(len(windows))))
+        for done, rows in enumerate(parts, start=1):
+            batch = {name: data.to(student.device) for name, data in windows.batch(rows).items()}
+            with _answers(student, tried) as seen:
+                value = loss(batch, count, len(windows))
+            gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
+            for (name, (_, differences)), gradient in zip(seen.items(), gradients, strict=True):
+                effects[name][1:] += torch.stack([(gradient.double() * x).sum() for x in differences]).cpu()
+            if report:
+                report(done, len(parts))
+    return {name: own.tolist() for name, own in effects.items()}
 
 
 @contextmanager

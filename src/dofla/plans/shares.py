@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from dofla.errors import DoflaError
 from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.files import read_json, write_json
 
-FACTORS = (1.0, 0.5, 0.7, 1.4, 2.0)
-"""Sizes of a layer that are tried, over the one that it would have if all had the same."""
+FACTORS = (1.0, 0.7, 1.4)
+"""Sizes of a layer that are tried, over the one it has."""
 
 _EXACT = 1e-9
 """So that a third of 96 is 32."""
@@ -27,7 +27,8 @@ class Shares(Result):
     Attributes:
         layers: by name, bytes over those of an even split.
         effects: by name and for each of :data:`FACTORS`, what the model's loss changes by if that layer alone has so
-            many times its bytes: nats of KL of the next-token distribution, to first order.
+            many times the bytes it had when this was last measured: nats of KL of the next-token distribution, to first
+            order.
         model: its name.
         made_by: budget and text it was measured with.
     """
@@ -37,37 +38,38 @@ class Shares(Result):
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def best(cls, effects: Mapping[str, list[float]], sizes: Mapping[str, int], **known: Any) -> Shares:
-        """Those of least loss that take no more bytes than an even split.
+    def better(self, effects: Mapping[str, list[float]], sizes: Mapping[str, int]) -> Shares:
+        """A step from here to less loss: each layer's share times one of :data:`FACTORS`, the bytes of all those of an
+        even split.
 
         Args:
-            effects: as above.
+            effects: as above, measured with these shares.
             sizes: by name, bytes of the layer in an even split.
-            known: the other fields.
         """
-        total = sum(sizes.values())
+        held = {name: self.layers[name] * sizes[name] for name in effects}
+        total = sum(sizes[name] for name in effects)
         hulls = {
-            name: lower_hull([_Choice(factor, factor * sizes[name], x) for factor, x in _tried(own)])
+            name: lower_hull([_Choice(factor, factor * held[name], x) for factor, x in _tried(own)])
             for name, own in effects.items()
         }
-        chosen = spend(hulls, total)
+        chosen = spend(hulls, sum(held.values()))
         spare = total / sum(choice.bytes for choice in chosen.values())  # the last step that did not fit leaves some
-        return cls({name: spare * choice.factor for name, choice in chosen.items()}, dict(effects), **known)
+        layers = {name: spare * choice.factor * self.layers[name] for name, choice in chosen.items()}
+        return replace(self, layers=layers, effects=dict(effects))
 
     def budget(self, layer: str, budget: float) -> int:
         """Of a layer, in features per KV head, where all have ``budget`` in the mean."""
         return math.floor(self.layers.get(layer, 1.0) * budget + _EXACT)
 
     def parts(self) -> Iterator[Part]:
-        """Share of each layer, and what half and twice its bytes would do."""
-        half, double = FACTORS.index(0.5), FACTORS.index(2.0)
-        shown = table("layer", "share", "half", "twice", gap=2, widest=40)
+        """Share of each layer, and what fewer or more bytes did."""
+        shown = table("layer", "share", *(f"{factor:g} ×" for factor in FACTORS[1:]), gap=2, widest=40)
         for name, share in self.layers.items():
-            own = self.effects.get(name)
-            shown.add_row(name, f"{share:.2f}", *(f"{own[n]:+.4f}" if own else "" for n in (half, double)))
+            own = self.effects.get(name, [])[1:]
+            shown.add_row(name, f"{share:.2f}", *(f"{x:+.4f}" for x in own or [math.nan] * 2))
         yield shown
-        yield "share: bytes over those of an even split; half, twice: change of the model's KL with so many, nats"
+        yield "share: bytes over those of an even split; then, before the last step, the change of the model's"
+        yield "KL, in nats, if this layer alone had so many times its bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
