@@ -4,7 +4,7 @@ whose tokens all go by their age, and one whose layers are all of one size.
     python benchmarks/quality/fading.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz --windows 24
-    python benchmarks/quality/fading.py models/smollm2-135m --length 2048 --windows 8 --student fading ...
+    python benchmarks/quality/fading.py models/smollm2-135m --student trained --length 512 --length 2048 ...
 
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and shares are measured
@@ -17,12 +17,13 @@ from __future__ import annotations
 import sysconfig
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.attention import stage_bytes
@@ -82,7 +83,20 @@ def by_age(budget: int) -> Student:
     return make
 
 
-STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "fading": fading}
+def trained(budget: int) -> Student:
+    """:func:`dofla.fade`, and then 60 steps end to end on two windows each of the text that it was measured on."""
+
+    def make(model: PreTrainedModel, tokens: TokenWindows) -> PreTrainedModel:
+        student = dofla.fade(model, tokens.take(MEASURED), budget=budget)
+        dofla.distill_end_to_end(student, tokens, steps=60)
+        return student
+
+    return make
+
+
+STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "fading": fading, "trained": trained}
+MEASURED, TRAINED = 12, 120
+"""Windows that students are measured, and trained, on."""
 
 
 def sources(paths: list[Path]) -> dict[str, object]:
@@ -96,43 +110,53 @@ def main(
     calibrate: Annotated[str, typer.Option(help="Text to measure directions and shares on; self: the model's own.")],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
     budget: Annotated[list[int] | None, typer.Option(help="In features per KV head; repeatable; default 64.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
-    windows: Annotated[int, typer.Option(help="Of each text.")] = 24,
-    seeds: Annotated[int, typer.Option(help="Draws of the windows that directions are measured on.")] = 1,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
+    windows: Annotated[int, typer.Option(help="Of each text; beyond 512 tokens a third.")] = 24,
+    seeds: Annotated[int, typer.Option(help="Draws of the windows that students are made from.")] = 1,
     student: Annotated[
-        list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default all.")
+        list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default window and fading.")
     ] = None,
-    measured_length: Annotated[int, typer.Option(help="Tokens of the windows to measure on.")] = 512,
-    measured_windows: Annotated[int, typer.Option(help="How many of them.")] = 12,
+    measured_length: Annotated[int, typer.Option(help="Tokens of the windows that students are made from.")] = 512,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
-    known = {"length": length, "windows": windows, "split": "all"}
-    texts = {name: dofla.token_windows(where, tokenizer, **known) for name, where in sources(text or []).items()}
-    if unknown := set(student or []) - STUDENTS.keys():
+    names = student or ["window", "fading"]
+    if unknown := set(names) - STUDENTS.keys():
         raise typer.BadParameter(f"no student is called {min(unknown)!r}: choose of {', '.join(STUDENTS)}")
-    count = measured_windows
+    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    texts = sources(text or [])
+    judged = {
+        each: {name: _windows(where, tokenizer, each, windows) for name, where in texts.items()}
+        for each in length or [512]
+    }
+    count = TRAINED if "trained" in names else MEASURED
     pool = dofla.token_windows(calibrate, tokenizer, length=measured_length, windows=count * seeds, model=teacher)
-    shown, rows = table("student", "state", *texts, "made in", gap=2), []
-    for each in budget or [64]:
-        for name in student or STUDENTS:
-            make, gaps = STUDENTS[name](each), {}
-            for seed in range(1 if name == "window" else seeds):
-                tokens = TokenWindows(pool.input_ids[count * seed : count * seed + count])
-                started = time.perf_counter()
-                made = make(teacher, tokens)
-                seconds = time.perf_counter() - started
-                for kind, judged in texts.items():
-                    gaps.setdefault(kind, []).append(dofla.evaluate(made, judged, fidelity_windows=1, progress=False))
-                state = plan_of(made).state_bytes(teacher.dtype)
-                dofla.restore(made)
-            cells = [_cell(found) for found in gaps.values()]
-            shown.add_row(f"{name}, {each}", size(state), *cells, f"{seconds:.0f} s")
-            figures = {kind: [x.to_dict()["language"] for x in found] for kind, found in gaps.items()}
-            rows.append({"student": name, "budget": each, "bytes": state, "length": length, "texts": figures})
+    shown, rows = table("student", "tokens", "state", *texts, "made in", gap=2), []
+    for each, name in product(budget or [64], names):
+        found: dict[tuple[int, str], list[Evaluation]] = {}
+        for seed in range(1 if name == "window" else seeds):
+            own = TokenWindows(pool.input_ids[count * seed : count * (seed + 1)])
+            started = time.perf_counter()
+            made = STUDENTS[name](each)(teacher, own if name == "trained" else own.take(MEASURED))
+            seconds = time.perf_counter() - started
+            for tokens, kinds in judged.items():
+                for kind, held_out in kinds.items():
+                    result = dofla.evaluate(made, held_out, fidelity_windows=1, progress=False)
+                    found.setdefault((tokens, kind), []).append(result)
+            state = plan_of(made).state_bytes(teacher.dtype)
+            dofla.restore(made)
+        for tokens in judged:
+            cells = [_cell(found[tokens, kind]) for kind in texts]
+            shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
+            figures = {kind: [x.to_dict()["language"] for x in found[tokens, kind]] for kind in texts}
+            rows.append({"student": name, "budget": each, "bytes": state, "length": tokens, "texts": figures})
     if out is not None:
         write_json(out, {"rows": rows})
     Console(width=200).print(shown)
+
+
+def _windows(where: object, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> TokenWindows:
+    count = count if length <= 512 else max(1, count // 3)
+    return dofla.token_windows(where, tokenizer, length=length, windows=count, split="all")
 
 
 def _cell(found: list[Evaluation]) -> str:
