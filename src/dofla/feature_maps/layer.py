@@ -22,6 +22,8 @@ from dofla.attention import (
     rounded,
     unpacked,
 )
+from dofla.attention.compiled import usable
+from dofla.attention.compiled.fading import DTYPES
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 
@@ -106,6 +108,14 @@ class LinearAttention(nn.Module):
     def keeps_eight_bits(self) -> bool:
         """Whether there are exact tokens and they are kept in eight bits."""
         return self.token_dtype == "int8" and self.is_hybrid
+
+    def traceable(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+        """Whether torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
+        it, no shape and no branch depends on numbers."""
+        for n, (window, _) in enumerate(self.exact_tokens):
+            if self.fading_of(n) is not None and not (window and self.keeps_eight_bits):
+                return False
+        return causal and query.shape[-2] > 0 and usable((query, key, value), (), DTYPES)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""

@@ -41,9 +41,14 @@ def usable(
         return False
     if not all(t.dtype in dtypes and t.stride(-1) == 1 for t in vectors):
         return False
-    if any(unpack_dual(t).tangent is not None for t in tensors):  # forward-mode derivatives
-        return False
-    return torch.backends.mkldnn.enabled and not torch.compiler.is_compiling() and obstacle() is None
+    if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors):
+        return False  # forward-mode derivatives
+    return torch.backends.mkldnn.enabled and _obstacle() is None
+
+
+@torch.compiler.assume_constant_result
+def _obstacle() -> str | None:
+    return obstacle()
 
 
 def linear_attention(
