@@ -209,7 +209,7 @@ def test_nan_and_infinity_pass_as_in_plain_torch(which, bad):
 def test_what_is_not_finite_reaches_those_that_see_it_and_is_kept_as_zeros(features, dtype):
     layer = layer_of(0, 16, 24, 5, 2, [STAGES[1]] * 2, features, 9)
     clean = vectors(1, layer, 2, 2, 70, dtype)
-    wanted, before, _ = run(layer, clean, None, [0, 40, 41, 70])
+    wanted, _, _ = run(layer, clean, None, [0, 40, 41, 70])
     for which, bad in ((0, torch.nan), (1, torch.inf), (2, -torch.inf)):
         inputs = [x.clone() for x in clean]
         inputs[which][0, 1, 40, 3] = (
