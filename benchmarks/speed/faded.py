@@ -50,7 +50,7 @@ def main(
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
     for dtype in dtypes or ["float32", "bfloat16"]:
-        models = both(model, dtype, budget, max(*contexts, *prompts) + new_tokens)
+        models = both(model, dtype, budget, max(contexts + prompts) + new_tokens)
         print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{kind:>18}" for kind in kinds) + f"{'ratio':>8}")
         with torch.inference_mode():
             rows = [("prompt", n, read(models, n, repeats)) for n in prompts]

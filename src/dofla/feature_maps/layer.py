@@ -97,7 +97,8 @@ class LinearAttention(nn.Module):
 
     def fading_of(self, group: int) -> Fading | None:
         """The stages of a group, if it has any and they are not hidden."""
-        return self.fading[str(group)] if str(group) in self.fading and not self.hides_tokens else None
+        fading, name = self.fading, str(group)
+        return fading[name] if name in fading and not self.hides_tokens else None
 
     @property
     def is_hybrid(self) -> bool:
@@ -157,10 +158,11 @@ class LinearAttention(nn.Module):
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
         tokens = None
         out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
+        eight_bits = self.keeps_eight_bits
         for n, (window, sinks) in enumerate(self.exact_tokens):
             options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None, "out": out}
             fading, before, found = self.fading_of(n) if causal else None, states[n], None
-            if fading is not None and self.keeps_eight_bits:
+            if fading is not None and eight_bits:
                 found = attend_faded(query, key, value, self.maps[n], fading, state=before, **options)
             if found is None:
                 tokens = tokens or self._as_kept(key, value)
