@@ -45,7 +45,8 @@ def main(
     out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
-    contexts, prompts = sorted(contexts or [EMPTY, 512, 2048, 4096]), sorted(prompts or [512, 2048]) * (not compile)
+    contexts = sorted(contexts or [EMPTY, 512, 2048, 4096])
+    prompts = [] if compile else sorted(prompts or [512, 2048])
     kinds = (*KINDS, *(kind + COMPILED for kind in KINDS)) if compile else KINDS
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))

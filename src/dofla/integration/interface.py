@@ -120,7 +120,8 @@ def padding_mask(
         if attention_mask is None:
             return None
         attention_mask = attention_mask[:, -kv_length:]
-        return attention_mask if torch.compiler.is_compiling() or not attention_mask.all() else None
+        asked = attention_mask.shape[1] == kv_length and not torch.compiler.is_compiling()  # a graph cannot ask
+        return None if asked and attention_mask.all() else attention_mask
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs

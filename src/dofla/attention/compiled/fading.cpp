@@ -13,7 +13,7 @@ namespace {
 // stage, with their log-weights. There is a `score` if the last stage keeps tokens beyond the `newest`; that after
 // stands behind its tokens. A vector that holds NaN or infinity, which codes cannot keep, is kept as
 // zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from its token on.
-// What has which shape is said once more in fading.py, for torch.compile.
+// Shapes are said once more in shapes.py, for torch.compile.
 Tensors fading(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                const std::optional<at::Tensor>& log_weight, const Tensors& window, const Tensors& sinks,
                const Tensors& stages, const Tensors& coders, const at::Tensor& tables, double scaling,
