@@ -1,18 +1,22 @@
 """A memory that fades beside softmax attention: milliseconds of a decoded token and of a prompt, by context.
 
     python benchmarks/speed/faded.py
+    python benchmarks/speed/faded.py --compile
 
 A model in a real one's shape with random weights, as it is (transformers' "sdpa" attention and default dynamic cache)
 and with a memory that fades (``dofla.fade``), both in one process and taking turns at every token and every prompt. Of
 each the least time is taken, as others on the machine can only add to it; below, what the slowest faded token takes
-beside a softmax token after the shortest context, which has little else to do than to read the weights.
+beside a softmax token after the shortest context, which has little else to do than to read the weights. With
+``--compile`` it is tokens alone, and both models also under torch.compile with a static cache, as transformers'
+``generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each length is
+compiled anew.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +24,12 @@ import torch
 import transformers
 import typer
 from model import MODELS, Job, build, machine
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import dofla
 
 KINDS = ("softmax", "faded")
+COMPILED = " compiled"
 EMPTY = 8
 
 
@@ -36,21 +41,24 @@ def main(
     budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is read.")] = 3,
+    compile: Annotated[bool, typer.Option("--compile", help="Tokens under torch.compile as well, no prompts.")] = False,
     out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
-    contexts, prompts = sorted(contexts or [EMPTY, 512, 2048, 4096]), sorted(prompts or [512, 2048])
+    contexts = sorted(contexts or [EMPTY, 512, 2048, 4096])
+    prompts = [] if compile else sorted(prompts or [512, 2048])
+    kinds = (*KINDS, *(kind + COMPILED for kind in KINDS)) if compile else KINDS
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
     for dtype in dtypes or ["float32", "bfloat16"]:
-        models = both(model, dtype, budget, max(*contexts, *prompts) + new_tokens)
-        print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{kind:>10}" for kind in KINDS) + f"{'ratio':>8}")
+        models = both(model, dtype, budget, max(contexts + prompts) + new_tokens)
+        print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{kind:>18}" for kind in kinds) + f"{'ratio':>8}")
         with torch.inference_mode():
             rows = [("prompt", n, read(models, n, repeats)) for n in prompts]
-            rows += [("token", n, decode(models, n, new_tokens)) for n in contexts]
+            rows += [("token", n, decode(models, kinds, n, new_tokens)) for n in contexts]
         for what, tokens, taken in rows:
             ratio = taken["faded"] / taken["softmax"]
-            times = "".join(f"{1e3 * taken[kind]:>10.1f}" for kind in KINDS)
+            times = "".join(f"{1e3 * taken[kind]:>18.1f}" for kind in (kinds if what == "token" else KINDS))
             label = f"a prompt of {tokens} tokens" if what == "prompt" else f"a token after {tokens}"
             print(f"{label:<45}{times}{ratio:>8.2f}", flush=True)
             found["rows"].append({"dtype": dtype, "what": what, "tokens": tokens, **taken})
@@ -83,15 +91,19 @@ def read(models: dict[str, PreTrainedModel], length: int, repeats: int) -> dict[
     return least({kind: prompt(model) for kind, model in models.items()}, repeats)
 
 
-def decode(models: dict[str, PreTrainedModel], context: int, new_tokens: int) -> dict[str, float]:
+def decode(models: dict[str, PreTrainedModel], kinds: Sequence[str], context: int, new_tokens: int) -> dict[str, float]:
     """Seconds of a token after ``context`` others."""
 
-    def token(model: PreTrainedModel) -> Callable[[], None]:
-        cache, tokens = DynamicCache(config=model.config), random_tokens(model, 1)
+    def token(kind: str) -> Callable[[], None]:
+        model, length = models[kind.removesuffix(COMPILED)], context + new_tokens + 1
+        step, cache = model, DynamicCache(config=model.config)
+        if kind.endswith(COMPILED):
+            step, cache = torch.compile(model, dynamic=False), StaticCache(model.config, max_cache_len=length)
+        tokens = random_tokens(model, 1)
         feed(model, random_tokens(model, context), cache)
-        return lambda: feed(model, tokens, cache)
+        return lambda: feed(step, tokens, cache)
 
-    return least({kind: token(model) for kind, model in models.items()}, new_tokens)
+    return least({kind: token(kind) for kind in kinds}, new_tokens)
 
 
 def least(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
@@ -105,7 +117,7 @@ def least(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float
     return {kind: min(times[1:]) for kind, times in taken.items()}
 
 
-def feed(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> None:
+def feed(model: Callable, tokens: torch.Tensor, cache: Cache) -> None:
     model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 

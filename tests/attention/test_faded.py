@@ -204,6 +204,35 @@ def test_nan_and_infinity_pass_as_in_plain_torch(which, bad):
 
 
 @needs_kernels
+@pytest.mark.parametrize("features", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_reaches_those_that_see_it_and_is_kept_as_zeros(features, dtype):
+    layer = layer_of(0, 16, 24, 5, 2, [STAGES[1]] * 2, features, 9)
+    clean = vectors(1, layer, 2, 2, 70, dtype)
+    wanted, _, _ = run(layer, clean, None, [0, 40, 41, 70])
+    for which, bad in ((0, torch.nan), (1, torch.inf), (2, -torch.inf)):
+        inputs = [x.clone() for x in clean]
+        inputs[which][0, 1, 40, 3] = (
+            bad  # of a query, the second of the first KV head; of the second head's key or value
+        )
+        seen = torch.zeros(2, 4, 70, dtype=torch.bool)
+        seen[0, [1] if which == 0 else [2, 3], 40] = True
+        split, states, calls = run(layer, inputs, None, [0, 40, 41, 70])
+        whole, (at_once,), _ = run(layer, inputs, None, [0, 70])
+        assert "fading" in calls.names
+        assert torch.equal(split.isnan().all(-1), seen)
+        assert torch.equal(split.isnan().any(-1), seen)
+        if which > 0:  # those that come later in the call see it as well
+            seen[0, 2:, 40:] = True
+        assert torch.equal(whole.isnan().all(-1), seen)
+        assert torch.equal(whole.isnan().any(-1), seen)
+        assert_same_codes([states[-1]], [at_once])
+        assert torch.equal(split[1], wanted[1])
+        if which > 0:
+            assert not getattr(states[1][0].window, ("key", "value")[which - 1])[0, 1, -1].any()
+
+
+@needs_kernels
 def test_constants_may_change_between_calls():
     layer, states = layer_and_state()
     inputs = vectors(2, layer, 2, 2, 1)

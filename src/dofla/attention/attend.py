@@ -13,7 +13,7 @@ from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.chunked import chunked
 from dofla.attention.coding import Fading
 from dofla.attention.exact import ExactPart, exact_attention, merge
-from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable
+from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable, known_full
 
 
 def attend(
@@ -174,8 +174,7 @@ def _take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, T
         The tokens with those masked; the sinks after this call; and the first query that sees each of them [B, s]:
         once it has left the window, for before that it is seen there.
     """
-    on_cpu = held.key.device.type == "cpu"  # on a GPU, asking costs more than what it may save
-    if not len(held) or (on_cpu and bool((held.log_weight > LOG_ZERO).all())):
+    if not len(held) or known_full(held):
         return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
     rank = _rank_of_leaving(leaving, held)
     is_sink = rank < len(held)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dofla.attention.state import LOG_ZERO, State, TokenBuffer, _Tensors
+from dofla.attention.state import State, TokenBuffer, _Tensors, known_full
 
 _LARGEST = 127
 _EXPONENTS = (-120, 120)
@@ -90,7 +90,5 @@ def packed(after: State, before: State | None, new: int) -> State:
         else:
             window = before.window.shifted(PackedTokens.of(window[-new:]))
     if sinks is not None:
-        on_cpu = sinks.key.device.type == "cpu"  # on a GPU, asking costs more than what it may save
-        full = before is not None and on_cpu and bool((before.sinks.log_weight > LOG_ZERO).all())
-        sinks = before.sinks if full else PackedTokens.of(sinks)
+        sinks = before.sinks if before is not None and known_full(before.sinks) else PackedTokens.of(sinks)
     return replace(after, window=window, sinks=sinks)

@@ -44,10 +44,9 @@ def attend_faded(
         state = _empty(key, value, features, fading, window, sinks, heads)
     log_weight = None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
     behind = features.features > 0
-    found = attend_and_code(query, key, value, log_weight, state, fading, scaling, heads, behind)
-    if found is None:
-        return None
-    piece, normaliser, left, after = found
+    piece, normaliser, left, after = attend_and_code(
+        query, key, value, log_weight, state, fading, scaling, heads, behind
+    )
     query_heads = _of_queries(heads, query.shape[1] // key.shape[1])
     if behind:
         queries = _select(query, query_heads)

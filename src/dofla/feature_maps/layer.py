@@ -22,6 +22,8 @@ from dofla.attention import (
     rounded,
     unpacked,
 )
+from dofla.attention.compiled import usable
+from dofla.attention.compiled.fading import DTYPES
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 
@@ -95,7 +97,8 @@ class LinearAttention(nn.Module):
 
     def fading_of(self, group: int) -> Fading | None:
         """The stages of a group, if it has any and they are not hidden."""
-        return self.fading[str(group)] if str(group) in self.fading and not self.hides_tokens else None
+        fading, name = self.fading, str(group)
+        return fading[name] if name in fading and not self.hides_tokens else None
 
     @property
     def is_hybrid(self) -> bool:
@@ -106,6 +109,14 @@ class LinearAttention(nn.Module):
     def keeps_eight_bits(self) -> bool:
         """Whether there are exact tokens and they are kept in eight bits."""
         return self.token_dtype == "int8" and self.is_hybrid
+
+    def traceable(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+        """Whether torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
+        it, no shape and no branch depends on numbers."""
+        for n, (window, _) in enumerate(self.exact_tokens):
+            if self.fading_of(n) is not None and not (window and self.keeps_eight_bits):
+                return False
+        return causal and query.shape[-2] > 0 and usable((query, key, value), (), DTYPES)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""
@@ -147,10 +158,11 @@ class LinearAttention(nn.Module):
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
         tokens = None
         out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
+        eight_bits = self.keeps_eight_bits
         for n, (window, sinks) in enumerate(self.exact_tokens):
             options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None, "out": out}
             fading, before, found = self.fading_of(n) if causal else None, states[n], None
-            if fading is not None and self.keeps_eight_bits:
+            if fading is not None and eight_bits:
                 found = attend_faded(query, key, value, self.maps[n], fading, state=before, **options)
             if found is None:
                 tokens = tokens or self._as_kept(key, value)

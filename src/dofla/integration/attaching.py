@@ -51,8 +51,11 @@ class AttachedLinearAttention(LinearAttention):
     # accelerate brings offloaded weights back when their module is called, and maps never are.
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
-        with in_memory(self):
-            return super().forward(*args, **kwargs)
+        for part in self.modules():  # hardly ever there, and looked for at every token
+            if "_hf_hook" in vars(part):
+                with in_memory(self):
+                    return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def log_scores(self, *args: Any, **kwargs: Any) -> Tensor:
         with in_memory(self):

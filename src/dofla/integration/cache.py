@@ -11,23 +11,30 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dofla.attention import State
 from dofla.errors import DoflaError
-from dofla.integration.interface import LINEAR, cache_entry
+from dofla.integration.interface import LINEAR
 
 
 class LinearCacheLayer(CacheLayerMixin):
     """Constant-size cache of one layer.
 
     ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one State per
-    group of heads. Counts tokens as transformers expects.
+    group of heads. Counts tokens as transformers expects: in a tensor if it stands in a static cache, so that one
+    compiled graph serves all of them.
+
+    Args:
+        beside_softmax: whether other layers are softmax, and masks are made for them.
+        static: whether it stands in a static cache.
     """
 
+    is_compileable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, beside_softmax: bool, static: bool) -> None:
         super().__init__()
         self.states: list[State] | None = None
-        self.tokens = 0
+        self.beside_softmax = beside_softmax
+        self.tokens: int | Tensor = torch.tensor(0) if static else 0
         self.handed_over = False
 
     @property
@@ -46,20 +53,21 @@ class LinearCacheLayer(CacheLayerMixin):
             )
         self.handed_over = False
         self.is_initialized = True
-        self.tokens += key_states.shape[-2]
+        self.tokens = self.tokens + key_states.shape[-2]
         return key_states, value_states
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> int | Tensor:
         return self.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
+        # Without softmax layers nobody asks whether old tokens were padding, and masks are as long as the call.
+        return (self.tokens if self.beside_softmax else 0) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
 
     def reset(self) -> None:
-        self.states, self.tokens = None, 0
+        self.states, self.tokens = None, self.tokens * 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._change(lambda state: state.reorder(beam_idx))
@@ -88,18 +96,21 @@ class LinearCacheLayer(CacheLayerMixin):
             self.states = [fn(state) for state in self.states]
 
 
-@torch.compiler.disable
-def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a linearised module: give it its cache entry, swapping in ours the first time.
 
-    Families name the argument differently (``past_key_values``, ``layer_past``), so any Cache among them is taken.
+    Families name the argument differently (``past_key_values``, ``layer_past``), so any Cache among them is taken. The
+    entry goes along as one more argument, which all of them pass on to the attention function.
     """
     if module.config._attn_implementation != LINEAR:
-        return
+        return None
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    cache_entry.set(None if cache is None else linear_entry(cache, module.layer_idx, module.dofla.beside_softmax))
+    if cache is None:
+        return None
+    entry = linear_entry(cache, module.layer_idx, module.dofla.beside_softmax)
+    return args, {**kwargs, "dofla_entry": entry}
 
 
 def linear_entry(cache: Cache, index: int, beside_softmax: bool) -> LinearCacheLayer:
@@ -118,7 +129,7 @@ def linear_entry(cache: Cache, index: int, beside_softmax: bool) -> LinearCacheL
                 "a static cache cannot serve linear and softmax layers in one model: use the dynamic cache, "
                 "which is the default"
             )
-        entry = cache.layers[index] = LinearCacheLayer()
+        entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static=isinstance(entry, StaticLayer))
     entry.handed_over = True
     return entry
 

@@ -16,7 +16,6 @@ from transformers.masking_utils import (
     AttentionMaskInterface,
     bidirectional_mask_function,
     causal_mask_function,
-    flash_attention_mask,
     sdpa_mask,
 )
 
@@ -28,12 +27,7 @@ RECORDING = "dofla_recording"
 Visitor = Callable[..., None]
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
-cache_entry: ContextVar[Any] = ContextVar("dofla_cache_entry", default=None)
-"""The entry of the cache that the linear layer being called reads and writes, or None. A variable of the thread, so
-that several can generate with one model."""
 
-
-@torch.compiler.disable
 def linear_attention(
     module: nn.Module,
     query: Tensor,
@@ -41,11 +35,14 @@ def linear_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    *,
+    dofla_entry: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Linear attention for modules that carry feature maps, softmax attention for those that do not.
 
-    Dropout of attention weights has no counterpart here, as no weight is ever formed, and is left out.
+    ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None. Dropout of attention weights has
+    no counterpart here, as no weight is ever formed, and is left out.
     """
     layer = getattr(module, "dofla", None)
     if layer is None:
@@ -59,15 +56,21 @@ def linear_attention(
         raise DoflaError("output_attentions: linear attention forms no attention weights; use dofla.softmax(model)")
     query, scaling = standard_scaling(module, query, scaling)
     causal = is_causal(module, kwargs)
-    cache = cache_entry.get()
-    cache_entry.set(None)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
-    out, states = layer(
-        query, key, value, scaling=scaling, weight=weight, states=cache.states if cache else None, causal=causal
-    )
-    if cache is not None:
-        cache.states = states
+    states = None if dofla_entry is None else dofla_entry.states
+    options = {"scaling": scaling, "weight": weight, "states": states, "causal": causal}
+    if torch.compiler.is_compiling() and not layer.traceable(query, key, value, causal):
+        out, states = _outside_the_graph(layer, query, key, value, **options)
+    else:
+        out, states = layer(query, key, value, **options)
+    if dofla_entry is not None:
+        dofla_entry.states = states
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _outside_the_graph(layer: nn.Module, *args: Tensor, **options: Any) -> tuple[Tensor, list]:
+    return layer(*args, **options)
 
 
 @torch.compiler.disable
@@ -114,9 +117,11 @@ def padding_mask(
     layers use and linear layers refuse.
     """
     if mask_function in (causal_mask_function, bidirectional_mask_function):
-        return flash_attention_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask
-        )
+        if attention_mask is None:
+            return None
+        attention_mask = attention_mask[:, -kv_length:]
+        asked = attention_mask.shape[1] == kv_length and not torch.compiler.is_compiling()  # a graph cannot ask
+        return None if asked and attention_mask.all() else attention_mask
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs

@@ -66,6 +66,10 @@ class DoflaQuantizer(HfQuantizer):
         model.is_quantized = False
         model.config._is_quantized = False
 
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
     def is_serializable(self) -> bool:
         return True
 

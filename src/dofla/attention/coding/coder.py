@@ -83,7 +83,6 @@ class Coder(nn.Module):
         super().__init__()
         self.heads, self.dim, self.stages = heads, dim, tuple(bits)
         self.block = block_size(dim)
-        self._asking: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
         self.register_buffer("turn", torch.empty(heads, dim, dim, dtype=torch.int16))
         self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
         self.register_buffer("back", torch.empty(heads, dim, dim, dtype=torch.float32))
@@ -133,15 +132,6 @@ class Coder(nn.Module):
     def constants(self) -> list[Tensor]:
         """All buffers, in the order of the attributes above: what the compiled kernels take."""
         return list(self._buffers.values())
-
-    @property
-    def asking_by(self) -> tuple[Tensor, Tensor]:
-        """``back`` in whole numbers of float32 [Hkv, d, d], and what one of them is worth in each column [Hkv, d]."""
-        if torch.compiler.is_compiling() or self.back.is_inference():  # neither tells of changes
-            return _asking_by(self.back)
-        if self._asking is None or self._asking[0] is not self.back or self._asking[1] != self.back._version:
-            self._asking = self.back, self.back._version, _asking_by(self.back)
-        return self._asking[2]
 
     def bytes_per_token(self, stage: int) -> int:
         """Of one vector of one head."""
@@ -197,10 +187,10 @@ class Coder(nn.Module):
         """Queries [B, H, L, d] turned as by :meth:`against`, but exactly: whole numbers [B, H, L, blocks, block] and a
         power of two for each block [B, H, L, blocks, 1]."""
         share = query.shape[1] // self.heads
-        turn, fineness = self.asking_by
+        columns, fineness = _whole_rows(self.back.mT.double())
         integers, exponent = pack(query)
-        turned = integers.float() @ turn.repeat_interleave(share, 0)  # exact: whole numbers below 2²⁴
-        unit = fineness.repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
+        turned = integers.float() @ columns.float().mT.repeat_interleave(share, 0)  # exact: whole numbers below 2²⁴
+        unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
         return whole((turned * unit).unflatten(-1, (-1, self.block)))
 
     def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:
@@ -227,13 +217,9 @@ def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers [H, n, d] of 16 bits, whose products with integers of seven bits add up exactly in float32, and the
     power of two [H, n] that one of them is worth in each row."""
     most = torch.maximum(matrix.abs().sum(-1) / _SUM, matrix.abs().amax(-1) / (2**15 - 1))
-    fineness = torch.exp2(torch.ceil(torch.log2(most.clamp_min(1e-30))))
+    mantissa, exponent = torch.frexp(most.clamp_min(1e-30))
+    fineness = torch.exp2((exponent - (mantissa == 0.5).int()).double())
     return (matrix / fineness.unsqueeze(-1)).round(), fineness
-
-
-def _asking_by(back: Tensor) -> tuple[Tensor, Tensor]:
-    rows, fineness = _whole_rows(back.mT.double())
-    return rows.float().mT.contiguous(), fineness.float()
 
 
 def block_size(dim: int) -> int:

@@ -58,7 +58,6 @@ def distortion(bits: int) -> float:
     )
 
 
-@cache
 def tables() -> Tensor:
     """All of these as one array, as the compiled kernels take them: levels and borders by bits in rows of 32, scales
     and their borders in rows of 256, the rest infinite."""

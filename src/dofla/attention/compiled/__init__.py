@@ -34,16 +34,21 @@ def usable(
     vectors: Sequence[Tensor], others: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> bool:
     """Whether the kernels take these: on a CPU, no derivative asked for, vectors of ``dtypes`` with contiguous rows."""
-    tensors = (*vectors, *others)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    if not all(t.device.type == "cpu" for t in tensors):
-        return False
-    if not all(t.dtype in dtypes and t.stride(-1) == 1 for t in vectors):
-        return False
-    if any(unpack_dual(t).tangent is not None for t in tensors):  # forward-mode derivatives
-        return False
-    return torch.backends.mkldnn.enabled and not torch.compiler.is_compiling() and obstacle() is None
+    tensors, differentiable = (*vectors, *others), torch.is_grad_enabled()
+    for t in tensors:  # without generators, as this is asked for every token
+        if not t.is_cpu or (differentiable and t.requires_grad):
+            return False
+    for t in vectors:
+        if t.dtype not in dtypes or t.stride(-1) != 1:
+            return False
+    if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors):
+        return False  # forward-mode derivatives
+    return torch.backends.mkldnn.enabled and _obstacle() is None
+
+
+@torch.compiler.assume_constant_result
+def _obstacle() -> str | None:
+    return obstacle()
 
 
 def linear_attention(

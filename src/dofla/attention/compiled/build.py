@@ -37,6 +37,7 @@ def load() -> str | None:
             torch.ops.load_library(folder / f"{_LIBRARY}.so")
         else:
             _compile_and_load(folder)
+        from dofla.attention.compiled import shapes  # noqa: F401  they can be registered now
     except Exception as error:  # compilers fail in many ways, and attention must go on without
         logger.warning("the compiled kernels could not be built, plain torch is used instead: %s", error)
         return f"building failed: {error}"

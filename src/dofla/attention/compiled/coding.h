@@ -38,16 +38,17 @@ inline Floats<N> floats(const std::int8_t* from) {
   return __builtin_convertvector(bytes, Floats<N>);
 }
 
-// levels.py as one array: levels and the borders between them by bits, scales and the borders between them. What is
-// missing of 32 or 256 numbers is infinite.
+// fading.TABLES: levels and the borders between them by bits, scales and the borders between them, where what is missing
+// of 32 or 256 numbers is infinite; and the weights of kept.py.
 struct Tables {
   const float* data;
-  static constexpr std::int64_t kSize = 2 * kMostBits * kMostLevels + 2 * 256;
+  static constexpr std::int64_t kWeights = 13 * 8 + 1, kSize = 2 * kMostBits * kMostLevels + 2 * 256 + kWeights;
 
   const float* levels(int bits) const { return data + (bits - 1) * kMostLevels; }
   const float* borders(int bits) const { return data + (kMostBits + bits - 1) * kMostLevels; }
   const float* scales() const { return data + 2 * kMostBits * kMostLevels; }
   const float* scale_borders() const { return scales() + 256; }
+  const float* weights() const { return scales() + 2 * 256; }
 };
 
 // coder.py for one KV head.
@@ -115,6 +116,27 @@ inline float largest_size(const float* x, std::int64_t n) {
 #pragma omp simd reduction(max : most)
   for (std::int64_t i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
   return most;
+}
+
+// coder._whole_rows of `from` [dim, dim] transposed: columns of whole numbers, and what one is worth in each.
+inline void whole_columns(const float* from, std::int64_t dim, float* __restrict to, float* __restrict fineness) {
+  std::vector<double> total(dim), most(dim);
+  for (std::int64_t i = 0; i < dim; ++i) {
+    for (std::int64_t j = 0; j < dim; ++j) {
+      const double size = std::abs(from[i * dim + j]);
+      total[j] += size;
+      most[j] = std::max(most[j], size);
+    }
+  }
+  for (std::int64_t j = 0; j < dim; ++j) {
+    int exponent;
+    const double needed = std::max({total[j] / (16777215.0 / 127), most[j] / 32767, 1e-30});
+    const double mantissa = std::frexp(needed, &exponent);
+    fineness[j] = static_cast<float>(std::ldexp(1.0, mantissa == 0.5 ? exponent - 1 : exponent));
+  }
+  for (std::int64_t i = 0; i < dim; ++i) {
+    for (std::int64_t j = 0; j < dim; ++j) to[i * dim + j] = __builtin_rintf(from[i * dim + j] / fineness[j]);
+  }
 }
 
 inline bool all_finite(const float* x, std::int64_t n) {

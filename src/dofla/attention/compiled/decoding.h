@@ -5,7 +5,7 @@
 
 #include <ATen/Parallel.h>
 
-#include <atomic>
+#include <cmath>
 
 namespace dofla::fading {
 
@@ -14,7 +14,7 @@ class Decoder {
  public:
   explicit Decoder(const Group& group)
       : group_(group), columns_(columns(group)), wide_(std::max(group.keys.dim, group.values.dim)),
-        queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
+        unsound_(group.groups), queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
         turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
         vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * columns_) {
     if (!group.kept) return;
@@ -30,14 +30,14 @@ class Decoder {
     return total;
   }
 
-  // The state after; false if a vector holds NaN or infinity.
+  // The state after; false if the key or the value holds NaN or infinity.
   bool code(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
     const std::int64_t last = group.window.count - 1;
     copy(group.window, group.window_after, n, h, 1, 0, last);
     const bool hidden = group.window_after.log_weights(n)[last] <= kLogZero;
-    if (!pack(group, 0, hidden, group.window_after, last, n, h, vector_)) return false;
-    for (std::int64_t place = 0; group.sinks_after && place < group.sinks->count; ++place) {
+    const bool finite = pack(group, 0, hidden, group.window_after, last, n, h, vector_);
+    for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
     }
     for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
@@ -47,15 +47,16 @@ class Decoder {
       copy(before, group.stages_after[stage], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
       enter(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
     }
-    return true;
+    return finite;
   }
 
-  // Output rows and log-normalisers [groups] of the query heads; false if a query holds NaN or infinity.
-  bool attend(std::int64_t n, std::int64_t h, const Vectors& out, float* normaliser) {
+  // Output rows and log-normalisers [groups] of the query heads; rows of NaN if the token is not `finite`, or the query.
+  void attend(std::int64_t n, std::int64_t h, bool finite, const Vectors& out, float* normaliser) {
     const Group& group = group_;
     const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
-    for (std::int64_t g = 0; g < group.groups; ++g) group.query.read(n, first + g, 0, &queries_[g * dim]);
-    if (!coding::all_finite(queries_.data(), group.groups * dim)) return false;
+    for (std::int64_t g = 0; g < group.groups; ++g) {
+      unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]) || !finite;
+    }
     if (drawing_) draw(n, h);
     for (float& x : queries_) x *= group.scaling;
     score(n, h);
@@ -66,10 +67,10 @@ class Decoder {
       const bool seen = best_[g] > kLogZero / 2;
       const float scale = seen ? 1.0f / whole_[g] : 0.0f;
       for (std::int64_t i = 0; i < group.values.dim; ++i) row[i] *= scale;
+      if (unsound_[g]) std::fill_n(row, group.values.dim, NAN);
       out.write(n, h * group.groups + g, 0, row);
       if (normaliser) normaliser[g] = seen ? best_[g] + std::log(whole_[g]) : kLogZero;
     }
-    return true;
   }
 
   void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
@@ -121,7 +122,7 @@ class Decoder {
           to += whole_lanes(tokens.count);
         };
         exact(group.window_after);
-        if (group.sinks) exact(sinks());
+        if (group.sinks) exact(*group.sinks_after);
         for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
           const Tokens& tokens = group.stages_after[stage];
           coding::scores<block, g>(coder, stage, tokens.row<std::uint8_t>(0, n, h, 0), tokens.row<std::uint8_t>(1, n, h, 0),
@@ -165,7 +166,7 @@ class Decoder {
           weights += whole_lanes(tokens.count);
         };
         exact(group.window_after);
-        if (group.sinks) exact(sinks());
+        if (group.sinks) exact(*group.sinks_after);
         const std::int64_t coded = columns_ - (weights - &scores_[first * columns_]);
         for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
         for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
@@ -179,13 +180,12 @@ class Decoder {
     });
   }
 
-  const Tokens& sinks() const { return group_.sinks_after ? *group_.sinks_after : *group_.sinks; }
-
   const Group& group_;
   std::int64_t columns_, leaves_ = 0;  // which token left the last stage
   std::optional<Drawing> drawing_;
   std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
+  std::vector<char> unsound_;
   std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_, scores_;
 };
 
@@ -195,20 +195,16 @@ constexpr std::int64_t kWorthAThread = 4096;
 inline Tensors decode(const Group& group, at::ScalarType type, bool behind) {
   const Result result(group, type, behind);
   const std::int64_t heads = group.keys.heads, scores = Decoder::columns(group) * group.groups;
-  std::atomic<bool> finite{true};
   at::parallel_for(0, group.units(), (kWorthAThread + scores - 1) / scores, [&](std::int64_t begin, std::int64_t end) {
     Decoder decoder(group);
     for (std::int64_t unit = begin; unit < end; ++unit) {
       const std::int64_t n = unit / heads, h = unit % heads;
       float* own = behind ? result.normaliser + unit * group.groups : nullptr;
-      if (!decoder.code(n, h) || !decoder.attend(n, h, result.rows[0], own)) {
-        finite = false;
-        return;
-      }
+      decoder.attend(n, h, decoder.code(n, h), result.rows[0], own);
       if (behind) decoder.leave(n, h, result.rows[1], result.rows[2]);
     }
   });
-  return finite ? result.with(group) : Tensors();
+  return result.with(group);
 }
 
 }  // namespace dofla::fading

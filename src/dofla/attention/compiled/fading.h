@@ -24,17 +24,21 @@ class Vectors {
     TORCH_CHECK(t.stride(3) == 1, "rows must be contiguous");
   }
 
-  void read(std::int64_t n, std::int64_t h, std::int64_t i, float* __restrict to) const {
+  // False if the vector holds NaN or infinity; `to` is zeros then.
+  bool read(std::int64_t n, std::int64_t h, std::int64_t i, float* __restrict to) const {
     const char* from = at(n, h, i);
-    if (!half_) {
+    if (half_) {
+      const auto* __restrict bits = reinterpret_cast<const std::uint16_t*>(from);
+      for (std::int64_t j = 0; j < dim_; ++j) {
+        const std::uint32_t wide = static_cast<std::uint32_t>(bits[j]) << 16;
+        std::memcpy(to + j, &wide, sizeof wide);
+      }
+    } else {
       std::memcpy(to, from, dim_ * sizeof(float));
-      return;
     }
-    const auto* __restrict bits = reinterpret_cast<const std::uint16_t*>(from);
-    for (std::int64_t j = 0; j < dim_; ++j) {
-      const std::uint32_t wide = static_cast<std::uint32_t>(bits[j]) << 16;
-      std::memcpy(to + j, &wide, sizeof wide);
-    }
+    if (coding::all_finite(to, dim_)) return true;
+    std::fill_n(to, dim_, 0.0f);
+    return false;
   }
 
   void write(std::int64_t n, std::int64_t h, std::int64_t i, const float* from) const {
@@ -160,19 +164,22 @@ inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int6
 struct Kept {
   std::int64_t newest;
   float step;                         // of the logarithm of a weight, for a product of a query and a key
-  at::Tensor turn, fineness;          // Coder.asking_by
-  at::Tensor weights;                 // kept.WEIGHTS
+  std::vector<float> turn, fineness;  // as Coder.asking turns queries: [Hkv, d, d] and [Hkv, d]
   at::Tensor score, score_after;      // [B, Hkv, n], int16
   at::Tensor left;                    // log-weights of the tokens that leave [B, Hkv, L]
 
-  // `parts` are turn, fineness, weights and score.
-  Kept(const Tensors& parts, std::int64_t newest, double scaling, const Tokens& tokens, std::int64_t length)
-      : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), turn(parts[0]), fineness(parts[1]),
-        weights(parts[2]), score(parts[3].contiguous()), score_after(at::empty(score.sizes(), score.options())),
-        left(at::empty({score.size(0), score.size(1), length}, weights.options())) {
+  Kept(const at::Tensor& given, std::int64_t newest, double scaling, const Coders& keys, const Tokens& tokens,
+       std::int64_t length)
+      : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), turn(keys.heads * keys.dim * keys.dim),
+        fineness(keys.heads * keys.dim), score(given.contiguous()),
+        score_after(at::empty(score.sizes(), score.options())),
+        left(at::empty({score.size(0), score.size(1), length}, at::kFloat)) {
     TORCH_CHECK(tokens.apart && score.numel() == tokens.parts[4].numel(), "the state is another layer's");
     TORCH_CHECK(newest > 0 && newest < tokens.count, "some tokens of a stage that keeps others are the newest, not all");
-    TORCH_CHECK(turn.is_contiguous() && fineness.is_contiguous(), "constants must be contiguous");
+    const std::int64_t dim = keys.dim;
+    for (std::int64_t h = 0; h < keys.heads; ++h) {
+      coding::whole_columns(keys.head(h).back, dim, &turn[h * dim * dim], &fineness[h * dim]);
+    }
   }
 };
 
@@ -185,7 +192,7 @@ struct Group {
   Vectors query, key, value;
   Coders keys, values;
   Tokens window, window_after;
-  std::optional<Tokens> sinks, sinks_after;  // the latter only if a token becomes one
+  std::optional<Tokens> sinks, sinks_after;
   std::vector<Tokens> stages, stages_after;
   std::optional<Kept> kept;
   // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L] (of kept ones [B, Hkv, n + L]):
@@ -196,7 +203,7 @@ struct Group {
 
   Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
         const Tensors& near, const Tensors& first, const Tensors& coded, const Tensors& coders, const at::Tensor& tables,
-        double scaling, const std::vector<std::int64_t>& named, const Tensors& keeping, std::int64_t newest)
+        double scaling, const std::vector<std::int64_t>& named, const std::optional<at::Tensor>& score, std::int64_t newest)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
         heads(named), query(q), key(k), value(v), keys(coders, 0, tables), values(coders, 6, tables),
         window(near, 0, batch, keys.heads, {keys.dim, 1, values.dim, 1}), window_after(window.like()) {
@@ -211,7 +218,7 @@ struct Group {
       stages.emplace_back(coded, 5 * stage, batch, keys.heads, widths);
       stages_after.push_back(stages.back().like());
     }
-    if (!keeping.empty()) kept.emplace(keeping, newest, scaling, stages.back(), length);
+    if (score) kept.emplace(*score, newest, scaling, keys, stages.back(), length);
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
   }
 
@@ -270,6 +277,7 @@ struct Group {
   // The first real tokens that leave the window become sinks as long as places are free, and are hidden behind.
   void take_sinks() {
     if (!sinks) return;
+    sinks_after = sinks->copied();
     sources.assign(batch * sinks->count, -1);
     for (std::int64_t n = 0; n < batch; ++n) {
       const float* held = sinks->log_weights(n);
@@ -277,7 +285,6 @@ struct Group {
       for (std::int64_t i = 0; i < length && place < sinks->count; ++i) {
         float& log_weight = leaving[n * length + i];
         if (log_weight <= kLogZero) continue;
-        if (!sinks_after) sinks_after = sinks->copied();
         sources[n * sinks->count + place] = i;
         sinks_after->log_weights(n)[place++] = log_weight;
         log_weight = kLogZero;
@@ -304,17 +311,17 @@ inline void enter(const Group& group, std::int64_t stage, const Tokens& from, st
   }
 }
 
-// New token i as token `place` of `to`, in eight bits; false if it holds NaN or infinity. Padding is zeros.
+// New token i as token `place` of `to`, in eight bits; false if it holds NaN or infinity, and is no padding.
 inline bool pack(const Group& group, std::int64_t i, bool hidden, const Tokens& to, std::int64_t place, std::int64_t n,
                  std::int64_t h, std::vector<float>& vector) {
+  bool finite = true;
   for (const std::int64_t part : {0, 2}) {
     const std::int64_t dim = to.widths[part];
-    (part == 0 ? group.key : group.value).read(n, group.heads[h], i, vector.data());
+    finite &= (part == 0 ? group.key : group.value).read(n, group.heads[h], i, vector.data());
     if (hidden) std::fill_n(vector.begin(), dim, 0.0f);
-    if (!coding::all_finite(vector.data(), dim)) return false;
     coding::pack(vector.data(), dim, to.row<std::int8_t>(part, n, h, place), to.row<std::int8_t>(part + 1, n, h, place));
   }
-  return true;
+  return finite || hidden;
 }
 
 // Token i of the last stage's `from`, straight, as token j of key and value.

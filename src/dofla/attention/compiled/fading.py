@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from dofla.attention.state import State, TokenBuffer, _Tensors
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels take."""
+TABLES = torch.cat([tables(), WEIGHTS])
+"""All that is looked up."""
 
 
 def attend_and_code(
@@ -28,7 +29,7 @@ def attend_and_code(
     scaling: float,
     heads: Sequence[int] | None,
     behind: bool,
-) -> tuple[Tensor, Tensor | None, TokenBuffer | None, State] | None:
+) -> tuple[Tensor, Tensor | None, TokenBuffer | None, State]:
     """Causal attention of new tokens to themselves and to what a fading memory holds, and the memory after them.
 
     Args:
@@ -45,11 +46,11 @@ def attend_and_code(
     Returns:
         Output [B, H', L, dv] for the queries of the group's heads; for features ``behind`` the log-normaliser
         [B, H', L], the output then being float32, and the L tokens that leave the last stage; and the state after, its
-        features those before. None if the vectors hold NaN or infinity, which codes cannot keep.
+        features those before. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the
+        output is NaN: of a query its own row, of a key or a value those of its head from its token on.
     """
-    coded, kept = [part for tokens in state.stages for part in _parts(tokens)], []
-    if fading.kept:
-        kept = [*fading.key.asking_by, WEIGHTS, coded.pop()]
+    coded = [part for tokens in state.stages for part in _parts(tokens)]
+    score = coded.pop() if fading.kept else None
     coders = fading.key.constants + fading.value.constants
     sinks = _parts(state.sinks) if state.sinks is not None else []
     found = torch.ops.dofla.fading(
@@ -61,24 +62,24 @@ def attend_and_code(
         sinks,
         coded,
         coders,
-        tables(),
+        TABLES,
         scaling,
         heads or (),
         behind,
-        kept,
+        score,
         fading.counts[-1],
     )
-    if not found:
-        return None
     out, normaliser, left, found = found[0], None, None, found[1:]
     if behind:
         normaliser, left, found = found[0], TokenBuffer(*found[1:4]), found[4:]
-    found = iter(found)
-    window = PackedTokens(*islice(found, 5))
-    stages = tuple(type(tokens)(*islice(found, len(_parts(tokens)))) for tokens in state.stages)
-    later = tuple(found)
-    sinks = PackedTokens(*later) if later else state.sinks
-    return out, normaliser, left, State(state.features, window, sinks, stages)
+    window, found = PackedTokens(*found[:5]), found[5:]
+    stages = []
+    for tokens in state.stages:
+        parts = len(_parts(tokens))
+        stages.append(type(tokens)(*found[:parts]))
+        found = found[parts:]
+    sinks = PackedTokens(*found) if found else None
+    return out, normaliser, left, State(state.features, window, sinks, tuple(stages))
 
 
 def _parts(tokens: _Tensors) -> list[Tensor]:

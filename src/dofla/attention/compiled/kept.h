@@ -69,8 +69,8 @@ class Drawing {
 
   // kept._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
   void draw(std::int64_t first, std::int64_t count, std::int32_t* __restrict score) {
-    const float* __restrict weights = group_.kept->weights.const_data_ptr<float>();
-    const float most = static_cast<float>(group_.kept->weights.numel() - 1);
+    const float* __restrict weights = group_.keys.tables.weights();
+    constexpr float most = coding::Tables::kWeights - 1;
     float *__restrict drawn = drawn_.data(), *__restrict gain = gain_.data();
     std::fill_n(gain, count, 0.0f);
     for (std::int64_t g = 0; g < group_.groups; ++g) {
@@ -103,8 +103,8 @@ class Drawing {
   template <int N>
   void ask(std::int64_t h, std::int64_t rows) {
     coding::Coder coder = group_.keys.head(h);
-    coder.back = group_.kept->turn.const_data_ptr<float>() + h * dim_ * dim_;
-    const float* fineness = group_.kept->fineness.const_data_ptr<float>() + h * dim_;
+    coder.back = &group_.kept->turn[h * dim_ * dim_];
+    const float* fineness = &group_.kept->fineness[h * dim_];
     coding::with_groups(rows, [&](auto r, std::int64_t first) {
       coding::against<N, r>(coder, &integers_[first * dim_], &asking_[first * dim_], &beside_[first]);
     });

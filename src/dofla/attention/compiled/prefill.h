@@ -5,7 +5,7 @@
 
 #include <ATen/Parallel.h>
 
-#include <atomic>
+#include <cmath>
 
 namespace dofla::fading {
 
@@ -23,11 +23,12 @@ struct Lines {
   const Tokens& before(std::size_t stage) const { return stage ? stages[stage - 1] : window; }
 };
 
-// The lines, and the state after; false if a vector holds NaN or infinity.
-inline bool code(const Group& group, const Lines& lines) {
+// The lines, and the state after; and of each KV head, how many tokens come before the first whose key or value holds NaN
+// or infinity.
+inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
   const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kChunk - 1) / kChunk;
   const std::int64_t wide = std::max(group.keys.dim, group.values.dim);
-  std::atomic<bool> finite{true};
+  std::vector<char> unsound(group.units() * length);
   const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
     at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> vector(wide);
@@ -43,9 +44,8 @@ inline bool code(const Group& group, const Lines& lines) {
   for_tokens([&](auto n, auto h) { copy(group.window, lines.window, n, h, 0, 0, window); },
              [&](auto n, auto h, auto i, auto& vector, auto&) {
                const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
-               if (!pack(group, i, hidden, lines.window, window + i, n, h, vector)) finite = false;
+               unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
              });
-  if (!finite) return false;
   for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
     const Tokens &line = lines.stages[stage], &from = lines.before(stage);
     const std::int64_t count = group.stages[stage].count;
@@ -54,18 +54,21 @@ inline bool code(const Group& group, const Lines& lines) {
                  enter(group, stage, from, i, line, count + i, n, h, integers);
                });
   }
+  std::vector<std::int64_t> sound(group.units());
   for (std::int64_t unit = 0; unit < group.units(); ++unit) {
     const std::int64_t n = unit / heads, h = unit % heads;
+    const auto first = unsound.begin() + unit * length;
+    sound[unit] = std::find(first, first + length, 1) - first;
     copy(lines.window, group.window_after, n, h, length, 0, window);
     for (std::size_t stage = 0; stage < lines.stages.size() && !group.keeps(stage); ++stage) {
       copy(lines.stages[stage], group.stages_after[stage], n, h, length, 0, group.stages[stage].count);
     }
-    for (std::int64_t place = 0; group.sinks_after && place < group.sinks->count; ++place) {
+    for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       const std::int64_t source = group.sources[n * group.sinks->count + place];
       if (source >= 0) copy(lines.window, *group.sinks_after, n, h, source, place, 1);
     }
   }
-  return true;
+  return sound;
 }
 
 // One thread's scratch memory and what it does with a block of rows of a KV head.
@@ -74,7 +77,7 @@ class Reader {
   Reader(const Group& group, const Lines& lines, Fates* fates)
       : group_(group), lines_(lines), fates_(fates), dim_(group.keys.dim), value_dim_(group.values.dim),
         block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
-        queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
+        unsound_(rows_), queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
         beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)) {
     add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
     for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
@@ -91,10 +94,10 @@ class Reader {
     column_weight_.resize(columns_ + sink_columns_);
   }
 
-  // Output rows and log-normalisers of rows first, first + 1, ...; false if a query holds NaN or infinity.
-  bool attend(std::int64_t n, std::int64_t h, std::int64_t first, const Result& result) {
+  // Output rows and log-normalisers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
+  void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Result& result) {
     const std::int64_t rows = std::min(block_, group_.length - first), width = columns_ + sink_columns_;
-    if (!load(n, h, first, rows)) return false;
+    load(n, h, first, rows, sound);
     for (std::size_t band = 0; band < bands_.size(); ++band) score(n, h, first, rows, band);
     if (sink_columns_) score_sinks(n, h, first, rows);
     std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
@@ -124,13 +127,13 @@ class Reader {
       const bool seen = best[row] > kLogZero / 2;
       const float scale = seen ? 1.0f / whole[row] : 0.0f;
       for (std::int64_t j = 0; j < value_dim_; ++j) to[j] = (to[j] + coded[row] * coder.mean[j]) * scale;
+      if (unsound_[row]) std::fill_n(to, value_dim_, NAN);
       result.rows[0].write(n, head, first + i, to);
       if (result.behind()) {
         result.normaliser[(n * group_.keys.heads * group_.groups + head) * group_.length + first + i] =
             seen ? best[row] + std::log(whole[row]) : kLogZero;
       }
     }
-    return true;
   }
 
  private:
@@ -147,14 +150,14 @@ class Reader {
     columns_ += whole_lanes(seen);
   }
 
-  bool load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
+  void load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::int64_t sound) {
     std::fill(queries_.begin(), queries_.end(), 0.0f);
     for (std::int64_t row = 0; row < rows_; ++row) {
       if (row % block_ >= rows) continue;
       const std::int64_t head = group_.heads[h] * group_.groups + row / block_;
-      group_.query.read(n, head, first + row % block_, &queries_[row * dim_]);
+      const std::int64_t i = first + row % block_;
+      unsound_[row] = !group_.query.read(n, head, i, &queries_[row * dim_]) || i >= sound;
     }
-    if (!coding::all_finite(queries_.data(), rows_ * dim_)) return false;
     for (float& x : queries_) x *= group_.scaling;
     const coding::Coder coder = group_.keys.head(h);
     matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, turned_.data(), dim_, false);
@@ -164,7 +167,6 @@ class Reader {
       for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
       beside_[row] = total;
     }
-    return true;
   }
 
   bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
@@ -245,7 +247,7 @@ class Reader {
   }
 
   void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
-    const Tokens& sinks = group_.sinks_after ? *group_.sinks_after : *group_.sinks;
+    const Tokens& sinks = *group_.sinks_after;
     const std::int64_t width = columns_ + sink_columns_;
     unpack_sinks(sinks, n, h, 0);
     transpose(vectors_.data(), dim_, sink_columns_, dim_, keys_.data(), sink_columns_);
@@ -279,7 +281,7 @@ class Reader {
              to.data(), value_dim_, band > 1);
     }
     if (!sink_columns_) return;
-    unpack_sinks(group_.sinks_after ? *group_.sinks_after : *group_.sinks, n, h, 2);
+    unpack_sinks(*group_.sinks_after, n, h, 2);
     matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], width, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
   }
 
@@ -295,6 +297,7 @@ class Reader {
   Fates* fates_;  // of kept tokens
   std::int64_t dim_, value_dim_, block_, rows_, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
+  std::vector<char> unsound_;
   std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
   std::vector<std::int32_t> until_;
 };
@@ -302,26 +305,22 @@ class Reader {
 inline Tensors prefill(const Group& group, at::ScalarType type, bool behind) {
   const Result result(group, type, behind);
   const Lines lines(group);
-  if (!code(group, lines)) return {};
+  const std::vector<std::int64_t> sound = code(group, lines);
   std::optional<Fates> fates = keep(group, lines.stages.back(), kRows);
   const std::int64_t heads = group.keys.heads, blocks = (group.length + kRows - 1) / kRows;
-  std::atomic<bool> finite{true};
   at::parallel_for(0, group.units() * blocks, 1, [&](std::int64_t begin, std::int64_t end) {
     Reader reader(group, lines, fates ? &*fates : nullptr);
     std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
     for (std::int64_t place = begin; place < end; ++place) {
       const std::int64_t unit = place / blocks, n = unit / heads, h = unit % heads, first = place % blocks * kRows;
-      if (!reader.attend(n, h, first, result)) {
-        finite = false;
-        return;
-      }
+      reader.attend(n, h, first, sound[unit], result);
       for (std::int64_t i = first; behind && i < std::min(first + kRows, group.length); ++i) {
         const std::int64_t from = fates ? fates->left_by(unit)[i] : i;
         leave(group, lines.stages.back(), from, n, h, result.rows[1], result.rows[2], i, turned, straight);
       }
     }
   });
-  return finite ? result.with(group) : Tensors();
+  return result.with(group);
 }
 
 }  // namespace dofla::fading

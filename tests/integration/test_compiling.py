@@ -1,0 +1,178 @@
+"""Students under torch.compile: the whole step is one graph, and one graph does for all tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from arithmetic import LOGITS
+from families import own_student, teacher, tokens
+from torch._dynamo import lookup_backend
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+
+import dofla
+from dofla.attention import compiled
+
+needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
+
+
+class Graphs:
+    """A backend that counts what it compiles, and the calls of our operators in each graph."""
+
+    def __init__(self, backend: str = "aot_eager") -> None:
+        torch._dynamo.reset()
+        self.calls: list[list[str]] = []
+        self.compile = lookup_backend(backend)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        self.calls.append([name for name in names if name.startswith("dofla.")])
+        return self.compile(graph, inputs)
+
+    def __deepcopy__(self, memo: dict) -> Graphs:
+        return self  # transformers copies configurations
+
+
+def faded(family: str = "llama", dtype: torch.dtype = torch.float32):
+    return dofla.fade(teacher(family).to(dtype), tokens(4, 48), budget=24)
+
+
+def cache_of(student, kind: str):
+    return DynamicCache(config=student.config) if kind == "dynamic" else StaticCache(student.config, max_cache_len=64)
+
+
+def read(call, student, kind, ids, cuts, mask=None):
+    cache, found, seen = cache_of(student, kind), [], 0
+    for length in cuts:
+        part = slice(seen, seen + length)
+        seen += length
+        own = None if mask is None else mask[:, :seen]
+        found.append(call(ids[:, part], attention_mask=own, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(found, 1), [state for layer in cache.layers for state in layer.states]
+
+
+def leaves(states):
+    found = []
+    for state in states:
+        state.map(lambda t: (found.append(t), t)[1])
+    return found
+
+
+def assert_equal(ours, theirs):
+    assert all(torch.equal(a, b) for a, b in zip(leaves(ours), leaves(theirs), strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "graphs"), [("static", 2), ("dynamic", 3)])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
+@torch.no_grad()
+def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, graphs):
+    # A dynamic cache counts in a number, which becomes a symbol when the second token is compiled.
+    student, ids, cuts = faded(family, dtype), tokens(2, 40), [20, *[1] * 20]
+    wanted, before = read(student, student, kind, ids, cuts)
+    backend = Graphs()
+    step = torch.compile(student, fullgraph=True, backend=backend)
+    logits, states = read(step, student, kind, ids, cuts)
+    assert backend.calls == [["dofla.fading"] * 2] * graphs
+    assert torch.equal(logits, wanted)  # the same operations in the same order
+    assert_equal(states, before)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # nor for other texts, in a cache of their own
+        assert torch.equal(read(step, student, kind, ids.flip(0), cuts)[0], logits.flip(0))
+
+
+@needs_kernels
+@torch.no_grad()
+def test_padding_goes_through():
+    student, ids = faded(), tokens(3, 40)
+    mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
+    wanted, before = read(student, student, "static", ids, [20, 1, 1, 1, 17], mask)
+    backend = Graphs()
+    step = torch.compile(student, fullgraph=True, backend=backend)
+    logits, states = read(step, student, "static", ids, [20, 1, 1, 1, 17], mask)
+    assert torch.equal(logits, wanted)
+    assert_equal(states, before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["plain", "ragged", "default"])
+@torch.no_grad()
+def test_students_with_features_are_one_graph_as_well(kind):
+    student = dofla.linearize(teacher("llama"), budget=24) if kind == "default" else own_student("llama", kind)
+    ids, backend = tokens(2, 24), Graphs()
+    wanted, before = read(student, student, "static", ids, [20, 1, 1, 1, 1])
+    step = torch.compile(student, fullgraph=True, backend=backend)
+    logits, states = read(step, student, "static", ids, [20, 1, 1, 1, 1])
+    assert len(backend.calls) <= 3  # a window may have other strides after a prompt than after a token
+    assert all(set(names) == {"dofla.linear_attention"} for names in backend.calls)
+    assert torch.equal(logits, wanted)
+    assert_equal(states, before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("opened", [False, True])
+def test_generate_compiles_with_a_static_cache(opened, tmp_path):
+    student = faded()
+    if opened:
+        student.save_pretrained(tmp_path)
+        student = AutoModelForCausalLM.from_pretrained(tmp_path)
+    backend = Graphs()
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    static = {"cache_implementation": "static", "compile_config": config}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :7] = 0
+    assert torch.equal(
+        student.generate(ids, attention_mask=mask, **options, **static),
+        student.generate(ids, attention_mask=mask, **options),
+    )
+    assert backend.calls == [["dofla.fading"] * 2]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        other = tokens(2, 33)
+        assert torch.equal(student.generate(other, **options, **static), student.generate(other, **options))
+
+
+@torch.no_grad()
+def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
+    monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
+    student, ids, backend = faded(), tokens(2, 30), Graphs()
+    wanted, _ = read(student, student, "dynamic", ids, [20, 1, 1, 8])
+    logits, _ = read(torch.compile(student, backend=backend), student, "dynamic", ids, [20, 1, 1, 8])
+    assert torch.equal(logits, wanted)
+    assert backend.calls
+    assert not any(backend.calls)
+
+
+def test_gradients_stay_outside_the_graph():
+    student, ids = faded(), tokens(2, 30)
+    wanted = student(ids, labels=ids).loss
+    wanted.backward()
+    gradients = [p.grad.clone() for p in student.parameters() if p.grad is not None]
+    student.zero_grad()
+    loss = torch.compile(student, backend=Graphs())(ids, labels=ids).loss
+    loss.backward()
+    assert gradients
+    torch.testing.assert_close(loss, wanted, **LOGITS)
+    for found, expected in zip((p.grad for p in student.parameters() if p.grad is not None), gradients, strict=True):
+        torch.testing.assert_close(found, expected, **LOGITS)
+
+
+@needs_kernels
+@pytest.mark.long
+@torch.no_grad()
+def test_machine_code_gives_the_logits_and_the_text_of_eager():
+    torch._dynamo.reset()
+    student, ids = faded(), tokens(2, 40)
+    cache = cache_of(student, "static")
+    student(ids, past_key_values=cache, use_cache=True)
+    step = torch.compile(student, fullgraph=True)
+    for token in tokens(2, 3, seed=3).split(1, 1):  # from the same state each, so that no rounding is in what was coded
+        found = step(token, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+        torch.testing.assert_close(found, student(token, past_key_values=cache, use_cache=True).logits, **LOGITS)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    config = CompileConfig(fullgraph=True, mode="default")
+    config._compile_all_devices = True
+    written = student.generate(ids, cache_implementation="static", compile_config=config, **options)
+    assert torch.equal(written, student.generate(ids, **options))
