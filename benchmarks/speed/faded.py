@@ -73,7 +73,7 @@ def both(name: str, dtype: str, budget: int, longest: int) -> dict[str, PreTrain
     shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest, "features": 0, "window": 0, "sinks": 0}
     job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
     models = {kind: build(job) for kind in KINDS}
-    dofla.fade(models["faded"], random_tokens(models["faded"], 256), budget=budget)
+    dofla.fade(models["faded"], random_tokens(models["faded"], 256), budget=budget, shares="even")
     return models
 
 

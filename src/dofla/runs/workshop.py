@@ -43,6 +43,7 @@ from dofla.storage.processes import processes
 logger = logging.getLogger(__name__)
 _MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
 END_TO_END = "end_to_end"
+_DOZEN = 12
 
 
 class Workshop:
@@ -130,13 +131,16 @@ class Workshop:
         left_out = "".join(f"-without-{name}" for name in sorted(spec.keep_softmax))
         path = self.folder / f"shares-{budget}{left_out}.json"
         if not path.exists():
-            some, options = self.training().take(self.recipe.profile.windows), {"keep_softmax": spec.keep_softmax}
-            options["batch_size"] = self.recipe.profile.batch_size
+            options = {"keep_softmax": spec.keep_softmax, "batch_size": self.recipe.profile.batch_size}
             with self.view.progress(f"shares, {budget}") as bar:
-                measured = measure_shares(self.model, some, budget, progress=bar.stage, **options)
+                measured = measure_shares(self.model, self._few(), budget, progress=bar.stage, **options)
             measured.save(path)
         processes().wait()
         return Shares.load(path)
+
+    def _few(self) -> TokenWindows:
+        """What a memory that fades is measured on."""
+        return self.training().take(min(self.recipe.profile.windows, _DOZEN))
 
     def plan(self, spec: StudentSpec) -> Plan:
         """What the student's layers become."""
@@ -210,9 +214,8 @@ class Workshop:
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.strategy == FADING:
-            windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"directions of {spec.name}, seed {seed}"):
-                measure_directions(self.model, windows, batch_size=self.recipe.profile.batch_size)
+                measure_directions(self.model, self._few(), batch_size=self.recipe.profile.batch_size)
         elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
