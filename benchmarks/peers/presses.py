@@ -15,13 +15,14 @@ there may be three rows:
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from judging import WRITTEN, Row, filled, loss_of, read_prompt, read_texts, token_bytes
+from judging import WRITTEN, Row, filled, loss_of, read_prompt, read_rows, read_texts, token_bytes
 from kvpress import (
     AdaKVPress,
     BasePress,
@@ -159,6 +160,29 @@ def judge_kvzip(model: PreTrainedModel, window: Tensor, trials: list[Trial]) -> 
     return losses
 
 
+def fill(
+    model: PreTrainedModel, folder: Path, kinds: list[str], losses: Callable[..., list[float]], most: int | None
+) -> None:
+    """Write the rows of these kinds that are not there, of at most so many windows; a run that is stopped leaves those
+    of the windows it got to."""
+    texts, limits = read_texts(folder)
+    each, count = token_bytes(model), min(map(len, texts.values()))
+    count = min(count, most or count)
+    done = {name for name, row in read_rows(folder).items() if min(map(len, row.losses.values())) >= count}
+    rows = {}
+    for limit, kind in itertools.product(limits, kinds):
+        for press in KINDS[kind]:
+            trial = Trial(press, kind, limit, limit // each * (2 if kind == "as-if" else 1))
+            if (row := trial.row(texts, each)).name not in done:
+                rows[trial] = row
+    for number in range(count if rows else 0):
+        for text, windows in texts.items():
+            for row, loss in zip(rows.values(), losses(model, windows[number, None], list(rows)), strict=True):
+                row.losses[text].append(loss)
+        for row in rows.values():
+            row.write(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub name, as for continuation.py")
@@ -167,25 +191,9 @@ def main() -> None:
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeatable; default: all")
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    texts, limits = read_texts(options.folder)
-    each, kinds = token_bytes(model), options.kind or list(KINDS)
-    for judge_all, some in (
-        (judge, [x for x in kinds if x != "kvzip"]),
-        (judge_kvzip, [x for x in kinds if x == "kvzip"]),
-    ):
-        trials = [
-            Trial(press, kind, limit, limit // each * (2 if kind == "as-if" else 1))
-            for limit in limits
-            for kind in some
-            for press in KINDS[kind]
-        ]
-        rows = [trial.row(texts, each) for trial in trials]
-        for text, windows in texts.items() if trials else ():
-            for window in windows[: options.windows, None]:
-                for row, loss in zip(rows, judge_all(model, window, trials), strict=True):
-                    row.losses[text].append(loss)
-        for row in rows:
-            row.write(options.folder)
+    kinds = options.kind or list(KINDS)
+    fill(model, options.folder, [kind for kind in kinds if kind != "kvzip"], judge, options.windows)
+    fill(model, options.folder, [kind for kind in kinds if kind == "kvzip"], judge_kvzip, options.windows)
 
 
 if __name__ == "__main__":
