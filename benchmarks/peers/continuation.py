@@ -1,0 +1,202 @@
+"""What one would use instead of dofla, on the same model and the same text: bytes of state against gap.
+
+    python benchmarks/peers/continuation.py models/smollm2-135m --length 2048 \\
+        --calibrate ../shared/data/english-train.txt.gz --text ../shared/data/books-val.txt.gz \\
+        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
+        --out runs/peers-2048 --kvpress build/peers/bin/python
+
+A row is a memory; its gap is what the last 512 tokens of a window lose against softmax attention, in nats per token: a
+mean over windows with an interval of 95 % by bootstrap. Windows are the ends of longer ones (``--longest``), so that at
+every ``--length`` the same tokens are judged, with more or less before them. Python source, the modules of the standard
+library of the interpreter that runs this, is always among the texts.
+
+What is measured stays in the folder and is not measured again. ``--kvpress`` is the Python of an environment with
+``benchmarks/peers/requirements.txt``, where presses.py is run; ``--windows 1`` tries everything in minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from judging import LIMITS, WRITTEN, Row, bytes_of, filled, loss_of, read_prompt, read_rows, read_texts, token_bytes
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.display import size, table
+from dofla.errors import DoflaError
+from dofla.evaluation.language import bootstrap_interval
+from dofla.integration.cache import cache_bytes
+from dofla.integration.checkpoint import load_model
+from dofla.integration.fading import fading_plan
+from dofla.integration.sites import evaluation_mode
+from dofla.storage.files import replacing
+
+sys.path.append(str(Path(__file__).parents[1] / "quality"))
+from fading import sources, window_alone
+
+SOFTMAX = "softmax cache"
+CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2)}
+RESIDUAL = 128
+"""Tokens that a QuantizedCache, as it comes, gathers before it codes them together."""
+CONSTANT, GROWS = "constant", "grows with the text"
+Make = Callable[[PreTrainedModel], PreTrainedModel]
+
+
+def students(budget: int, known: TokenWindows, own: TokenWindows | None) -> dict[str, Make]:
+    """Name → what makes of a model one of constant memory."""
+    made = {
+        "dofla.fade": lambda model: dofla.fade(model, known, budget=budget),
+        "window and sinks, 8 bits": lambda model: window_alone(budget)(model, known),
+    }
+    if own is not None:
+        made["dofla.fade, own samples"] = lambda model: dofla.fade(model, own, budget=budget)
+    return made
+
+
+@torch.no_grad()
+def judge_student(student: PreTrainedModel, window: Tensor) -> tuple[float, int]:
+    """Loss of the last tokens of a window [1, L], read in one call, and the bytes of the state after it."""
+    cache = DynamicCache(config=student.config)
+    logits = student(window, past_key_values=cache, logits_to_keep=WRITTEN + 1).logits[0, :-1]
+    return cross_entropy(logits.float(), window[0, -WRITTEN:]).item(), cache_bytes(cache)
+
+
+@torch.no_grad()
+def student_row(name: str, limit: int, student: PreTrainedModel, texts: dict[str, Tensor]) -> Row:
+    """A model of constant memory on all windows; its bytes after the first prompt and at the end of any window."""
+    with evaluation_mode(student):
+        found = {text: [judge_student(student, window) for window in all_of[:, None]] for text, all_of in texts.items()}
+        before = cache_bytes(read_prompt(student, next(iter(texts.values()))[:1])[0])
+    most = max(held for judged in found.values() for _, held in judged)
+    return Row(name, CONSTANT, limit, before, most, {text: [loss for loss, _ in found[text]] for text in texts})
+
+
+@torch.no_grad()
+def cache_rows(model: PreTrainedModel, texts: dict[str, Tensor]) -> Iterator[Row]:
+    """The softmax cache, and transformers' way to keep it in fewer bits, from one reading of each prompt.
+
+    A QuantizedCache is written in calls of as many tokens as it gathers: what a token sees, and when that is coded, is
+    the same as token by token.
+    """
+    losses = {name: {text: [] for text in texts} for name in (SOFTMAX, *CODED)}
+    for text, windows in texts.items():
+        for window in windows[:, None]:
+            cache, first = read_prompt(model, window)
+            pairs = [(layer.keys, layer.values) for layer in cache.layers]
+            for name, bits in CODED.items():
+                coded = filled(pairs, QuantizedCache("quanto", model.config, nbits=bits))
+                losses[name][text].append(loss_of(model, coded, first, window, chunk=RESIDUAL))
+            losses[SOFTMAX][text].append(loss_of(model, cache, first, window))
+    length, each = window.shape[1], token_bytes(model)
+    yield Row(SOFTMAX, GROWS, 0, each * (length - WRITTEN), each * length, losses[SOFTMAX])
+    for name, bits in CODED.items():
+        before = coded_bytes(filled(pairs, QuantizedCache("quanto", model.config, nbits=bits)))
+        full = before * (length - RESIDUAL) // (length - WRITTEN) + (RESIDUAL - 1) * each  # just before it codes
+        yield Row(name, GROWS, 0, before, full, losses[name])
+
+
+def coded_bytes(cache: Cache) -> int:
+    """Of a QuantizedCache: codes, scales, offsets, and the tokens that are not coded yet."""
+    kept = ("_quantized_keys", "_quantized_values", "keys", "values")
+    return sum(bytes_of(getattr(layer, name) for name in kept) for layer in cache.layers)
+
+
+def limit_of(model: PreTrainedModel, budget: int) -> int:
+    """Bytes of the state of a memory that fades."""
+    student = dofla.linearize(model, fading_plan(model, budget))
+    _, held = judge_student(student, torch.zeros(1, WRITTEN + 1, dtype=torch.int64))
+    dofla.restore(student)
+    return held
+
+
+def write_texts(folder: Path, texts: dict[str, Tensor], limits: list[int]) -> None:
+    """Windows [N, L] and the bytes that memories may take, for both environments; DoflaError if others are there."""
+    path = folder / "tokens.safetensors"
+    if path.exists():
+        there, limits_there = read_texts(folder)
+        if limits_there != limits or there.keys() != texts.keys() or any(not there[x].equal(texts[x]) for x in texts):
+            raise DoflaError(f"{folder} was begun with other windows or budgets: choose another folder or remove it")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        save_file(
+            {name: windows.contiguous() for name, windows in texts.items()}, partial, {LIMITS: json.dumps(limits)}
+        )
+
+
+def gaps(row: Row, softmax: Row) -> dict[str, tuple[float, list[float]]]:
+    """Of each text: the mean over the row's windows, which are the first of all, and its interval."""
+    found = {}
+    for text, losses in row.losses.items():
+        differences = torch.tensor(losses, dtype=torch.float64)
+        differences -= torch.tensor(softmax.losses[text][: len(losses)], dtype=torch.float64)
+        found[text] = differences.mean().item(), bootstrap_interval(differences, torch.ones_like(differences))
+    return found
+
+
+def merged(rows: dict[str, Row]) -> Table:
+    """The table of all rows there are: by the bytes they may take, and then by what they lose."""
+    softmax = rows[f"{SOFTMAX}, 0"]
+    found = {name: gaps(row, softmax) for name, row in rows.items()}
+    order = sorted(rows, key=lambda name: (rows[name].limit, sum(mean for mean, _ in found[name].values())))
+    shown = table("memory", "its size", "after the prompt", "at the end", *softmax.losses, "windows")
+    for name in order:
+        row = rows[name]
+        cells = [f"{mean:.3f} ({low:.3f} to {high:.3f})" for mean, (low, high) in found[name].values()]
+        windows = str(min(map(len, row.losses.values())))
+        shown.add_row(row.memory, row.size, size(row.prompt_bytes), size(row.end_bytes), *cells, windows)
+    return shown
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    calibrate: Annotated[Path, typer.Option(help="Text to measure directions on.")],
+    out: Annotated[Path, typer.Option(help="Folder of the rows.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
+    budget: Annotated[list[int] | None, typer.Option(help="Features per KV head; repeatable; default 64, 256.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens per window, of which the last 512 are judged.")] = 2048,
+    longest: Annotated[int, typer.Option(help="Tokens of the windows whose ends these are.")] = 4096,
+    windows: Annotated[int, typer.Option(help="Of each text, spread over it evenly.")] = 8,
+    own: Annotated[bool, typer.Option("--own", help="Measure on samples of the model's own as well.")] = False,
+    kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
+) -> None:
+    if not WRITTEN < length <= longest:
+        raise DoflaError(f"length {length}: give more than {WRITTEN} and at most {longest}, the longest")
+    teacher, tokenizer = load_model(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
+    texts = {}
+    for name, where in sources(text or []).items():
+        there = dofla.token_windows(where, tokenizer, length=longest, split="all").input_ids
+        texts[name] = there[torch.linspace(0, len(there) - 1, windows).long(), -length:]
+    limits = {each: limit_of(teacher, each) for each in budget or [64, 256]}
+    write_texts(out, texts, list(limits.values()))
+    there = read_rows(out)
+    if f"{SOFTMAX}, 0" not in there:
+        for row in cache_rows(teacher, texts):
+            row.write(out)
+    known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
+    samples = dofla.token_windows("self", tokenizer, model=teacher, length=512, windows=12) if own else None
+    for each, limit in limits.items():
+        for name, make in students(each, known, samples).items():
+            if f"{name}, {limit}" not in there:
+                student_row(name, limit, make(teacher), texts).write(out)
+                dofla.restore(teacher)
+    if kvpress:
+        subprocess.run([kvpress, Path(__file__).parent / "presses.py", model, out], check=True)
+    Console(width=220).print(merged(read_rows(out)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
