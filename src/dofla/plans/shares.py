@@ -22,7 +22,7 @@ _EXACT = 1e-9
 
 @dataclass
 class Shares(Result):
-    """How the bytes of a memory that fades are shared. JSON that a person can edit.
+    """How the bytes of a memory that fades are shared. JSON that a person can read.
 
     Attributes:
         layers: by name, bytes over those of an even split.
