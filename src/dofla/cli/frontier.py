@@ -26,6 +26,7 @@ def frontier(
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """How many bytes a model needs on your text: gap by size of state and length."""
+    from dofla.integration.fading import WINDOWS
     from dofla.runs.frontier import BUDGETS
     from dofla.runs.frontier import frontier as measure
     from dofla.runs.recipe import DataSpec
@@ -35,7 +36,7 @@ def frontier(
     refuse_existing(out)
     view = current_view()
     teacher, tokenizer = load_teacher(model, dtype)
-    tokens = windows_of(DataSpec(data, 512, 12), teacher, tokenizer, seed=seed)
+    tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed)
     specs = [DataSpec(data, length, windows, split="validation") for length in dict.fromkeys(lengths or [512])]
     judged = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
     with view.progress("frontier") as bar:

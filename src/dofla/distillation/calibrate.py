@@ -12,14 +12,12 @@ from dofla.attention import LOG_ZERO
 from dofla.data import Images, TokenWindows
 from dofla.distillation.losses import student_log_scores
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.fading import measure_directions
+from dofla.integration.fading import WINDOWS, measure_directions
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
 from dofla.integration.surgery import linear_layers
 
 _ROWS = 64
 """Query rows per window from which the level is read."""
-_MEASURED = 12
-"""Windows from which directions are measured."""
 
 
 def start_from_data(
@@ -27,7 +25,7 @@ def start_from_data(
 ) -> None:
     """Before training: stages that have no directions yet get them from the first windows, then maps from a batch."""
     if any(layer.fading for layer in linear_layers(student).values()):
-        measure_directions(student, windows.take(_MEASURED))
+        measure_directions(student, windows.take(WINDOWS))
     calibrate(student, batches)
 
 

@@ -24,6 +24,9 @@ from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
 
+WINDOWS = 12
+"""That directions and shares are measured on where nobody says how many; of 512 tokens they are enough."""
+
 
 def fading_plan(
     model: PreTrainedModel, budget: float = 64, *, shares: Shares | None = None, keep_softmax: Collection[str] = ()

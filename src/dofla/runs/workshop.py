@@ -23,7 +23,7 @@ from dofla.distillation import distill, distill_end_to_end, measure_curves, meas
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter, write_adapter
-from dofla.integration.fading import fading_plan, measure_directions
+from dofla.integration.fading import WINDOWS, fading_plan, measure_directions
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
@@ -43,7 +43,6 @@ from dofla.storage.processes import processes
 logger = logging.getLogger(__name__)
 _MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
 END_TO_END = "end_to_end"
-_DOZEN = 12
 
 
 class Workshop:
@@ -140,7 +139,7 @@ class Workshop:
 
     def _few(self) -> TokenWindows:
         """What a memory that fades is measured on."""
-        return self.training().take(min(self.recipe.profile.windows, _DOZEN))
+        return self.training().take(min(self.recipe.profile.windows, WINDOWS))
 
     def plan(self, spec: StudentSpec) -> Plan:
         """What the student's layers become."""
