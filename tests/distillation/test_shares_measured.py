@@ -105,9 +105,11 @@ def test_a_student_spends_its_bytes_as_measured(tiny):
 
 def test_by_default_it_measures(tiny):
     model, tokens = tiny.llama(), windows(tiny)
-    plan = plan_of(dofla.fade(model, tokens, budget=BUDGET))
+    plan, found = plan_of(dofla.fade(model, tokens, budget=BUDGET)), model(tokens.input_ids).logits
     shares = dofla.measure_shares(dofla.restore(model), tokens, BUDGET)
     assert plan == fading_plan(model, BUDGET, shares=shares)
+    # Directions found on the way to the shares are those found afterwards.
+    assert torch.equal(found, dofla.fade(model, tokens, budget=BUDGET, shares=shares)(tokens.input_ids).logits)
     assert plan.state_bytes(model.dtype) <= MOST
 
 

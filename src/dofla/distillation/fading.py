@@ -24,7 +24,8 @@ from dofla.distillation.trainable import trainable
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.fading import fading_plan, measure_directions
-from dofla.integration.interface import RECORDING, softmax_attention, standard_scaling, visiting
+from dofla.integration.interface import RECORDING, softmax_attention, visiting
+from dofla.integration.recorder import AttentionCall
 from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import describe, linear_layers, linearize, restore
@@ -37,7 +38,6 @@ STEPS = 2
 """From an even split. First order says little of large steps, above all of small memories."""
 
 
-@reports_progress("shares", Bar.stage)
 def measure_shares(
     model: PreTrainedModel,
     tokens: TokenWindows | Tensor | Mapping[str, Tensor],
@@ -61,24 +61,7 @@ def measure_shares(
     Raises:
         DoflaError: as :func:`dofla.fade`; a model that predicts no tokens; a streamed one.
     """
-    windows = as_windows(tokens)
-    if is_streamed(model):
-        raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
-    even = fading_plan(model, budget, keep_softmax=keep_softmax)
-    student = linearize(model, even)
-    try:
-        measure_directions(student, windows)
-        layers = linear_layers(student)
-        sizes = {name: even[name].state_bytes(model.dtype.itemsize) for name in layers}
-        made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source}
-        shares = Shares(dict.fromkeys(layers, 1.0), {}, describe(model)["name"], made_by)
-        for step in range(STEPS):
-            plans = [_plan(model, budget, factor, shares, keep_softmax) for factor in FACTORS]
-            tried = {name: [_resized(layer, plan[name]) for plan in plans] for name, layer in layers.items()}
-            shares = shares.better(_effects(student, tried, windows, batch_size, _report(progress, step)), sizes)
-    finally:
-        restore(model)
-    return shares
+    return _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, progress=progress)[0]
 
 
 def fade(
@@ -111,16 +94,49 @@ def fade(
     """
     if not isinstance(shares, Shares) and shares not in WAYS:
         raise DoflaError(f"shares is {shares!r}: give {', '.join(WAYS)}, or what dofla.measure_shares returned")
+    directions = {}
     if shares == "measured":
-        shares = measure_shares(model, tokens, budget, keep_softmax=keep_softmax, batch_size=batch_size)
+        shares, directions = _measured(model, as_windows(tokens), budget, keep_softmax, batch_size)
     known = shares if isinstance(shares, Shares) else None
     linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax))
     try:
-        measure_directions(model, tokens, batch_size=batch_size)
+        for name, own in directions.items():
+            linear_layers(model)[name].fading.load_state_dict(own)
+        measure_directions(model, tokens, batch_size=batch_size)  # where they are not known
     except BaseException:
         restore(model)
         raise
     return model
+
+
+@reports_progress("shares", Bar.stage)
+def _measured(
+    model: PreTrainedModel,
+    windows: TokenWindows,
+    budget: int,
+    keep_softmax: Collection[str],
+    batch_size: int,
+    *,
+    progress: Callable[[str, int, int], None] | None,
+) -> tuple[Shares, dict[str, dict[str, Tensor]]]:
+    """Shares; and by layer the directions that were measured on the way, which memories of all sizes have in common."""
+    if is_streamed(model):
+        raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
+    even = fading_plan(model, budget, keep_softmax=keep_softmax)
+    student = linearize(model, even)
+    try:
+        measure_directions(student, windows, batch_size=batch_size)
+        layers = linear_layers(student)
+        sizes = {name: even[name].state_bytes(model.dtype.itemsize) for name in layers}
+        made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source}
+        shares = Shares(dict.fromkeys(layers, 1.0), {}, describe(model)["name"], made_by)
+        for step in range(STEPS):
+            plans = [_plan(model, budget, factor, shares, keep_softmax) for factor in FACTORS]
+            tried = {name: [_resized(layer, plan[name]) for plan in plans] for name, layer in layers.items()}
+            shares = shares.better(_effects(student, tried, windows, batch_size, _report(progress, step)), sizes)
+    finally:
+        restore(model)
+    return shares, {name: layer.fading.state_dict() for name, layer in layers.items()}
 
 
 def _resized(layer: AttachedLinearAttention, plan: LayerPlan) -> AttachedLinearAttention:
@@ -188,13 +204,13 @@ def _answers(
         smooth, _ = softmax_attention(module, query, key, value, mask, scaling, **kwargs)
         if module not in by_module:
             return smooth, None
-        query, scaling = standard_scaling(module, query, scaling)
-        options = {"scaling": scaling, "weight": None if mask is None else mask[:, -key.shape[-2] :]}
+        call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
+        options = {"scaling": call.scaling, "weight": call.weight}
         with torch.no_grad():
-            outs = [layer(query, key, value, **options)[0].transpose(1, 2) for layer in tried[by_module[module]]]
+            outs = [layer(call.query, key, value, **options)[0].transpose(1, 2) for layer in tried[call.name]]
         out = outs[0] + (smooth - smooth.detach())
         out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains
-        seen[by_module[module]] = out, [other - outs[0] for other in outs[1:]]
+        seen[call.name] = out, [other - outs[0] for other in outs[1:]]
         return out, None
 
     with attention_implementation(student, RECORDING), visiting(None, attention):

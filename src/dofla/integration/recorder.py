@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,23 @@ class AttentionCall:
     weight: Tensor | None
     scaling: float
     causal: bool
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        kwargs: dict[str, Any],
+    ) -> AttentionCall:
+        """What transformers hands to an attention function, under the masks of ours."""
+        query, scaling = standard_scaling(module, query, scaling)
+        weight = None if mask is None else mask[:, -key.shape[-2] :]
+        return cls(name, query, key, value, weight, scaling, is_causal(module, kwargs))
 
     def check_finite(self, batch: int) -> None:
         """DoflaError naming the layer and the number of the batch if a query or key holds NaN or infinity."""
@@ -91,11 +109,9 @@ def recording(
     with ``linear``, the linear attention of a student, so that deeper layers see what earlier ones have made of it."""
     by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
 
-    def forward_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
+    def forward_call(module: nn.Module, *args: Any) -> None:
         if module in by_module:
-            query, scaling = standard_scaling(module, query, scaling)
-            weight = None if mask is None else mask[:, -key.shape[-2] :]
-            visit(AttentionCall(by_module[module], query, key, value, weight, scaling, is_causal(module, kwargs)))
+            visit(AttentionCall.of(by_module[module], module, *args))
 
     run = linear_attention if linear else None
     with attention_implementation(model, RECORDING), visiting(forward_call, run):
