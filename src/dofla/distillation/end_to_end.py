@@ -64,7 +64,8 @@ def distill_end_to_end(
     The teacher is the student itself with softmax attention and the weights it had. The loss is KL(teacher ‖ student)
     of the next-token distributions, in nats per real token predicted; of models that predict none (encoders), the
     squared error of the last hidden states relative to the teacher's variance, plus 1 − the cosine of their means.
-    Adam, gradients clipped to norm 1, dropout off.
+    Adam, gradients clipped to norm 1, dropout off. Layers that keep tokens and sum up none (:func:`dofla.fade`) answer
+    as ever, and gradients pass them as they would pass softmax attention.
 
     Afterwards the student is a stock model of the dtypes it had: low-rank updates are merged into its weights, in
     float32, and rounded to them; in bfloat16 that loses updates of less than a 512th of a weight. The original weights

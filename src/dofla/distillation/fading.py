@@ -24,7 +24,7 @@ from dofla.distillation.trainable import trainable
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.fading import fading_plan, measure_directions
-from dofla.integration.interface import RECORDING, softmax_attention, visiting
+from dofla.integration.interface import RECORDING, softmax_attention, visiting, with_gradients_of_softmax
 from dofla.integration.recorder import AttentionCall
 from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
@@ -201,14 +201,13 @@ def _answers(
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        smooth, _ = softmax_attention(module, query, key, value, mask, scaling, **kwargs)
         if module not in by_module:
-            return smooth, None
+            return softmax_attention(module, query, key, value, mask, scaling, **kwargs)
         call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
         options = {"scaling": call.scaling, "weight": call.weight}
         with torch.no_grad():
             outs = [layer(call.query, key, value, **options)[0].transpose(1, 2) for layer in tried[call.name]]
-        out = outs[0] + (smooth - smooth.detach())
+        out = with_gradients_of_softmax(outs[0], module, query, key, value, mask, scaling, **kwargs)
         out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains
         seen[call.name] = out, [other - outs[0] for other in outs[1:]]
         return out, None

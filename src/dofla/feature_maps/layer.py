@@ -101,6 +101,11 @@ class LinearAttention(nn.Module):
         return fading[name] if name in fading and not self.hides_tokens else None
 
     @property
+    def only_forgets(self) -> bool:
+        """Whether all heads keep tokens in stages and sum up none."""
+        return not any(self.features) and all(self.fading_of(n) is not None for n in range(len(self.groups)))
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether any head sees tokens exactly."""
         return any(window or sinks for window, sinks in self.exact_tokens)

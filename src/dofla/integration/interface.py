@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,23 +54,51 @@ def linear_attention(
         )
     if kwargs.get("output_attentions"):
         raise DoflaError("output_attentions: linear attention forms no attention weights; use dofla.softmax(model)")
-    query, scaling = standard_scaling(module, query, scaling)
+    asked, own_scaling = standard_scaling(module, query, scaling)
     causal = is_causal(module, kwargs)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
-    options = {"scaling": scaling, "weight": weight, "states": states, "causal": causal}
-    if torch.compiler.is_compiling() and not layer.traceable(query, key, value, causal):
-        out, states = _outside_the_graph(layer, query, key, value, **options)
-    else:
-        out, states = layer(query, key, value, **options)
+    options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
+    # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
+    imitates = layer.only_forgets and causal and not states and gradients_asked(query, key, value)
+    with torch.no_grad() if imitates else nullcontext():
+        if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, causal):
+            out, states = _outside_the_graph(layer, asked, key, value, **options)
+        else:
+            out, states = layer(asked, key, value, **options)
     if dofla_entry is not None:
         dofla_entry.states = states
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2).contiguous()
+    if imitates:
+        out = with_gradients_of_softmax(out, module, query, key, value, attention_mask, scaling, **kwargs)
+    return out, None
 
 
 @torch.compiler.disable
 def _outside_the_graph(layer: nn.Module, *args: Tensor, **options: Any) -> tuple[Tensor, list]:
     return layer(*args, **options)
+
+
+def gradients_asked(*tensors: Tensor) -> bool:
+    """Whether what is computed of these takes part in a backward pass."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def with_gradients_of_softmax(
+    out: Tensor,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """``out`` [B, L, H, dv], to the bit, with gradients with respect to queries, keys and values that are those of
+    softmax attention of all of them. A straight-through estimator (arXiv 1308.3432): what ``out`` does not see, the
+    gradient sees."""
+    smooth, _ = softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs | {"dropout": 0.0})
+    return out + (smooth - smooth.detach())
 
 
 @torch.compiler.disable
