@@ -9,8 +9,8 @@ from torch.testing import assert_close
 import dofla
 from dofla.data import Images, TokenWindows
 from dofla.distillation import LOSSES, distill, distill_end_to_end
-from dofla.distillation.places import placed, placed_anywhere, placed_evenly, reach_of
 from dofla.errors import DoflaError
+from dofla.integration.places import placed, placed_anywhere, placed_evenly, placed_over, reach_of, whole_reach
 from dofla.integration.surgery import linear_layers
 
 LENGTH, REACH = 16, 48
@@ -35,6 +35,58 @@ def test_windows_are_placed_from_the_first_position_to_the_last_that_leaves_room
     firsts = {int(placed_anywhere(batch, REACH, generator)["position_ids"][0, 0]) for _ in range(400)}
     assert firsts == set(range(REACH - LENGTH + 1))
     assert placed(batch, 3)["attention_mask"] is batch["attention_mask"]
+
+
+def test_windows_a_memory_is_measured_on_stand_closer_where_all_texts_begin(tiny):
+    windows = TokenWindows.of(tiny.tokens(5, LENGTH))
+    for batch_size in (1, 2, 5):
+        found = list(placed_over(windows, batch_size, REACH))
+        positions = torch.cat([batch["position_ids"] for batch in found])
+        assert positions[:, 0].tolist() == [0, 2, 8, 18, 32]
+        assert (positions - positions[:, :1] == torch.arange(LENGTH)).all()
+        assert torch.equal(torch.cat([batch["input_ids"] for batch in found]), windows.input_ids)
+    assert all("position_ids" not in batch for batch in placed_over(windows, 2, None))
+    (alone,) = placed_over(windows.take(1), 1, REACH)
+    assert alone["position_ids"][0, 0] == 0
+
+
+def test_codes_are_measured_over_all_positions_of_a_model_that_rotates_them(tiny):
+    windows = TokenWindows.of(tiny.tokens(3, LENGTH))
+    assert whole_reach(tiny.llama(max_position_embeddings=100), windows, None) == 100
+    assert whole_reach(tiny.llama(max_position_embeddings=LENGTH), windows, None) is None
+    assert whole_reach(tiny.llama(), windows, 40) == 40
+    assert whole_reach(tiny.gpt2(), windows, None) is None
+    with pytest.raises(DoflaError, match="reach is 40: GPT2LMHeadModel has no rotary positions"):
+        dofla.fade(tiny.gpt2(), windows, budget=8, reach=40)
+    with pytest.raises(DoflaError, match="reach is 8, less than the windows' 16 tokens"):
+        dofla.fade(tiny.llama(), windows, budget=8, reach=8)
+
+
+@pytest.mark.parametrize("shares", ["even", "measured"])
+def test_a_memory_that_fades_reads_far_positions_as_well_as_the_first(tiny, shares):
+    model, windows = tiny.llama(max_position_embeddings=4096), TokenWindows.of(tiny.tokens(8, 64))
+    with torch.no_grad():  # keys of a mean far from 0, as those of trained models have
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias = torch.nn.Parameter(torch.full((layer.self_attn.k_proj.out_features,), 4.0))
+
+    def errors(reach):
+        dofla.fade(model, windows, budget=30, shares=shares, reach=reach)
+        found = []
+        with torch.no_grad():
+            for first in (0, 3000):
+                batch = placed(windows.batch(range(8)), first)
+                ours = model(**batch, use_cache=False).logits.log_softmax(-1)
+                with dofla.softmax(model):
+                    theirs = model(**batch, use_cache=False).logits.log_softmax(-1)
+                found.append((theirs.exp() * (theirs - ours)).sum(-1).mean().item())
+        dofla.restore(model)
+        return found
+
+    near, far = errors(64)
+    assert far > 1.5 * near
+    all_near, all_far = errors(None)
+    assert all_far < far
+    assert all_far / all_near < 0.8 * far / near
 
 
 def test_the_layers_are_trained_on_the_keys_of_those_positions(tiny, monkeypatch):

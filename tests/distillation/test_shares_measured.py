@@ -51,10 +51,10 @@ def test_effects_are_slopes_of_the_loss_of_the_student(tiny, place, monkeypatch)
     model = tiny.llama(num_hidden_layers=3).double()
     tokens, name = windows(tiny), "model.layers.2.self_attn"
     kept = ["model.layers.0.self_attn"] if place == 1 else []
-    found = dofla.measure_shares(model, tokens, BUDGET, keep_softmax=kept)
+    found = dofla.measure_shares(model, tokens, BUDGET, keep_softmax=kept, reach=96)
     assert found.effects[name][0] == 0
     student = dofla.linearize(model, fading_plan(model, BUDGET, keep_softmax=kept))
-    measure_directions(student, tokens)
+    measure_directions(student, tokens, reach=96)
     layer = linear_layers(student)[name]
     loss, batch = Objective(student, lambda: dofla.softmax(student)), tokens.batch(range(len(tokens)))
     step = 1e-3
@@ -88,7 +88,7 @@ def test_padding_plays_no_part(tiny):
     model = tiny.llama().double()
     batch = tiny.padded(3, 96, side="right")
     longer = {name: torch.nn.functional.pad(x, (0, 8)) for name, x in batch.items()}
-    one, two = (dofla.measure_shares(model, x, BUDGET) for x in (batch, longer))
+    one, two = (dofla.measure_shares(model, x, BUDGET, reach=x["input_ids"].shape[1]) for x in (batch, longer))
     for name, effects in one.effects.items():
         assert effects == pytest.approx(two.effects[name], rel=1e-3, abs=1e-6)
 

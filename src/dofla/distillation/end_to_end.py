@@ -20,13 +20,13 @@ from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective, hidden_windows
-from dofla.distillation.places import reach_of
 from dofla.distillation.sharded import sharded
 from dofla.distillation.steps import Batches, check_choice, check_numbers
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.checkpoint import refuse_trained, write_lora
+from dofla.integration.places import reach_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of

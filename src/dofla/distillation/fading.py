@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows, as_windows, batches
+from dofla.data import TokenWindows, as_windows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
 from dofla.distillation.trainable import trainable
@@ -25,6 +25,7 @@ from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.interface import RECORDING, softmax_attention, visiting, with_gradients_of_softmax
+from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.recorder import AttentionCall
 from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
@@ -45,6 +46,7 @@ def measure_shares(
     *,
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
+    reach: int | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Shares:
     """How the bytes of a memory that fades are best shared among layers; :func:`dofla.fade` spends them so.
@@ -55,13 +57,14 @@ def measure_shares(
         budget: around which sizes are tried, in features per KV head.
         keep_softmax: layers to leave out.
         batch_size: windows per pass, forward and backward.
+        reach: as for :func:`dofla.fade`.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each pass.
 
     Raises:
         DoflaError: as :func:`dofla.fade`; a model that predicts no tokens; a streamed one.
     """
-    return _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, progress=progress)[0]
+    return _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, reach, progress=progress)[0]
 
 
 def fade(
@@ -72,6 +75,7 @@ def fade(
     shares: Shares | str = "measured",
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
+    reach: int | None = None,
 ) -> PreTrainedModel:
     """Give a causal model a memory that fades, in place and without training: tokens lose bits as they age, and are
     forgotten at the end.
@@ -84,6 +88,9 @@ def fade(
             the same, which takes no gradients and a tenth of the time; or what was measured before.
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
+        reach: positions that the memory is for: windows are read as if they stood here and there among so many. Default
+            all that the model has, where they are rotary; other models' windows stay where they are. Fewer are a little
+            better within, and much worse beyond.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
@@ -96,13 +103,13 @@ def fade(
         raise DoflaError(f"shares is {shares!r}: give {', '.join(WAYS)}, or what dofla.measure_shares returned")
     directions = {}
     if shares == "measured":
-        shares, directions = _measured(model, as_windows(tokens), budget, keep_softmax, batch_size)
+        shares, directions = _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, reach)
     known = shares if isinstance(shares, Shares) else None
     linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax))
     try:
         for name, own in directions.items():
             linear_layers(model)[name].fading.load_state_dict(own)
-        measure_directions(model, tokens, batch_size=batch_size)  # where they are not known
+        measure_directions(model, tokens, batch_size=batch_size, reach=reach)  # where they are not known
     except BaseException:
         restore(model)
         raise
@@ -116,6 +123,7 @@ def _measured(
     budget: int,
     keep_softmax: Collection[str],
     batch_size: int,
+    reach: int | None,
     *,
     progress: Callable[[str, int, int], None] | None,
 ) -> tuple[Shares, dict[str, dict[str, Tensor]]]:
@@ -125,15 +133,17 @@ def _measured(
     even = fading_plan(model, budget, keep_softmax=keep_softmax)
     student = linearize(model, even)
     try:
-        measure_directions(student, windows, batch_size=batch_size)
+        measure_directions(student, windows, batch_size=batch_size, reach=reach)
+        reach = whole_reach(model, windows, reach)
+        parts = list(placed_over(windows, batch_size, reach))
         layers = linear_layers(student)
         sizes = {name: even[name].state_bytes(model.dtype.itemsize) for name in layers}
-        made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source}
+        made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source, "reach": reach}
         shares = Shares(dict.fromkeys(layers, 1.0), {}, describe(model)["name"], made_by)
         for step in range(STEPS):
             plans = [_plan(model, budget, factor, shares, keep_softmax) for factor in FACTORS]
             tried = {name: [_resized(layer, plan[name]) for plan in plans] for name, layer in layers.items()}
-            shares = shares.better(_effects(student, tried, windows, batch_size, _report(progress, step)), sizes)
+            shares = shares.better(_effects(student, tried, parts, _report(progress, step)), sizes)
     finally:
         restore(model)
     return shares, {name: layer.fading.state_dict() for name, layer in layers.items()}
@@ -162,19 +172,17 @@ def _report(progress: Callable[[str, int, int], None] | None, step: int) -> Call
 def _effects(
     student: PreTrainedModel,
     tried: Mapping[str, Sequence[AttachedLinearAttention]],
-    windows: TokenWindows,
-    batch_size: int,
+    parts: Sequence[Mapping[str, Tensor]],
     report: Callable[[int, int], None] | None,
 ) -> dict[str, list[float]]:
     """By layer, the change of the loss if it alone were each of those ``tried`` instead of the first."""
     effects = {name: torch.zeros(len(layers), dtype=torch.float64) for name, layers in tried.items()}
     with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
-        loss, parts = Objective(student, part.teacher), batches(windows, batch_size)
-        count = loss.count(windows.batch(range(len(windows))))
-        for done, rows in enumerate(parts, start=1):
-            batch = {name: data.to(student.device) for name, data in windows.batch(rows).items()}
+        loss = Objective(student, part.teacher)
+        count, rows = sum(map(loss.count, parts)), sum(len(batch["input_ids"]) for batch in parts)
+        for done, batch in enumerate(parts, start=1):
             with _answers(student, tried) as seen:
-                value = loss(batch, count, len(windows))
+                value = loss({name: data.to(student.device) for name, data in batch.items()}, count, rows)
             gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
             for (name, (_, differences)), gradient in zip(seen.items(), gradients, strict=True):
                 effects[name][1:] += torch.stack([(gradient.double() * x).sum() for x in differences]).cpu()

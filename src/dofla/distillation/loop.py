@@ -23,10 +23,10 @@ from dofla.distillation.direct import DIRECT, next_token_gradients
 from dofla.distillation.history import History
 from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
-from dofla.distillation.places import reach_of
 from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.places import reach_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of

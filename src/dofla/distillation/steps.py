@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dofla.data import Images, TokenWindows
-from dofla.distillation.places import placed_anywhere, placed_evenly
 from dofla.errors import DoflaError
+from dofla.integration.places import placed_anywhere, placed_evenly
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.attention import Moments
-from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.data import Images, TokenWindows, as_windows
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
+from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_by_site
@@ -56,7 +57,11 @@ def fading_plan(
 
 @torch.no_grad()
 def measure_directions(
-    student: PreTrainedModel, tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor], *, batch_size: int = 4
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    batch_size: int = 4,
+    reach: int | None = None,
 ) -> None:
     """Calibrate the coders of all stages (:class:`dofla.attention.Coder`) that have not been.
 
@@ -67,9 +72,10 @@ def measure_directions(
         student: a linearised model.
         tokens: a few windows, of any text: a dozen of 512 tokens are enough.
         batch_size: windows per forward pass.
+        reach: as for :func:`dofla.fade`.
 
     Raises:
-        DoflaError: the model is not linearised; NaN in the activations, with layer and batch.
+        DoflaError: the model is not linearised; as :func:`dofla.fade`; NaN in the activations, with layer and batch.
     """
     layers = {name: layer for name, layer in linear_layers(student).items() if _is_new(layer)}
     if not layers:
@@ -92,8 +98,8 @@ def measure_directions(
         )
 
     with evaluation_mode(student), recording(student, layers, look), _outputs(student, layers, answered) as outputs:
-        for part in batches(windows, batch_size):
-            run_body(student, windows.batch(part))
+        for batch in placed_over(windows, batch_size, whole_reach(student, windows, reach)):
+            run_body(student, batch)
             batch_number += 1
     for name, layer in layers.items():
         queries, keys, values = found[name]
