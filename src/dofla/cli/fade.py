@@ -23,6 +23,9 @@ def fade(
     ] = "measured",
     windows: Annotated[int, typer.Option(help="Windows of it.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    reach: Annotated[
+        int | None, typer.Option(help="Positions that the memory is for; default all that the model has.")
+    ] = None,
     keep_softmax: KeepSoftmax = None,
     dtype: Dtype = None,
     seed: Seed = 0,
@@ -43,7 +46,7 @@ def fade(
         with view.progress("fade"):
             tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed)
             known = shares if shares in WAYS else Shares.load(shares)
-            make(student, tokens, budget=budget, shares=known, keep_softmax=keep_softmax or ())
+            make(student, tokens, budget=budget, shares=known, keep_softmax=keep_softmax or (), reach=reach)
         write_adapter(student, folder)
         tokenizer.save_pretrained(folder)
     warn_of_local_base(student, out)
