@@ -258,7 +258,9 @@ def distill(
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="YAML file; or default, instant or paper, with --set model=...")],
+    recipe: Annotated[
+        Path, typer.Argument(help="YAML file; or default, instant, features, paper, with --set model=...")
+    ],
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME. An interrupted run goes on.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
     track: Track = None,

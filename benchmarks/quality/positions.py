@@ -1,0 +1,68 @@
+"""What a memory that fades loses of the same windows when they stand further back in a text: KL(teacher ‖ student) of
+the next tokens by the position of the first, for memories measured over more or fewer positions.
+
+    python benchmarks/quality/positions.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+        --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
+
+The original of a model with rotary positions does not notice where a window stands; its keys turn with their position,
+and codes measured at the first positions alone fit no others. All layers have the same size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from torch.nn.functional import kl_div
+from transformers import AutoTokenizer, PreTrainedModel
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.display import table
+from dofla.integration.checkpoint import load_model
+from dofla.integration.places import placed
+
+
+@torch.inference_mode()
+def divergence(student: PreTrainedModel, windows: TokenWindows, first: int) -> float:
+    """Mean over the tokens of windows that begin at position ``first``, in nats."""
+    total = 0.0
+    for n in range(len(windows)):
+        batch = placed(windows.batch([n]), first)
+        ours = student(**batch, use_cache=False).logits.float().log_softmax(-1)
+        with dofla.softmax(student):
+            theirs = student(**batch, use_cache=False).logits.float().log_softmax(-1)
+        total += kl_div(ours, theirs, log_target=True, reduction="sum").item() / windows.length
+    return total / len(windows)
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model with rotary positions.")],
+    calibrate: Annotated[str, typer.Option(help="Text to measure directions on; self: the model's own.")],
+    text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable.")],
+    budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,
+    windows: Annotated[int, typer.Option(help="Of 512 tokens, of each text.")] = 8,
+    first: Annotated[list[int] | None, typer.Option(help="Positions; repeatable; default 0, 1500, 6000.")] = None,
+    reach: Annotated[list[int] | None, typer.Option(help="Default 512, 2048 and all that the model has.")] = None,
+) -> None:
+    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    tokens = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=teacher)
+    judged = {
+        path.name.partition(".")[0]: dofla.token_windows(path, tokenizer, length=512, windows=windows, split="all")
+        for path in text
+    }
+    shown = table("measured over", "windows begin at", *judged, gap=2)
+    for each in reach or [512, 2048, None]:
+        student = dofla.fade(teacher, tokens, budget=budget, shares="even", reach=each)
+        for place in first or [0, 1500, 6000]:
+            cells = (f"{divergence(student, own, place):.4f}" for own in judged.values())
+            shown.add_row(f"{each or 'all'} positions", str(place), *cells)
+        dofla.restore(student)
+    Console(width=120).print(shown)
+
+
+if __name__ == "__main__":
+    typer.run(main)
