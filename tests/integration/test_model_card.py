@@ -199,14 +199,15 @@ def test_a_licence_can_be_given(base, tmp_path):
     assert front_matter(saved(model, tmp_path / "out", "adapter"))["license"] == "cc-by-4.0"
 
 
-def test_the_student_in_the_repository_has_a_card_made_of_its_plan_and_record(tmp_path):
-    folder = Path(__file__).parents[2] / "docs" / "students" / "smollm2-135m-measured"
+@pytest.mark.parametrize("name", ["smollm2-135m-measured", "smollm2-135m-fading"])
+def test_students_in_the_repository_have_cards_made_of_their_plan_and_record(tmp_path, name):
+    folder = Path(__file__).parents[2] / "docs" / "students" / name
     assert not by_hand(folder / "README.md")
     record, data = Record.load(folder / "record.json"), front_matter(folder)
     assert (data["base_model"], data["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
     values = [metric["value"] for result in data["model-index"][0]["results"] for metric in result["metrics"]]
     assert values == [round(figure.student, 4) for figure in record.figures]
-    write_card(tmp_path, Plan.load(folder), record, adapter=True, name="docs/students/smollm2-135m-measured")
+    write_card(tmp_path, Plan.load(folder), record, adapter=True, name=f"docs/students/{name}")
     table = [[line for line in text_of(x).splitlines() if line.startswith("| ")] for x in (folder, tmp_path)]
     assert table[0] == table[1]
 
