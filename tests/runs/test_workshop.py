@@ -197,6 +197,21 @@ def test_a_memory_that_fades_at_once(tmp_path, measurements, tiny):
         assert torch.equal(opened(windows.input_ids).logits, student(windows.input_ids).logits)
 
 
+def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):
+    recipes, folder = Path(workshop.__file__).parent / "recipes", tmp_path / "run"
+    changes = ["model=tiny", f"budget={BUDGET}", "profile.windows=4", "evaluate.prompts=0", "end_to_end.steps=6"]
+    changes += ["end_to_end.learning_rates={weights: 1.0e-3}"]
+    asked = Recipe.load(recipes / "default.yaml", changes)
+    (row,) = run(asked, folder)["students"]
+    at_once = Recipe.load(recipes / "instant.yaml", changes[:4])
+    (before,) = run(at_once, tmp_path / "instant")["students"]
+    assert not measurements
+    assert row["runs"][0]["language"]["kl"] < before["runs"][0]["language"]["kl"]
+    home = folder / "students" / "fading-seed0"
+    assert (home / "adapter").is_dir()
+    assert (home / "end_to_end" / "adapter" / "lora.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
