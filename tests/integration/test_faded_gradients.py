@@ -59,12 +59,13 @@ def test_what_passes_back_is_what_passes_through_softmax_attention(padding):
 
 
 def test_a_text_that_goes_on_from_a_state_passes_gradients_through_its_codes():
-    student, ids = faded(teacher("llama")), tokens(1, 90)
+    # In float64, where two ways to the same number hardly ever end on two sides of a step of a code.
+    student, ids = faded(teacher("llama").double()), tokens(1, 90)
     whole = student(ids, use_cache=False).logits[:, 60:]
     cache = DynamicCache(config=student.config)
     student(ids[:, :60], past_key_values=cache, use_cache=True)
     piece = student(ids[:, 60:], past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(piece, whole, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(piece, whole, rtol=0, atol=1e4 * torch.finfo(torch.float64).eps)
     piece.square().mean().backward()
     assert all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
     assert any(p.grad is not None for p in student.parameters())
