@@ -60,7 +60,7 @@ def linear_attention(
     states = None if dofla_entry is None else dofla_entry.states
     options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
     # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
-    imitates = layer.only_forgets and causal and not states and gradients_asked(query, key, value)
+    imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
     with torch.no_grad() if imitates else nullcontext():
         if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, causal):
             out, states = _outside_the_graph(layer, asked, key, value, **options)
