@@ -40,7 +40,7 @@ from dofla.storage.files import write_json
 Student = Callable[[PreTrainedModel, TokenWindows], PreTrainedModel]
 
 
-def window_alone(budget: int) -> Student:
+def window_alone(budget: int, _: int | None) -> Student:
     """A window and sinks in eight bits, of the bytes of so many features per KV head."""
 
     def make(model: PreTrainedModel, _: TokenWindows) -> PreTrainedModel:
@@ -55,17 +55,17 @@ def window_alone(budget: int) -> Student:
     return make
 
 
-def fading(budget: int) -> Student:
+def fading(budget: int, reach: int | None) -> Student:
     """:func:`dofla.fade`."""
-    return lambda model, tokens: dofla.fade(model, tokens, budget=budget)
+    return lambda model, tokens: dofla.fade(model, tokens, budget=budget, reach=reach)
 
 
-def even(budget: int) -> Student:
+def even(budget: int, reach: int | None) -> Student:
     """:func:`dofla.fade` with the same size for all layers."""
-    return lambda model, tokens: dofla.fade(model, tokens, budget=budget, shares="even")
+    return lambda model, tokens: dofla.fade(model, tokens, budget=budget, reach=reach, shares="even")
 
 
-def by_age(budget: int) -> Student:
+def by_age(budget: int, reach: int | None) -> Student:
     """:func:`even` with no token kept for the attention it draws, and more that are there for their age."""
 
     def make(model: PreTrainedModel, tokens: TokenWindows) -> PreTrainedModel:
@@ -77,18 +77,18 @@ def by_age(budget: int) -> Student:
             per_token = stage_bytes(layer.head_dim, layer.value_dim, layer.stages[-1][1])
             layer.stages[-1][0] += spare // (layer.kv_heads * per_token)
         student = dofla.linearize(model, plan)
-        measure_directions(student, tokens)
+        measure_directions(student, tokens, reach=reach)
         return student
 
     return make
 
 
-def trained(budget: int) -> Student:
+def trained(budget: int, reach: int | None) -> Student:
     """:func:`dofla.fade`, and then 60 steps end to end on two windows each of the text that it was measured on."""
 
     def make(model: PreTrainedModel, tokens: TokenWindows) -> PreTrainedModel:
-        student = dofla.fade(model, tokens.take(MEASURED), budget=budget)
-        dofla.distill_end_to_end(student, tokens, steps=60)
+        student = dofla.fade(model, tokens.take(MEASURED), budget=budget, reach=reach)
+        dofla.distill_end_to_end(student, tokens, steps=60, reach=reach)
         return student
 
     return make
@@ -117,6 +117,7 @@ def main(
         list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default window and fading.")
     ] = None,
     measured_length: Annotated[int, typer.Option(help="Tokens of the windows that students are made from.")] = 512,
+    reach: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     names = student or ["window", "fading"]
@@ -136,7 +137,7 @@ def main(
         for seed in range(1 if name == "window" else seeds):
             own = TokenWindows(pool.input_ids[count * seed : count * (seed + 1)])
             started = time.perf_counter()
-            made = STUDENTS[name](each)(teacher, own if name == "trained" else own.take(MEASURED))
+            made = STUDENTS[name](each, reach)(teacher, own if name == "trained" else own.take(MEASURED))
             seconds = time.perf_counter() - started
             for tokens, kinds in judged.items():
                 for kind, held_out in kinds.items():

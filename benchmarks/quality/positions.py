@@ -10,18 +10,19 @@ and codes measured at the first positions alone fit no others. All layers have t
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from torch.nn.functional import kl_div
 from transformers import AutoTokenizer, PreTrainedModel
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
+from dofla.distillation.objective import Objective
 from dofla.integration.checkpoint import load_model
 from dofla.integration.places import placed
 
@@ -29,14 +30,10 @@ from dofla.integration.places import placed
 @torch.inference_mode()
 def divergence(student: PreTrainedModel, windows: TokenWindows, first: int) -> float:
     """Mean over the tokens of windows that begin at position ``first``, in nats."""
-    total = 0.0
-    for n in range(len(windows)):
-        batch = placed(windows.batch([n]), first)
-        ours = student(**batch, use_cache=False).logits.float().log_softmax(-1)
-        with dofla.softmax(student):
-            theirs = student(**batch, use_cache=False).logits.float().log_softmax(-1)
-        total += kl_div(ours, theirs, log_target=True, reduction="sum").item() / windows.length
-    return total / len(windows)
+    loss = Objective(student, partial(dofla.softmax, student))
+    parts = [placed(windows.batch([n]), first) for n in range(len(windows))]
+    count = sum(map(loss.count, parts))
+    return sum(loss(part, count, len(parts)).item() for part in parts)
 
 
 def main(
