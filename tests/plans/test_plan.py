@@ -255,3 +255,18 @@ def test_a_plan_of_another_form_is_one_line_naming_the_file(tmp_path, change, me
 def test_a_missing_plan_is_one_line(tmp_path):
     with pytest.raises(DoflaError, match=r"plan\.json does not exist: it should hold a plan"):
         Plan.load(tmp_path)
+
+
+def test_a_memory_that_fades_of_the_earlier_format_is_to_be_made_again(tiny, tmp_path):
+    model = tiny.llama()
+    faded = tiny.plan(model, features=0, window=4, feature_map="none", stages=[[3, 3.0]]).to_dict()
+    without = tiny.plan(model, features=4).to_dict()
+    for data in (faded, without):
+        assert data["format"] == 2
+        Plan.from_dict(data)
+        data["format"] = 1
+    Plan.from_dict(without)
+    with pytest.raises(
+        DoflaError, match=r"plan\.json: its tokens were coded by an earlier version: .* \(dofla fade\)$"
+    ):
+        Plan.from_dict(faded, "plan.json")

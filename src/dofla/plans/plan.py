@@ -247,7 +247,7 @@ class Plan(Result):
             if not layer.kept:
                 del entry["kept"]
             layers[entry.pop("name")] = entry
-        return {"format": 1, "model": self.model, "made_by": self.made_by, "layers": layers}
+        return {"format": _FORMAT, "model": self.model, "made_by": self.made_by, "layers": layers}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "the plan") -> Plan:
@@ -263,6 +263,10 @@ class Plan(Result):
                 raise DoflaError(f"{where}: {error}") from None
             except TypeError as error:
                 raise DoflaError(f"{where}: layer {name} has wrong fields: {error}") from error
+        if data.get("format") == 1 and any(plan.stages for plan in plans):
+            raise DoflaError(
+                f"{where}: its tokens were coded by an earlier version: make the student again (dofla fade)"
+            )
         made_by = data.get("made_by") or {}
         if not isinstance(made_by, dict):
             raise DoflaError(f"{where}: made_by is {made_by!r}: give an object, or leave it out")
@@ -279,6 +283,10 @@ class Plan(Result):
         if path.is_dir():
             path = path / "plan.json"
         return cls.from_dict(read_json(path, "a plan"), str(path))
+
+
+_FORMAT = 2
+"""1 had coarser scales of coded tokens, which nothing in an adapter's tensors would tell."""
 
 
 def _is_nested(stages: list) -> bool:

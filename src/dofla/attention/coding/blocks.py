@@ -22,14 +22,17 @@ def whole(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Blocks of whole ``numbers`` [..., n] times ``unit`` [..., 1] as codes [..., n] below 2 ** bits and the byte of a
-    scale [..., 1]: levels for the block's root mean square, then the scale of least squares for them."""
-    size = (numbers.square().sum(-1, keepdim=True) / numbers.shape[-1]).sqrt()
+    scale [..., 1]: levels for the block's root mean square, then the scale that makes them as long as the block is.
+    (With one of least squares they are shorter, the more so the fewer the bits, and all scores on one side.)
+    """
+    squares = numbers.square().sum(-1, keepdim=True)
+    size = (squares / numbers.shape[-1]).sqrt()
     known = levels(bits).to(numbers.device)
     standard = numbers * UNIT / size.clamp_min(1e-3)
     codes = torch.bucketize(standard.contiguous(), borders(bits).to(numbers.device))
     found = known[codes]
-    best = (numbers * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True)
-    return codes.to(torch.uint8), scale_code(best * unit)
+    length = (squares / found.square().sum(-1, keepdim=True)).sqrt()
+    return codes.to(torch.uint8), scale_code(length * unit)
 
 
 def decode(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:

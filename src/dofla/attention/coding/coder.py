@@ -110,7 +110,11 @@ class Coder(nn.Module):
         variance, directions = torch.linalg.eigh(root @ covariance @ root)
         variance, directions = variance.flip(-1).clamp_min(0), directions.flip(-1)
         shares = variance / variance.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        self._set(directions.mT @ root, moments.mean, shares.mean(0).unflatten(0, (-1, self.block)).mean(-1))
+        # Blocks of size 1 in the mean, so that bytes of scales go round it.
+        size = variance.unflatten(1, (-1, self.block)).mean(-1).sqrt()
+        size = size.clamp_min(1e-6).repeat_interleave(self.block, 1).unsqueeze(-1)
+        turn = directions.mT @ root / size
+        self._set(turn, moments.mean, shares.mean(0).unflatten(0, (-1, self.block)).mean(-1))
 
     def _set(self, turn: Tensor, mean: Tensor, variance: Tensor) -> None:
         hadamard = _hadamard(self.block)

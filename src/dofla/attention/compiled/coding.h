@@ -213,7 +213,7 @@ template <int N>
 inline void encode_block(const float* numbers, float unit, int bits, const Tables& tables, std::uint8_t* codes,
                          std::uint8_t* scale) {
   const float *levels = tables.levels(bits), *borders = tables.borders(bits);
-  float squares = 0.0f, products = 0.0f, powers = 0.0f, found[N];
+  float squares = 0.0f, powers = 0.0f, found[N];
   std::int32_t code[N] = {};
 #pragma omp simd reduction(+ : squares)
   for (int i = 0; i < N; ++i) squares += numbers[i] * numbers[i];
@@ -226,13 +226,10 @@ inline void encode_block(const float* numbers, float unit, int bits, const Table
     for (int i = 0; i < N; ++i) code[i] += standard[i] > borders[border];
   }
   look_up_and_pack<N>(code, bits, levels, found, codes);
-#pragma omp simd reduction(+ : products, powers)
-  for (int i = 0; i < N; ++i) {
-    products += numbers[i] * found[i];
-    powers += found[i] * found[i];
-  }
-  const float best = products / powers * unit;
-  *scale = static_cast<std::uint8_t>(std::lower_bound(tables.scale_borders(), tables.scale_borders() + 255, best) -
+#pragma omp simd reduction(+ : powers)
+  for (int i = 0; i < N; ++i) powers += found[i] * found[i];
+  const float length = std::sqrt(squares / powers) * unit;
+  *scale = static_cast<std::uint8_t>(std::lower_bound(tables.scale_borders(), tables.scale_borders() + 255, length) -
                                      tables.scale_borders());
 }
 
