@@ -76,6 +76,13 @@ def test_chat(student, capsys):
     assert capsys.readouterr().out.startswith("> Tell me about a cat.\n" + messages[1]["content"])
 
 
+def test_serving(student, capsys):
+    messages = run("serving", student, "Tell me about a cat.")
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert all(message["content"] for message in messages)
+    assert capsys.readouterr().out.startswith("> Tell me about a cat.\n" + messages[1]["content"])
+
+
 def test_long_document(student, capsys):
     answers = run("long_document", student)
     assert len(answers) == 3

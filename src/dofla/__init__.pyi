@@ -12,6 +12,7 @@ from .integration.profiler import profile
 from .integration.prompt_state import load_state, read_prompt, save_state
 from .integration.sampled import sample_features
 from .integration.self_samples import token_windows
+from .integration.sessions import keep_sessions
 from .integration.sharing import note, push_adapter
 from .integration.surgery import linearize, restore, softmax
 from .plans.allocate import allocate
@@ -37,6 +38,7 @@ __all__ = [
     "evaluate",
     "fade",
     "frontier",
+    "keep_sessions",
     "linearize",
     "load",
     "load_state",

@@ -22,7 +22,7 @@ from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
 from dofla.cli.reproduce import reproduce
 from dofla.cli.threads import settle
-from dofla.cli.using import generate
+from dofla.cli.using import generate, serve
 from dofla.cli.verb import MANNER, Debug, Json, Manner, Quiet, Verbose
 from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError
@@ -43,6 +43,7 @@ VERBS = (
     evaluate,
     probe,
     generate,
+    serve,
     finetune,
     run,
     report,

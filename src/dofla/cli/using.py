@@ -1,4 +1,4 @@
-"""The verb that uses a student: generate."""
+"""The verbs that use a student: generate, serve."""
 
 from __future__ import annotations
 
@@ -52,6 +52,32 @@ def generate(
     text = tokenizer.decode(new, skip_special_tokens=True)
     current_view().answer(text)
     return {"prompt": prompt, "text": text, "tokens": new.tolist()}
+
+
+def serve(
+    student: StudentArgument,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(help="And port; 0 for any that is free.")] = 8000,
+    sessions: Annotated[int, typer.Option(help="Conversations whose state is kept between turns.")] = 32,
+    base_model: BaseModel = None,
+    dtype: Dtype = None,
+) -> dict[str, Any]:
+    """Answer requests as OpenAI's API does, by transformers' own server; a turn of a chat costs its own tokens."""
+    from dofla.integration.sessions import keep_sessions
+    from dofla.runs.teacher import open_student
+    from dofla.storage.extras import extra
+
+    for name in ("fastapi", "uvicorn", "openai"):
+        extra(name, "serve", "serving")
+    from dofla.runs.serving import listening, server
+
+    with listening(host, port) as place:
+        model, tokenizer = open_student(student, dtype, base_model)
+        keep_sessions(model, sessions)
+        name = Path(student).name
+        current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
+        server(name, model, tokenizer).run(sockets=[place])
+    return {"student": name}
 
 
 def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:

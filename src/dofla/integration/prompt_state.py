@@ -19,10 +19,15 @@ from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
 _PARTS = ("features", "window", "sinks")
+_FORMAT = "3"
+"""2 had coarser scales of coded tokens."""
 
 
-def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096) -> DynamicCache:
-    """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L.
+def read_prompt(
+    model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096, cache: DynamicCache | None = None
+) -> DynamicCache:
+    """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L; or after
+    more of a prompt whose ``cache`` is given, and goes on.
 
     Raises:
         DoflaError: not linearised; no tokens, or such as the model cannot read; a chunk below 1.
@@ -31,7 +36,7 @@ def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096)
     if chunk < 1:
         raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
     check_readable(model, input_ids, "the prompt")
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.inference_mode():
         for piece in input_ids.to(model.device).split(chunk, dim=1):
             model.base_model(piece, past_key_values=cache, use_cache=True)
@@ -55,7 +60,7 @@ def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: 
                 tensors |= _tensors(getattr(state, part), f"{index}.{group}.{part}")
             for number, tokens in enumerate(state.stages):
                 tensors |= _tensors(tokens, f"{index}.{group}.stages.{number}")
-    metadata = {"format": "2", "plan": json.dumps(plan_of(model).to_dict()["layers"])}
+    metadata = {"format": _FORMAT, "plan": json.dumps(plan_of(model).to_dict()["layers"])}
     write_tensors(path, tensors, metadata)
 
 
@@ -75,6 +80,8 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
         plan = json.loads(metadata["plan"])
     except (KeyError, ValueError) as error:
         raise DoflaError(f"{path} is no state of a prompt: read the prompt again") from error
+    if metadata.get("format") != _FORMAT:
+        raise DoflaError(f"{path} was written by an earlier version: read the prompt again")
     if plan != json.loads(json.dumps(plan_of(model).to_dict()["layers"])):
         raise DoflaError(f"{path} was written by a student of another plan: read the prompt again with this one")
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}

@@ -1,0 +1,96 @@
+"""Conversations that a student goes on with: what it remembers of a text it has read is kept for when the text returns,
+longer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import deepcopy
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dofla.errors import DoflaError
+from dofla.integration.prompt_state import read_prompt
+from dofla.integration.surgery import linear_layers
+
+_SNAPSHOTS = 2
+"""Of a session: after its last prompt, from which another answer can be written, and after the answer."""
+
+
+class Sessions:
+    """``generate`` of a student, reading of each prompt only what is new.
+
+    A turn of a chat repeats all turns before it. The state after them is still there, of the same bytes however long
+    they were, so a turn costs its own tokens. A state cannot be rolled back, hence two of them: if the answer comes
+    back in other tokens than it was written in, or is to be written again, the one after the prompt serves.
+
+    Args:
+        student: a linearised model.
+        most: sessions that are remembered; what has not been gone on with for longest is forgotten.
+
+    Raises:
+        DoflaError: the model is not linearised; ``most`` below 1.
+    """
+
+    def __init__(self, student: PreTrainedModel, most: int = 32) -> None:
+        linear_layers(student)
+        if most < 1:
+            raise DoflaError(f"sessions: {most}; remember 1 or more")
+        self.student, self.most = student, _SNAPSHOTS * most
+        self.read = 0
+        self._known: OrderedDict[tuple[int, ...], DynamicCache] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Snapshots held."""
+        return len(self._known)
+
+    def generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """``generate`` that goes on from what is known; calls with several sequences, beams or a cache of their own
+        pass through. Results are the same, up to the order of sums in a prompt that is read in two calls."""
+
+        @wraps(generate)
+        def going_on(input_ids: Tensor | None = None, **options: Any) -> Any:
+            if input_ids is None or not self._goes_on(input_ids, options):
+                return generate(input_ids, **options)
+            cache = self._before(input_ids)
+            result = generate(input_ids, past_key_values=cache, **options)
+            sequence = result if isinstance(result, Tensor) else result.sequences
+            self._remember(sequence[:, :-1], cache)  # the last token was written, and never read
+            return result
+
+        return going_on
+
+    def _goes_on(self, input_ids: Tensor, options: dict[str, Any]) -> bool:
+        config = options.get("generation_config") or self.student.generation_config
+        numbers = (options.get(name, getattr(config, name)) for name in ("num_beams", "num_return_sequences"))
+        return len(input_ids) == 1 and options.get("past_key_values") is None and all(n in (1, None) for n in numbers)
+
+    def _before(self, input_ids: Tensor) -> DynamicCache:
+        """The cache before the last token of a prompt [1, L], of one's own."""
+        tokens = tuple(input_ids[0, :-1].tolist())
+        known = max((key for key in self._known if tokens[: len(key)] == key), key=len, default=())
+        cache = deepcopy(self._known[known]) if known else DynamicCache(config=self.student.config)
+        self.read = len(tokens) - len(known)
+        if self.read:
+            read_prompt(self.student, input_ids[:, len(known) : -1], cache=cache)
+        if tokens:
+            self._remember(input_ids[:, :-1], deepcopy(cache))
+        return cache
+
+    def _remember(self, sequence: Tensor, cache: DynamicCache) -> None:
+        key = tuple(sequence[0].tolist())
+        self._known[key] = cache
+        self._known.move_to_end(key)
+        while len(self._known) > self.most:
+            self._known.popitem(last=False)
+
+
+def keep_sessions(student: PreTrainedModel, most: int = 32) -> Sessions:
+    """Let ``student.generate`` go on from texts that it has read: see :class:`Sessions`, which is returned."""
+    sessions = Sessions(student, most)
+    student.generate = torch.no_grad()(sessions.generating(student.generate))
+    return sessions

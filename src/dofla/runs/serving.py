@@ -1,0 +1,63 @@
+"""Students in transformers' own server, whose requests and answers are OpenAI's."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import GenerationState
+
+from dofla.errors import DoflaError
+
+
+class _OneStudent(ModelManager):
+    """Hands out a student that is open already, and no other model."""
+
+    def __init__(self, name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(model_timeout=-1)
+        self.force_model, self.student, self.tokenizer = name, student, tokenizer
+
+    def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **_: Any) -> tuple:
+        if progress_callback is not None:
+            progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
+        return self.student, self.tokenizer
+
+    def get_gen_models(self) -> list[dict[str, Any]]:
+        return [{"id": self.force_model, "object": "model", "owned_by": "", "created": 0}]
+
+    def shutdown(self) -> None:
+        """The student stays open."""
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that nobody else has; DoflaError if that cannot be."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise DoflaError(f"cannot listen on --host {host} --port {port} ({error}): give others, or port 0") from error
+
+
+def server(name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> uvicorn.Server:
+    """One that answers for ``name``; run it on a socket of :func:`listening`."""
+    students, state = _OneStudent(name, student, tokenizer), GenerationState()
+    app = build_server(
+        students,
+        ChatCompletionHandler(students, state),
+        completion_handler=CompletionHandler(students, state),
+        response_handler=ResponseHandler(students, state),
+        transcription_handler=TranscriptionHandler(students, state),
+        systemone_handler=SystemOneHandler(students, state),
+        generation_state=state,
+    )
+    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning"))

@@ -1,0 +1,86 @@
+"""``dofla serve``, started for real: OpenAI's client talks to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import call
+from students import reader_of
+from transformers import AutoTokenizer
+
+import dofla
+from dofla.runs.demo import teacher_path
+
+openai = pytest.importorskip("openai")
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
+
+
+@pytest.fixture(scope="module")
+def client(tiny, tmp_path_factory):
+    """Of a server of the student ``small``."""
+    folder = tmp_path_factory.mktemp("served") / "small"
+    reader_of(tiny, **SIZES).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    words = [sys.executable, "-m", "dofla", "serve", str(folder), "--host", "127.0.0.1", "--port", "0"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            said = process.stdout.readline()
+            place = re.fullmatch(r"small answers at (http://127\.0\.0\.1:\d+/v1) until Ctrl-C\n", said)
+            yield openai.OpenAI(base_url=place[1], api_key="none", max_retries=5)
+        finally:
+            process.terminate()
+
+
+def test_a_chat_goes_on_and_is_streamed(client):
+    messages = [{"role": "user", "content": "Who came to the door?"}]
+    options = {"model": "small", "max_tokens": 8, "temperature": 0}
+    prompts = []
+    for question in ("And then?", "Why?"):
+        result = client.chat.completions.create(messages=messages, **options)
+        prompts.append(result.usage.prompt_tokens)
+        again = client.chat.completions.create(messages=messages, stream=True, **options)
+        text = "".join(part.choices[0].delta.content or "" for part in again if part.choices)
+        assert text == result.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+    assert prompts[1] > prompts[0]
+
+
+def test_texts_are_completed_and_the_student_has_its_name(client):
+    assert [model.id for model in client.models.list()] == ["small"]
+    result = client.completions.create(model="small", prompt="Once upon a time", max_tokens=5, temperature=0)
+    assert result.usage.completion_tokens <= 5
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="another", prompt="Once", max_tokens=5)
+
+
+def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert call("serve", "no-such-student", "--host", "127.0.0.1", "--port", port) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen on --host 127.0.0.1 --port {port}" in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_student_is_refused(capsys, tmp_path):
+    assert call("serve", tmp_path / "none", "--port", 0) == 2
+    assert str(Path(tmp_path / "none")) in capsys.readouterr().err
+
+
+def test_sessions_are_kept_by_those_who_ask_for_some(tiny, capsys, tmp_path):
+    folder = tmp_path / "student"
+    reader_of(tiny, **SIZES).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher_path()).save_pretrained(folder)
+    assert dofla.load(folder)
+    assert call("serve", folder, "--port", 0, "--sessions", 0) == 2
+    assert "sessions: 0; remember 1 or more" in capsys.readouterr().err
