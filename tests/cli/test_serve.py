@@ -68,7 +68,14 @@ def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys):
         port = taken.getsockname()[1]
         assert call("serve", "no-such-student", "--host", "127.0.0.1", "--port", port) == 2
     said = capsys.readouterr().err
-    assert f"cannot listen on --host 127.0.0.1 --port {port}" in said
+    assert f"cannot listen on --host '127.0.0.1' --port {port}" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", [("--port", -1), ("--port", 70000), ("--host", "a\nb"), ("--host", "." * 300)])
+def test_what_is_no_place_is_refused(capsys, place):
+    assert call("serve", "student", *place) == 2
+    assert (said := capsys.readouterr().err).startswith("dofla: cannot listen on")
     assert said.count("\n") == 1
 
 

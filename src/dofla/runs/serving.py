@@ -43,8 +43,8 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket that nobody else has; DoflaError if that cannot be."""
     try:
         return socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
-        raise DoflaError(f"cannot listen on --host {host} --port {port} ({error}): give others, or port 0") from error
+    except (OSError, OverflowError, ValueError) as error:  # no such name; no port; no name at all
+        raise DoflaError(f"cannot listen on --host {host!r} --port {port} ({error}): give others, or port 0") from error
 
 
 def server(name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> uvicorn.Server:
