@@ -46,7 +46,7 @@ def test_levels_are_those_of_least_error(bits):
 @given(st.floats(2.0**-8, 2.0**7.9))
 def test_scales_are_off_by_half_a_step_at_most(size):
     scale = size / UNIT
-    found = scale_of(scale_code(torch.tensor([scale]))).item()
+    found = scale_of(scale_code(torch.tensor([scale**2]))).item()
     assert abs(math.log2(found / scale)) <= 1 / 32 + 2**-20  # a step is a sixteenth of a factor of two
 
 

@@ -31,8 +31,7 @@ def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     standard = numbers * UNIT / size.clamp_min(1e-3)
     codes = torch.bucketize(standard.contiguous(), borders(bits).to(numbers.device))
     found = known[codes]
-    length = (squares / found.square().sum(-1, keepdim=True)).sqrt()
-    return codes.to(torch.uint8), scale_code(length * unit)
+    return codes.to(torch.uint8), scale_code(squares / found.square().sum(-1, keepdim=True) * unit.square())
 
 
 def decode(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ UNIT = 32
 _SCALE_STEP = 16
 """Scales to a factor of two: at most 2.2 % off, for blocks from a 256th of what calibration saw to 256 times that."""
 _SCALES = torch.tensor([2.0 ** ((n - 128) / _SCALE_STEP) / UNIT for n in range(256)], dtype=torch.float32)
-_SCALE_BORDERS = torch.tensor([2.0 ** ((n - 127.5) / _SCALE_STEP) / UNIT for n in range(255)], dtype=torch.float32)
+_SQUARE_BORDERS = torch.tensor([4.0 ** ((n - 127.5) / _SCALE_STEP) / UNIT**2 for n in range(255)], dtype=torch.float32)
+"""Between the squares of scales: a square root is not everywhere the nearest number."""
 
 
 def _density(x: float) -> float:
@@ -60,20 +61,20 @@ def distortion(bits: int) -> float:
 
 def tables() -> Tensor:
     """All of these as one array, as the compiled kernels take them: levels and borders by bits in rows of 32, scales
-    and their borders in rows of 256, the rest infinite."""
+    and the borders of their squares in rows of 256, the rest infinite."""
     found = torch.full((2 * MOST_BITS * 32 + 2 * 256,), torch.inf)
     of_bits, of_scales = found[: 2 * MOST_BITS * 32].view(2, MOST_BITS, 32), found[2 * MOST_BITS * 32 :].view(2, 256)
     for bits in range(1, MOST_BITS + 1):
         for row, numbers in enumerate((levels(bits), borders(bits))):
             of_bits[row, bits - 1, : len(numbers)] = numbers
-    for row, numbers in enumerate((_SCALES, _SCALE_BORDERS)):
+    for row, numbers in enumerate((_SCALES, _SQUARE_BORDERS)):
         of_scales[row, : len(numbers)] = numbers
     return found
 
 
-def scale_code(scale: Tensor) -> Tensor:
-    """Scales > 0 as one byte."""
-    return torch.bucketize(scale.contiguous(), _SCALE_BORDERS.to(scale.device)).to(torch.uint8)
+def scale_code(square: Tensor) -> Tensor:
+    """Scales, of which the squares are given, as one byte."""
+    return torch.bucketize(square.contiguous(), _SQUARE_BORDERS.to(square.device)).to(torch.uint8)
 
 
 def scale_of(code: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -38,7 +38,7 @@ inline Floats<N> floats(const std::int8_t* from) {
   return __builtin_convertvector(bytes, Floats<N>);
 }
 
-// fading.TABLES: levels and the borders between them by bits, scales and the borders between them, where what is missing
+// fading.TABLES: levels and the borders between them by bits, scales and the borders between their squares, where what is missing
 // of 32 or 256 numbers is infinite; and the weights of kept.py.
 struct Tables {
   const float* data;
@@ -47,7 +47,7 @@ struct Tables {
   const float* levels(int bits) const { return data + (bits - 1) * kMostLevels; }
   const float* borders(int bits) const { return data + (kMostBits + bits - 1) * kMostLevels; }
   const float* scales() const { return data + 2 * kMostBits * kMostLevels; }
-  const float* scale_borders() const { return scales() + 256; }
+  const float* square_borders() const { return scales() + 256; }
   const float* weights() const { return scales() + 2 * 256; }
 };
 
@@ -157,6 +157,23 @@ inline void pack(const float* x, std::int64_t dim, std::int8_t* integers, std::i
   *exponent = static_cast<std::int8_t>(power);
 }
 
+#ifdef __AVX2__
+// Eight levels, by codes of `Bits` bits.
+template <int Bits>
+inline __m256 look_up(__m256i code, const float* levels) {
+  const auto among = [&](int from) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + from), code); };
+  const auto by = [&](int bit) { return _mm256_castsi256_ps(_mm256_slli_epi32(code, 31 - bit)); };
+  if constexpr (Bits <= 3) {
+    return among(0);
+  } else if constexpr (Bits == 4) {
+    return _mm256_blendv_ps(among(0), among(8), by(3));
+  } else {
+    const __m256 low = _mm256_blendv_ps(among(0), among(8), by(3));
+    return _mm256_blendv_ps(low, _mm256_blendv_ps(among(16), among(24), by(3)), by(4));
+  }
+}
+#endif
+
 // The levels that a block's codes stand for.
 template <int N, int Bits>
 inline Floats<N> levels_of(const std::uint8_t* codes, const float* levels) {
@@ -177,11 +194,29 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const float* levels) {
   }
 #endif
   float found[N];
+#ifdef __AVX2__
+  for (int part = 0; part < N / 8; ++part) {
+    std::uint64_t planes = 0;  // a byte for each bit of eight codes
+    for (int bit = 0; bit < Bits; ++bit) planes |= std::uint64_t{codes[bit * (N / 8) + part]} << 8 * bit;
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), one = _mm256_set1_epi32(1);
+    const __m256i first = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<std::int32_t>(planes)), lane);
+    __m256i code = _mm256_and_si256(first, one);
+    for (int bit = 1; bit < std::min(Bits, 4); ++bit) {
+      code = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(first, 7 * bit), _mm256_set1_epi32(1 << bit)));
+    }
+    if constexpr (Bits == 5) {
+      const __m256i last = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<std::int32_t>(planes >> 32)), lane);
+      code = _mm256_or_si256(code, _mm256_slli_epi32(_mm256_and_si256(last, one), 4));
+    }
+    _mm256_storeu_ps(found + 8 * part, look_up<Bits>(code, levels));
+  }
+#else
   for (int i = 0; i < N; ++i) {
     int code = 0;
     for (int bit = 0; bit < Bits; ++bit) code |= (codes[bit * (N / 8) + i / 8] >> i % 8 & 1) << bit;
     found[i] = levels[code];
   }
+#endif
   return floats<N>(found);
 }
 
@@ -228,9 +263,8 @@ inline void encode_block(const float* numbers, float unit, int bits, const Table
   look_up_and_pack<N>(code, bits, levels, found, codes);
 #pragma omp simd reduction(+ : powers)
   for (int i = 0; i < N; ++i) powers += found[i] * found[i];
-  const float length = std::sqrt(squares / powers) * unit;
-  *scale = static_cast<std::uint8_t>(std::lower_bound(tables.scale_borders(), tables.scale_borders() + 255, length) -
-                                     tables.scale_borders());
+  const float square = squares / powers * (unit * unit), *squared = tables.square_borders();
+  *scale = static_cast<std::uint8_t>(std::lower_bound(squared, squared + 255, square) - squared);
 }
 
 // blocks.whole of a block, in place; what one is worth.
