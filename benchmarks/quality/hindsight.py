@@ -4,10 +4,12 @@ they drew, and by that which they are going to draw.
     python benchmarks/quality/hindsight.py models/smollm2-135m --length 512 --length 2048 \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
 
-No memory can choose in hindsight: the row is a bound on what a better score would bring, and what rounding costs is the
-distance of a student's figure (``fading.py --student even``) from that of its own choice. Scores are sums over queries
-of squared attention among all tokens, those of the past faded by a 64th a token, as in
-:mod:`dofla.attention.coding.kept`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in nats.
+The second row is what a memory can do: what it has let go draws nothing any more, and never returns. The others know
+the attention of all queries to all tokens: of those so far, of those to come, of each query itself. They are bounds on
+what a better score would bring; and what rounding costs is the distance of a student's figure (``fading.py --student
+even``) from the second row. Scores are sums over queries of squared attention, those of the past faded by a 64th a
+token, as in :mod:`dofla.attention.coding.kept`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in
+nats. A window of 2,048 tokens takes some minutes for each row.
 """
 
 from __future__ import annotations
@@ -34,66 +36,98 @@ from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.sites import attention_implementation
 from dofla.plans.plan import LayerPlan
 
-Score = Callable[[Tensor], Tensor]
-"""Of attention drawn [H, queries, keys], each query's squares: what a key is worth to the memory when a query comes."""
+Choice = Callable[[LayerPlan, Tensor], Tensor]
+"""Of masked scores [Hkv, G, queries, keys], which of the old tokens a query sees [Hkv, queries, keys]."""
 
 
-def drawn(squares: Tensor) -> Tensor:
-    """By the queries so far."""
-    score, scores = torch.zeros_like(squares[:, 0]), []
-    for row in squares.unbind(1):
+def squares(scores: Tensor) -> Tensor:
+    """Of attention, summed over the queries of a KV head [Hkv, queries, keys]."""
+    return scores.softmax(-1).square().sum(1)
+
+
+def newest(_: LayerPlan, scores: Tensor) -> Tensor:
+    """The later the better."""
+    return torch.arange(scores.shape[-1], dtype=scores.dtype).expand_as(scores[:, 0])
+
+
+def drawn(_: LayerPlan, scores: Tensor) -> Tensor:
+    """By all queries so far."""
+    drawn = squares(scores)
+    score, found = torch.zeros_like(drawn[:, 0]), []
+    for row in drawn.unbind(1):
         score = score * (1 - 1 / FADES) + row
-        scores.append(score)
-    return torch.stack(scores, 1)
+        found.append(score)
+    return torch.stack(found, 1)
 
 
-def to_be_drawn(squares: Tensor) -> Tensor:
+def to_be_drawn(_: LayerPlan, scores: Tensor) -> Tensor:
     """By the queries to come."""
-    return squares.flip(1).cumsum(1).flip(1)
+    return squares(scores).flip(1).cumsum(1).flip(1)
 
 
-def newest(squares: Tensor) -> Tensor:
-    """By age: the later the better."""
-    return torch.arange(squares.shape[-1], dtype=squares.dtype, device=squares.device).expand_as(squares)
-
-
-def most_attended(squares: Tensor) -> Tensor:
+def most_attended(_: LayerPlan, scores: Tensor) -> Tensor:
     """By this query alone, as if each had a memory of its own."""
-    return squares
+    return squares(scores)
 
 
-CHOICES: dict[str, Score] = {
-    "by age": newest,
-    "by attention drawn": drawn,
-    "by attention to be drawn": to_be_drawn,
-    "for each query its own": most_attended,
+def best(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], Tensor]) -> Tensor:
+    """The tokens that are worth most as a query asks."""
+    old = old_enough(plan, scores.shape[-1])
+    ranked = worth(plan, scores).masked_fill(~old, -torch.inf)
+    chosen = ranked.topk(min(plan.kept, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, chosen, True) & old
+
+
+def held(plan: LayerPlan, scores: Tensor) -> Tensor:
+    """What is left where, with each token that grows old, the one goes that drew least from queries that saw it."""
+    heads, length, near = torch.arange(len(scores)), scores.shape[-1], near_tokens(plan)
+    there, score = torch.zeros(len(scores), length, dtype=torch.bool), torch.zeros(len(scores), length)
+    found = torch.zeros(len(scores), length, length, dtype=torch.bool)
+    always = ~old_enough(plan, length)
+    for query in range(length):
+        if (entering := query - near) >= plan.sinks:
+            there[:, entering] = True
+            if entering - plan.sinks >= plan.kept:
+                least = score.masked_fill(~there, torch.inf)
+                least[:, entering] = torch.inf
+                there[heads, least.argmin(-1)] = False
+        found[:, query] = there
+        row = scores[:, :, query].masked_fill(~(there | always[query]).unsqueeze(1), -torch.inf)
+        score = score * (1 - 1 / FADES) + row.softmax(-1).square().sum(1)
+    return found
+
+
+CHOICES: dict[str, Choice] = {
+    "by age": partial(best, worth=newest),
+    "by attention drawn while there": held,
+    "by attention drawn": partial(best, worth=drawn),
+    "by attention to be drawn": partial(best, worth=to_be_drawn),
+    "for each query its own": partial(best, worth=most_attended),
 }
 
 
-def seen(plan: LayerPlan, squares: Tensor, score: Score) -> Tensor:
-    """[H, queries, keys], which tokens a query sees: sinks, the newest, and of all others those of the best score."""
-    length = squares.shape[-1]
-    at = torch.arange(length, device=squares.device)
-    age = at.unsqueeze(1) - at
-    near = plan.window + sum(count for count, _ in plan.stages)
-    always = (age >= 0) & ((age < near) | (at < plan.sinks))
-    open_to_all = (age >= near) & (at >= plan.sinks)
-    ranked = score(squares).masked_fill(~open_to_all, -torch.inf)
-    best = ranked.topk(min(plan.kept, length), dim=-1).indices
-    return (torch.zeros_like(squares, dtype=torch.bool).scatter_(-1, best, True) & open_to_all) | always
+def near_tokens(plan: LayerPlan) -> int:
+    """How many are there for their age."""
+    return plan.window + sum(count for count, _ in plan.stages)
 
 
-def limited(plans: dict[nn.Module, LayerPlan], score: Score) -> Callable:
+def old_enough(plan: LayerPlan, length: int) -> Tensor:
+    """[queries, keys], which tokens are there only if they are chosen."""
+    at = torch.arange(length)
+    return (at.unsqueeze(1) - at >= near_tokens(plan)) & (at >= plan.sinks)
+
+
+def limited(plans: dict[nn.Module, LayerPlan], choice: Choice) -> Callable:
     """Softmax attention of what a memory of each layer's plan would hold."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
-        group = query.shape[1] // key.shape[1]
-        scores = query.float().unflatten(1, (-1, group)) @ key.float().unsqueeze(2).mT * scaling  # [1, Hkv, G, L, L]
-        causal = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).tril()
-        squares = scores.masked_fill(~causal, -torch.inf).softmax(-1).square().sum(2)[0]
-        visible = seen(plans[module], squares, score).repeat_interleave(group, 0).unsqueeze(0)
+        group, length = query.shape[1] // key.shape[1], key.shape[2]
+        scores = (query.float().unflatten(1, (-1, group)) @ key.float().unsqueeze(2).mT * scaling)[0]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        chosen = choice(plans[module], scores.masked_fill(~causal, -torch.inf))
+        visible = (chosen | ~old_enough(plans[module], length) & causal).repeat_interleave(group, 0).unsqueeze(0)
         hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -torch.inf)
         return softmax_attention(module, query, key, value, hidden, scaling, **kwargs)
 
@@ -101,11 +135,11 @@ def limited(plans: dict[nn.Module, LayerPlan], score: Score) -> Callable:
 
 
 @torch.inference_mode()
-def divergence(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, score: Score) -> float:
+def divergence(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, choice: Choice) -> float:
     """Mean over the tokens, one window at a time."""
     plans = {model.get_submodule(layer.name): layer for layer in plan.layers}
     batches = [windows.batch([n]) for n in range(len(windows))]
-    with attention_implementation(model, RECORDING), visiting(None, limited(plans, score)):
+    with attention_implementation(model, RECORDING), visiting(None, limited(plans, choice)):
         loss = Objective(model, partial(visiting, None))
         count = sum(map(loss.count, batches))
         return sum(loss(batch, count, len(batches)).item() for batch in batches)
@@ -124,8 +158,8 @@ def main(
     shown = table("tokens", "chosen", *names, gap=2)
     for each in length or [512]:
         judged = [dofla.token_windows(path, tokenizer, length=each, windows=windows, split="all") for path in text]
-        for name, score in CHOICES.items():
-            shown.add_row(str(each), name, *(f"{divergence(teacher, plan, own, score):.4f}" for own in judged))
+        for name, choice in CHOICES.items():
+            shown.add_row(str(each), name, *(f"{divergence(teacher, plan, own, choice):.4f}" for own in judged))
     Console(width=120).print(shown)
 
 
