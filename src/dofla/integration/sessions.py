@@ -32,6 +32,9 @@ class Sessions:
         student: a linearised model.
         most: sessions that are remembered; what has not been gone on with for longest is forgotten.
 
+    Attributes:
+        read: how many tokens of the last prompt were new, its very last not counted.
+
     Raises:
         DoflaError: the model is not linearised; ``most`` below 1.
     """
