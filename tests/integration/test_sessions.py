@@ -96,6 +96,17 @@ def test_several_sequences_pass_through(pair, tiny, options):
     assert len(sessions) == 0
 
 
+def test_padding_and_caches_of_their_own_pass_through(pair, tiny):
+    student, plain = pair
+    sessions = keep_sessions(student)
+    ids, mask = tiny.tokens(1, 20), torch.ones(1, 20, dtype=torch.int64)
+    mask[:, :5] = 0
+    for options in ({"attention_mask": mask}, {"cache_implementation": "static"}):
+        options |= {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
+        assert torch.equal(student.generate(ids, **options), plain.generate(ids, **options))
+    assert len(sessions) == 0
+
+
 def test_a_prompt_of_one_token_and_a_dictionary_are_answered(pair, tiny):
     student, plain = pair
     keep_sessions(student)

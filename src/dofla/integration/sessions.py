@@ -52,8 +52,8 @@ class Sessions:
         return len(self._known)
 
     def generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """``generate`` that goes on from what is known; calls with several sequences, beams or a cache of their own
-        pass through. Results are the same, up to the order of sums in a prompt that is read in two calls."""
+        """``generate`` that goes on from what is known; calls with several sequences, beams, padding or a cache of
+        their own pass through. Results are the same, up to the order of sums in a prompt that is read in two calls."""
 
         @wraps(generate)
         def going_on(input_ids: Tensor | None = None, **options: Any) -> Any:
@@ -69,8 +69,13 @@ class Sessions:
 
     def _goes_on(self, input_ids: Tensor, options: dict[str, Any]) -> bool:
         config = options.get("generation_config") or self.student.generation_config
-        numbers = (options.get(name, getattr(config, name)) for name in ("num_beams", "num_return_sequences"))
-        return len(input_ids) == 1 and options.get("past_key_values") is None and all(n in (1, None) for n in numbers)
+        beams, sequences, cache = (
+            options.get(name, getattr(config, name))
+            for name in ("num_beams", "num_return_sequences", "cache_implementation")
+        )
+        mask = options.get("attention_mask")
+        alone = len(input_ids) == 1 and beams in (1, None) and sequences in (1, None) and (mask is None or mask.all())
+        return alone and cache is None and options.get("past_key_values") is None
 
     def _before(self, input_ids: Tensor) -> DynamicCache:
         """The cache before the last token of a prompt [1, L], of one's own."""
