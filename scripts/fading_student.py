@@ -22,6 +22,8 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import load_model
+from dofla.integration.model_card import write_card
+from dofla.integration.surgery import plan_of, record_of
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WINDOWS = {512: 24, 2048: 8}
@@ -41,8 +43,8 @@ def main(
     dofla.note(student, base_model=BASE, license="apache-2.0")
     source = {path.name: path for path in text} | {PYTHON: sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))}
     shown = command + " ".join([f"--calibrate {calibrate.name}", *(f"--text {path.name}" for path in text)])
-    for length, windows in WINDOWS.items():
-        for name, where in source.items():
+    for name, where in source.items():
+        for length, windows in WINDOWS.items():
             own = dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
             result = dofla.evaluate(student, replace(own, source=f"{name} (all)"), fidelity_windows=1)
             dofla.note(student, figures=result, command=shown)
@@ -51,6 +53,7 @@ def main(
     name = f"docs/students/{out.name}"
     dofla.note(student, figures=recalled, command=f"dofla probe {name} --recall --dtype bfloat16 --data {text[0].name}")
     dofla.save_adapter(student, out)
+    write_card(out, plan_of(student), record_of(student), adapter=True, name=name)
     Console(width=80).print(f"written to {out}")
 
 
