@@ -76,7 +76,8 @@ def test_chat(student, capsys):
     assert capsys.readouterr().out.startswith("> Tell me about a cat.\n" + messages[1]["content"])
 
 
-def test_serving(student, capsys):
+def test_serving(student, capsys, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "localhost")
     messages = run("serving", student, "Tell me about a cat.")
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert all(message["content"] for message in messages)

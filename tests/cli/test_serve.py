@@ -24,7 +24,7 @@ SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages"
 
 @pytest.fixture(scope="module")
 def client(tiny, tmp_path_factory):
-    """Of a server of the student ``small``."""
+    """Of a server of the student ``small``, to which no proxy stands in between."""
     folder = tmp_path_factory.mktemp("served") / "small"
     reader_of(tiny, **SIZES).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(teacher_path())
@@ -32,7 +32,11 @@ def client(tiny, tmp_path_factory):
     tokenizer.save_pretrained(folder)
     words = [sys.executable, "-m", "dofla", "serve", str(folder), "--host", "127.0.0.1", "--port", "0"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process,
+    ):
+        patch.setenv("NO_PROXY", "127.0.0.1")
         try:
             said = process.stdout.readline()
             place = re.fullmatch(r"small answers at (http://127\.0\.0\.1:\d+/v1) until Ctrl-C\n", said)
