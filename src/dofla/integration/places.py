@@ -2,7 +2,7 @@
 
 Features and codes see rotary positions through the queries and keys, and what was shown the first L of them alone
 misjudges keys beyond: on SmolLM2, trained on 512 tokens, features have a gap of .58 nats at 2,048 without a reach and
-of .14 with it, and codes measured on the first 512 positions a KL of 1.6 nats at 6,000.
+of .14 with it, and codes measured on the first 512 positions a KL of 1.5 nats at 6,000.
 """
 
 from __future__ import annotations
