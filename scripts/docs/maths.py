@@ -17,4 +17,6 @@ def on_page_content(content: str, **_) -> str:
 def _mathml(match: re.Match) -> str:
     tag, tex = match.groups()
     formula = convert(html.unescape(tex), display="block" if tag == "div" else "inline")
+    if "\\" in formula:
+        raise ValueError(f"a command that is not known was left as it stands: {tex}")
     return f'<{tag} class="formula">{formula}</{tag}>'
