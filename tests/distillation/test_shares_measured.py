@@ -59,7 +59,7 @@ def test_effects_are_slopes_of_the_loss_of_the_student(tiny, place, monkeypatch)
     loss, batch = Objective(student, lambda: dofla.softmax(student)), tokens.batch(range(len(tokens)))
     step = 1e-3
     for factor, effect in list(zip(FACTORS, found.effects[name], strict=True))[1:]:
-        other = _resized(layer, fading_plan(model, factor * BUDGET)[name])
+        other = _resized(layer, fading_plan(model, int(factor * BUDGET))[name])  # layers get whole features' worth
         ends = []
         with torch.no_grad():
             for by in (-step, step):
