@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from chat import TEMPLATE
@@ -20,12 +19,10 @@ from opening import open_student
 def main(name: str = "demo", message: str = "Tell me a story about a dog.") -> list[dict[str, str]]:
     with TemporaryDirectory() as folder:
         model, tokenizer = open_student(name)
-        if tokenizer.chat_template is None or name == "demo":
-            tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
-            name = str(Path(folder) / "student")
-            model.save_pretrained(name)
-            tokenizer.save_pretrained(name)
-        words = [sys.executable, "-m", "dofla", "serve", name, "--port", "0"]
+        tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        words = [sys.executable, "-m", "dofla", "serve", folder, "--port", "0"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
             try:
                 place = re.search(r"http\S+", server.stdout.readline())[0]

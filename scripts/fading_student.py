@@ -39,15 +39,15 @@ def main(
 ) -> None:
     teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
     student = dofla.fade(teacher, dofla.token_windows(calibrate, tokenizer, length=512, windows=12), budget=budget)
-    command = f"python scripts/fading_student.py models/smollm2-135m --budget {budget} --out NEW "
+    texts = " ".join([f"--calibrate {calibrate.name}", *(f"--text {path.name}" for path in text)])
+    command = f"python scripts/fading_student.py models/smollm2-135m --budget {budget} --out NEW {texts}"
     dofla.note(student, base_model=BASE, license="apache-2.0")
     source = {path.name: path for path in text} | {PYTHON: sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))}
-    shown = command + " ".join([f"--calibrate {calibrate.name}", *(f"--text {path.name}" for path in text)])
     for name, where in source.items():
         for length, windows in WINDOWS.items():
             own = dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
             result = dofla.evaluate(student, replace(own, source=f"{name} (all)"), fidelity_windows=1)
-            dofla.note(student, figures=result, command=shown)
+            dofla.note(student, figures=result, command=command)
     own = dofla.token_windows(text[0], tokenizer, length=512, windows=8, split="all")
     recalled = probe(student, tokenizer, own, wanted=["recall"])
     name = f"docs/students/{out.name}"

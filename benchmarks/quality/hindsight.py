@@ -21,6 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
+from positions import divergence
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
@@ -134,15 +135,11 @@ def limited(plans: dict[nn.Module, LayerPlan], choice: Choice) -> Callable:
     return attention
 
 
-@torch.inference_mode()
-def divergence(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, choice: Choice) -> float:
-    """Mean over the tokens, one window at a time."""
+def forgetting(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, choice: Choice) -> float:
+    """Divergence from the model of the same whose layers see what a memory of ``plan`` would hold."""
     plans = {model.get_submodule(layer.name): layer for layer in plan.layers}
-    batches = [windows.batch([n]) for n in range(len(windows))]
     with attention_implementation(model, RECORDING), visiting(None, limited(plans, choice)):
-        loss = Objective(model, partial(visiting, None))
-        count = sum(map(loss.count, batches))
-        return sum(loss(batch, count, len(batches)).item() for batch in batches)
+        return divergence(Objective(model, partial(visiting, None)), windows)
 
 
 def main(
@@ -159,7 +156,7 @@ def main(
     for each in length or [512]:
         judged = [dofla.token_windows(path, tokenizer, length=each, windows=windows, split="all") for path in text]
         for name, choice in CHOICES.items():
-            shown.add_row(str(each), name, *(f"{divergence(teacher, plan, own, choice):.4f}" for own in judged))
+            shown.add_row(str(each), name, *(f"{forgetting(teacher, plan, own, choice):.4f}" for own in judged))
     Console(width=120).print(shown)
 
 

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 import dofla
 from dofla.data import TokenWindows
@@ -28,9 +28,8 @@ from dofla.integration.places import placed
 
 
 @torch.inference_mode()
-def divergence(student: PreTrainedModel, windows: TokenWindows, first: int) -> float:
-    """Mean over the tokens of windows that begin at position ``first``, in nats."""
-    loss = Objective(student, partial(dofla.softmax, student))
+def divergence(loss: Objective, windows: TokenWindows, first: int = 0) -> float:
+    """Mean over the tokens of windows that begin at position ``first``, read one by one, in nats."""
     parts = [placed(windows.batch([n]), first) for n in range(len(windows))]
     count = sum(map(loss.count, parts))
     return sum(loss(part, count, len(parts)).item() for part in parts)
@@ -54,8 +53,9 @@ def main(
     shown = table("measured over", "windows begin at", *judged, gap=2)
     for each in reach or [512, 2048, None]:
         student = dofla.fade(teacher, tokens, budget=budget, shares="even", reach=each)
+        loss = Objective(student, partial(dofla.softmax, student))
         for place in first or [0, 1500, 6000]:
-            cells = (f"{divergence(student, own, place):.4f}" for own in judged.values())
+            cells = (f"{divergence(loss, own, place):.4f}" for own in judged.values())
             shown.add_row(f"{each or 'all'} positions", str(place), *cells)
         dofla.restore(student)
     Console(width=120).print(shown)

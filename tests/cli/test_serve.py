@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 from command_line import call
 from students import reader_of
@@ -17,7 +18,6 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.runs.demo import teacher_path
 
-openai = pytest.importorskip("openai")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
 

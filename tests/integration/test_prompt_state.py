@@ -88,6 +88,15 @@ def test_a_state_of_another_plan_or_a_damaged_one_is_refused_by_name(student, ti
         dofla.load_state(tmp_path / "missing", student)
 
 
+def test_a_state_of_an_earlier_version_is_refused(student, tmp_path, monkeypatch):
+    document, path = torch.arange(1, 11).unsqueeze(0), tmp_path / "document.safetensors"
+    with monkeypatch.context() as earlier:
+        earlier.setattr("dofla.integration.prompt_state._FORMAT", "2")
+        dofla.save_state(dofla.read_prompt(student, document), document, path, student)
+    with pytest.raises(dofla.DoflaError, match=r"document\.safetensors was written by an earlier version: read the"):
+        dofla.load_state(path, student)
+
+
 def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
     model = tiny.llama()
     plan = tiny.plan(model, features=4)

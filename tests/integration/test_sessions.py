@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import dofla
 from dofla.errors import DoflaError
@@ -112,6 +113,17 @@ def test_a_prompt_of_one_token_and_a_dictionary_are_answered(pair, tiny):
     keep_sessions(student)
     result = answer(student, tiny.tokens(1, 1), return_dict_in_generate=True)
     assert torch.equal(result.sequences, answer(plain, tiny.tokens(1, 1)))
+
+
+def test_a_prompt_is_given_in_every_way_that_generate_takes(pair, tiny):
+    student, plain = pair
+    sessions, ids = keep_sessions(student), tiny.tokens(1, 20)
+    wanted = answer(plain, ids)
+    config = GenerationConfig(max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
+    for options in ({"inputs": ids}, {"input_ids": ids}):
+        assert torch.equal(student.generate(**options, generation_config=config), wanted)
+    assert len(sessions) == 2
+    assert torch.equal(student.generate(ids, config), wanted)
 
 
 def test_what_cannot_be_is_refused(tiny, pair):

@@ -9,7 +9,6 @@ from copy import deepcopy
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -43,8 +42,8 @@ class Sessions:
         linear_layers(student)
         if most < 1:
             raise DoflaError(f"sessions: {most}; remember 1 or more")
-        self.student, self.most = student, _SNAPSHOTS * most
         self.read = 0
+        self._student, self._snapshots = student, _SNAPSHOTS * most
         self._known: OrderedDict[tuple[int, ...], DynamicCache] = OrderedDict()
 
     def __len__(self) -> int:
@@ -56,11 +55,12 @@ class Sessions:
         their own pass through. Results are the same, up to the order of sums in a prompt that is read in two calls."""
 
         @wraps(generate)
-        def going_on(input_ids: Tensor | None = None, **options: Any) -> Any:
-            if input_ids is None or not self._goes_on(input_ids, options):
-                return generate(input_ids, **options)
+        def going_on(inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+            input_ids = options.get("input_ids", inputs)
+            if input_ids is None or args or not self._goes_on(input_ids, options):
+                return generate(inputs, *args, **options)
             cache = self._before(input_ids)
-            result = generate(input_ids, past_key_values=cache, **options)
+            result = generate(inputs, past_key_values=cache, **options)
             sequence = result if isinstance(result, Tensor) else result.sequences
             self._remember(sequence[:, :-1], cache)  # the last token was written, and never read
             return result
@@ -68,7 +68,7 @@ class Sessions:
         return going_on
 
     def _goes_on(self, input_ids: Tensor, options: dict[str, Any]) -> bool:
-        config = options.get("generation_config") or self.student.generation_config
+        config = options.get("generation_config") or self._student.generation_config
         beams, sequences, cache = (
             options.get(name, getattr(config, name))
             for name in ("num_beams", "num_return_sequences", "cache_implementation")
@@ -81,24 +81,25 @@ class Sessions:
         """The cache before the last token of a prompt [1, L], of one's own."""
         tokens = tuple(input_ids[0, :-1].tolist())
         known = max((key for key in self._known if tokens[: len(key)] == key), key=len, default=())
-        cache = deepcopy(self._known[known]) if known else DynamicCache(config=self.student.config)
         self.read = len(tokens) - len(known)
+        cache = deepcopy(self._known[known]) if known else DynamicCache(config=self._student.config)
         if self.read:
-            read_prompt(self.student, input_ids[:, len(known) : -1], cache=cache)
-        if tokens:
+            read_prompt(self._student, input_ids[:, len(known) : -1], cache=cache)
             self._remember(input_ids[:, :-1], deepcopy(cache))
+        elif known:
+            self._known.move_to_end(known)
         return cache
 
     def _remember(self, sequence: Tensor, cache: DynamicCache) -> None:
         key = tuple(sequence[0].tolist())
         self._known[key] = cache
         self._known.move_to_end(key)
-        while len(self._known) > self.most:
+        while len(self._known) > self._snapshots:
             self._known.popitem(last=False)
 
 
 def keep_sessions(student: PreTrainedModel, most: int = 32) -> Sessions:
     """Let ``student.generate`` go on from texts that it has read: see :class:`Sessions`, which is returned."""
     sessions = Sessions(student, most)
-    student.generate = torch.no_grad()(sessions.generating(student.generate))
+    student.generate = sessions.generating(student.generate)
     return sessions

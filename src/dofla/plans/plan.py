@@ -20,6 +20,8 @@ from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost
 from dofla.storage.files import read_json, write_json
 
 _MOST = 2**31 - 1
+_FORMAT = 2
+"""1 had coarser scales of coded tokens, which nothing in an adapter's tensors would tell."""
 
 
 @dataclass
@@ -283,10 +285,6 @@ class Plan(Result):
         if path.is_dir():
             path = path / "plan.json"
         return cls.from_dict(read_json(path, "a plan"), str(path))
-
-
-_FORMAT = 2
-"""1 had coarser scales of coded tokens, which nothing in an adapter's tensors would tell."""
 
 
 def _is_nested(stages: list) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from typing import Any
 
@@ -59,5 +58,4 @@ def server(name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         systemone_handler=SystemOneHandler(students, state),
         generation_state=state,
     )
-    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
     return uvicorn.Server(uvicorn.Config(app, log_level="warning"))
