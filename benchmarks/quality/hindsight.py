@@ -4,12 +4,15 @@ they drew, and by that which they are going to draw.
     python benchmarks/quality/hindsight.py models/smollm2-135m --length 512 --length 2048 \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
 
-The second row is what a memory can do: what it has let go draws nothing any more, and never returns. The others know
-the attention of all queries to all tokens: of those so far, of those to come, of each query itself. They are bounds on
-what a better score would bring; and what rounding costs is the distance of a student's figure (``fading.py --student
-even``) from the second row. Scores are sums over queries of squared attention, those of the past faded by a 64th a
-token, as in :mod:`dofla.attention.coding.kept`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in
-nats. A window of 2,048 tokens takes some minutes for each row.
+The second row is what a memory does: what it has let go draws nothing any more, and never returns. The third lets
+tokens go that never return either, but knows what all later queries attend to: a bound on what a better score would
+bring. The last two have all tokens at hand and choose anew for every query, by what those before it attended to, and
+by what it attends to itself: what a memory that can look again could have. What rounding costs is the distance of a
+student's figure (``fading.py --student even``) from the second row.
+
+Scores are sums over queries of squared attention, those of the past faded by a 64th a token, as in
+:mod:`dofla.attention.coding.kept`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in nats. A window
+of 2,048 tokens takes some minutes for each row.
 """
 
 from __future__ import annotations
@@ -51,45 +54,45 @@ def newest(_: LayerPlan, scores: Tensor) -> Tensor:
     return torch.arange(scores.shape[-1], dtype=scores.dtype).expand_as(scores[:, 0])
 
 
-def drawn(_: LayerPlan, scores: Tensor) -> Tensor:
-    """By all queries so far."""
-    drawn = squares(scores)
-    score, found = torch.zeros_like(drawn[:, 0]), []
-    for row in drawn.unbind(1):
-        score = score * (1 - 1 / FADES) + row
+def drawn_before(_: LayerPlan, scores: Tensor) -> Tensor:
+    """By the queries before each, of the original."""
+    score, found = torch.zeros_like(scores[:, 0, 0]), []
+    for row in squares(scores).unbind(1):
         found.append(score)
+        score = score * (1 - 1 / FADES) + row
     return torch.stack(found, 1)
 
 
-def to_be_drawn(_: LayerPlan, scores: Tensor) -> Tensor:
-    """By the queries to come."""
-    return squares(scores).flip(1).cumsum(1).flip(1)
-
-
-def most_attended(_: LayerPlan, scores: Tensor) -> Tensor:
-    """By this query alone, as if each had a memory of its own."""
+def drawn_now(_: LayerPlan, scores: Tensor) -> Tensor:
+    """By each query itself."""
     return squares(scores)
 
 
-def best(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], Tensor]) -> Tensor:
-    """The tokens that are worth most as a query asks."""
+def to_be_drawn(scores: Tensor) -> Tensor:
+    """By each query and all after it."""
+    return squares(scores).flip(1).cumsum(1).flip(1)
+
+
+def anew(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], Tensor]) -> Tensor:
+    """The tokens that are worth most as a query asks, whatever others saw."""
     old = old_enough(plan, scores.shape[-1])
     ranked = worth(plan, scores).masked_fill(~old, -torch.inf)
     chosen = ranked.topk(min(plan.kept, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, chosen, True) & old
 
 
-def held(plan: LayerPlan, scores: Tensor) -> Tensor:
-    """What is left where, with each token that grows old, the one goes that drew least from queries that saw it."""
+def held(plan: LayerPlan, scores: Tensor, foreseen: bool) -> Tensor:
+    """What is left where, with each token that grows old, one goes for good: that which drew least from queries that
+    saw it there, or, if the future is ``foreseen``, which is going to draw least from all."""
     heads, length, near = torch.arange(len(scores)), scores.shape[-1], near_tokens(plan)
     there, score = torch.zeros(len(scores), length, dtype=torch.bool), torch.zeros(len(scores), length)
     found = torch.zeros(len(scores), length, length, dtype=torch.bool)
-    always = ~old_enough(plan, length)
+    always, future = ~old_enough(plan, length), to_be_drawn(scores) if foreseen else None
     for query in range(length):
         if (entering := query - near) >= plan.sinks:
             there[:, entering] = True
             if entering - plan.sinks >= plan.kept:
-                least = score.masked_fill(~there, torch.inf)
+                least = (score if future is None else future[:, query]).masked_fill(~there, torch.inf)
                 least[:, entering] = torch.inf
                 there[heads, least.argmin(-1)] = False
         found[:, query] = there
@@ -99,11 +102,11 @@ def held(plan: LayerPlan, scores: Tensor) -> Tensor:
 
 
 CHOICES: dict[str, Choice] = {
-    "by age": partial(best, worth=newest),
-    "by attention drawn while there": held,
-    "by attention drawn": partial(best, worth=drawn),
-    "by attention to be drawn": partial(best, worth=to_be_drawn),
-    "for each query its own": partial(best, worth=most_attended),
+    "by age": partial(anew, worth=newest),
+    "by attention drawn while there": partial(held, foreseen=False),
+    "by attention to be drawn": partial(held, foreseen=True),
+    "anew, by attention drawn before": partial(anew, worth=drawn_before),
+    "anew, by attention drawn now": partial(anew, worth=drawn_now),
 }
 
 
