@@ -65,6 +65,12 @@ def test_the_figures_are_shown_as_tables(tiny, kind):
     assert page.count("<table>") == page.count("</table>") == 2
 
 
+def test_attention_that_lets_tokens_go_diverges_endlessly(tiny):
+    model = dofla.fade(tiny.llama(), tiny.tokens(2, 48), budget=4, shares="even")
+    text = str(dofla.evaluate(model, tiny.tokens(2, 128), batch_size=2))
+    assert re.search(r"^model\.layers\.0\.self_attn +∞ +\d\.\d{4}$", text, re.M)
+
+
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_progress_is_that_of_all_batches(tiny, kind):
     seen = []

@@ -1,7 +1,7 @@
 """What people see of results and of work in progress: tables as text and as HTML, and bars."""
 
 from dofla.display.progress import Bar, reporting, reports_progress, showing
-from dofla.display.tables import Part, Result, as_html, as_text, size, table
+from dofla.display.tables import Part, Result, as_html, as_text, rounded, size, table
 
 __all__ = [
     "Bar",
@@ -11,6 +11,7 @@ __all__ = [
     "as_text",
     "reporting",
     "reports_progress",
+    "rounded",
     "showing",
     "size",
     "table",

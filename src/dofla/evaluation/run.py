@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows, batches
-from dofla.display import Part, Result, reports_progress, size, table
+from dofla.display import Part, Result, reports_progress, rounded, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
@@ -78,7 +78,7 @@ class Evaluation(Result):
         yield ""
         layers = table("layer", "attention KL", "output error")
         for name, layer in self.layers.items():
-            layers.add_row(name, f"{layer.kl:.4f}", f"{layer.output_error:.4f}")
+            layers.add_row(name, rounded(layer.kl, 4), rounded(layer.output_error, 4))
         yield layers
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from dofla.display import size, table
+from dofla.display import rounded, size, table
 
 _COLUMNS = {
     "student_loss": "loss",
@@ -42,7 +42,7 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
     widths = [_FIGURE + (_SPREAD if several and key == "gap" else 0) for key in keys]
     for column, width in zip(shown.columns, (max(map(len, names)), *widths, _SIZE), strict=True):
         column.min_width = max(width, len(str(column.header)))
-    cells = [_figure(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+    cells = [rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
     shown.add_row(row["name"], *cells, size(row["state_bytes"]))
     yield shown
 
@@ -59,8 +59,3 @@ def closing(results: dict[str, Any]) -> Iterator[Text | str]:
         for who in ("prompt", "teacher", "student"):
             name = f"student ({best['name']})" if who == "student" else who
             yield Text.assemble((f"{name}: ", "bold"), " ".join(sample[who].split()))
-
-
-def _figure(value: float) -> str:
-    """Three decimals; where no key beyond a window is seen, KL(teacher ‖ student) has no end."""
-    return f"{value:.3f}" if value < 1e4 else "∞"
