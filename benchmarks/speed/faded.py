@@ -1,15 +1,19 @@
 """A memory that fades beside softmax attention: milliseconds of a decoded token and of a prompt, by context.
 
     python benchmarks/speed/faded.py
+    python benchmarks/speed/faded.py --int8 --dtypes bfloat16
+    python benchmarks/speed/faded.py --batch 16 --dtypes bfloat16 --contexts 2048 --new-tokens 4
     python benchmarks/speed/faded.py --compile
 
 A model in a real one's shape with random weights, as it is (transformers' "sdpa" attention and default dynamic cache)
 and with a memory that fades (``dofla.fade``), both in one process and taking turns at every token and every prompt. Of
 each the least time is taken, as others on the machine can only add to it; below, what the slowest faded token takes
 beside a softmax token after the shortest context, which has little else to do than to read the weights. With
-``--compile`` it is tokens alone, and both models also under torch.compile with a static cache, as transformers'
-``generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each length is
-compiled anew.
+``--int8`` both models stand there once more with their weights in eight bits (optimum-quanto), as
+examples/int8_weights.py has it, but the output layer's as well. With ``--batch`` a token is one of each sequence. With
+``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
+``dofla.compile_generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each
+length is compiled anew.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import dofla
 
 KINDS = ("softmax", "faded")
 COMPILED = " compiled"
+INT8 = " int8"
 EMPTY = 8
 
 
@@ -41,24 +46,29 @@ def main(
     budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is read.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    int8: Annotated[bool, typer.Option("--int8", help="Both models with weights in eight bits as well.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Tokens under torch.compile as well, no prompts.")] = False,
     out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
     contexts = sorted(contexts or [EMPTY, 512, 2048, 4096])
     prompts = [] if compile else sorted(prompts or [512, 2048])
-    kinds = (*KINDS, *(kind + COMPILED for kind in KINDS)) if compile else KINDS
-    found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "rows": []}
+    found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "batch": batch, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
     for dtype in dtypes or ["float32", "bfloat16"]:
         models = both(model, dtype, budget, max(contexts + prompts) + new_tokens)
+        if int8:
+            others = both(model, dtype, budget, max(contexts + prompts) + new_tokens)
+            models |= {kind + INT8: in_eight_bits(other) for kind, other in others.items()}
+        kinds = [kind + way for way in ("", COMPILED)[: 1 + compile] for kind in models]
         print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{kind:>18}" for kind in kinds) + f"{'ratio':>8}")
         with torch.inference_mode():
-            rows = [("prompt", n, read(models, n, repeats)) for n in prompts]
-            rows += [("token", n, decode(models, kinds, n, new_tokens)) for n in contexts]
+            rows = [("prompt", n, read(models, batch, n, repeats)) for n in prompts]
+            rows += [("token", n, decode(models, kinds, batch, n, new_tokens)) for n in contexts]
         for what, tokens, taken in rows:
             ratio = taken["faded"] / taken["softmax"]
-            times = "".join(f"{1e3 * taken[kind]:>18.1f}" for kind in (kinds if what == "token" else KINDS))
+            times = "".join(f"{1e3 * taken[kind]:>18.1f}" for kind in kinds)
             label = f"a prompt of {tokens} tokens" if what == "prompt" else f"a token after {tokens}"
             print(f"{label:<45}{times}{ratio:>8.2f}", flush=True)
             found["rows"].append({"dtype": dtype, "what": what, "tokens": tokens, **taken})
@@ -73,34 +83,45 @@ def both(name: str, dtype: str, budget: int, longest: int) -> dict[str, PreTrain
     shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest, "features": 0, "window": 0, "sinks": 0}
     job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
     models = {kind: build(job) for kind in KINDS}
-    dofla.fade(models["faded"], random_tokens(models["faded"], 256), budget=budget, shares="even")
+    dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares="even")
     return models
 
 
-def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
-    return torch.randint(model.config.vocab_size, (1, length))
+def in_eight_bits(model: PreTrainedModel) -> PreTrainedModel:
+    from optimum.quanto import freeze, qint8, quantize
+
+    quantize(model, weights=qint8)
+    freeze(model)
+    return model
 
 
-def read(models: dict[str, PreTrainedModel], length: int, repeats: int) -> dict[str, float]:
+def random_tokens(model: PreTrainedModel, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length))
+
+
+def read(models: dict[str, PreTrainedModel], batch: int, length: int, repeats: int) -> dict[str, float]:
     """Seconds of a prompt read in one call."""
 
     def prompt(model: PreTrainedModel) -> Callable[[], None]:
-        tokens = random_tokens(model, length)
+        tokens = random_tokens(model, batch, length)
         return lambda: feed(model, tokens, DynamicCache(config=model.config))
 
     return least({kind: prompt(model) for kind, model in models.items()}, repeats)
 
 
-def decode(models: dict[str, PreTrainedModel], kinds: Sequence[str], context: int, new_tokens: int) -> dict[str, float]:
-    """Seconds of a token after ``context`` others."""
+def decode(
+    models: dict[str, PreTrainedModel], kinds: Sequence[str], batch: int, context: int, new_tokens: int
+) -> dict[str, float]:
+    """Seconds of a token of each sequence after ``context`` others."""
 
     def token(kind: str) -> Callable[[], None]:
         model, length = models[kind.removesuffix(COMPILED)], context + new_tokens + 1
         step, cache = model, DynamicCache(config=model.config)
         if kind.endswith(COMPILED):
-            step, cache = torch.compile(model, dynamic=False), StaticCache(model.config, max_cache_len=length)
-        tokens = random_tokens(model, 1)
-        feed(model, random_tokens(model, context), cache)
+            step = torch.compile(model, dynamic=False, options={"freezing": True})
+            cache = StaticCache(model.config, max_cache_len=length)
+        tokens = random_tokens(model, batch, 1)
+        feed(model, random_tokens(model, batch, context), cache)
         return lambda: feed(step, tokens, cache)
 
     return least({kind: token(kind) for kind in kinds}, new_tokens)

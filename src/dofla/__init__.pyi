@@ -8,6 +8,7 @@ from .distillation.trials import measure_curves
 from .errors import DoflaError
 from .evaluation.run import evaluate
 from .integration.checkpoint import load, merge_lora, save_adapter
+from .integration.compiling import compile_generate
 from .integration.profiler import profile
 from .integration.prompt_state import load_state, read_prompt, save_state
 from .integration.sampled import sample_features
@@ -33,6 +34,7 @@ __all__ = [
     "Shares",
     "TokenWindows",
     "allocate",
+    "compile_generate",
     "distill",
     "distill_end_to_end",
     "evaluate",

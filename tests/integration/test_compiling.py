@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, Stat
 
 import dofla
 from dofla.attention import compiled
+from dofla.errors import DoflaError
 
 needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
@@ -134,6 +135,36 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         assert torch.equal(student.generate(other, **options, **static), student.generate(other, **options))
 
 
+@needs_kernels
+def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
+    student, plain, backend = faded(), faded(), Graphs()
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    assert dofla.compile_generate(student, config) is student
+    sessions, _ = dofla.keep_sessions(student, static=True), dofla.keep_sessions(plain)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    # Alone it goes on from its session, a batch has a static cache made for it; a cache that grows is left uncompiled.
+    text = tokens(1, 40)
+    for turn in range(3):
+        said = student.generate(text, **options)
+        assert torch.equal(said, plain.generate(text, **options))
+        assert sessions.read == (39 if turn == 0 else 5)
+        text = torch.cat([said, tokens(1, 5, seed=turn)], 1)
+    assert backend.calls == [["dofla.fading"] * 2]
+    batch = tokens(2, 33)
+    assert torch.equal(student.generate(batch, **options), plain.generate(batch, **options))
+    made = len(backend.calls)
+    cache = DynamicCache(config=student.config)
+    assert torch.equal(student.generate(batch, past_key_values=cache, **options), plain.generate(batch, **options))
+    assert len(backend.calls) == made
+
+
+def test_generate_beside_softmax_layers_is_not_compiled():
+    student = dofla.fade(teacher("llama"), tokens(4, 48), budget=24, keep_softmax=["model.layers.0.self_attn"])
+    with pytest.raises(DoflaError, match="some layers are softmax"):
+        dofla.compile_generate(student)
+
+
 @torch.no_grad()
 def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
     monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
@@ -176,3 +207,4 @@ def test_machine_code_gives_the_logits_and_the_text_of_eager():
     config._compile_all_devices = True
     written = student.generate(ids, cache_implementation="static", compile_config=config, **options)
     assert torch.equal(written, student.generate(ids, **options))
+    assert torch.equal(dofla.compile_generate(student).generate(ids, **options), written)

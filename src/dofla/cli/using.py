@@ -59,10 +59,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help="And port; 0 for any that is free.")] = 8000,
     sessions: Annotated[int, typer.Option(help="Conversations whose state is kept between turns.")] = 32,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Write tokens by torch.compile: faster, after a minute at the first one.")
+    ] = False,
     base_model: BaseModel = None,
     dtype: Dtype = None,
 ) -> dict[str, Any]:
     """Answer requests as OpenAI's API does, by transformers' own server; a turn of a chat costs its own tokens."""
+    from dofla.integration.compiling import compile_generate
     from dofla.integration.sessions import keep_sessions
     from dofla.runs.teacher import open_student
     from dofla.storage.extras import extra
@@ -73,7 +77,9 @@ def serve(
 
     with listening(host, port) as place:
         model, tokenizer = open_student(student, dtype, base_model)
-        keep_sessions(model, sessions)
+        if compile:
+            compile_generate(model)
+        keep_sessions(model, sessions, static=compile)
         name = Path(student).name
         current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
         server(name, model, tokenizer).run(sockets=[place])

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from dofla.errors import DoflaError
 from dofla.integration.prompt_state import read_prompt
@@ -30,6 +30,8 @@ class Sessions:
     Args:
         student: a linearised model.
         most: sessions that are remembered; what has not been gone on with for longest is forgotten.
+        static: whether states stand in static caches, as a ``generate`` that was compiled wants them
+            (:func:`dofla.compile_generate`).
 
     Attributes:
         read: how many tokens of the last prompt were new, its very last not counted.
@@ -38,13 +40,13 @@ class Sessions:
         DoflaError: the model is not linearised; ``most`` below 1.
     """
 
-    def __init__(self, student: PreTrainedModel, most: int = 32) -> None:
+    def __init__(self, student: PreTrainedModel, most: int = 32, *, static: bool = False) -> None:
         linear_layers(student)
         if most < 1:
             raise DoflaError(f"sessions: {most}; remember 1 or more")
         self.read = 0
-        self._student, self._snapshots = student, _SNAPSHOTS * most
-        self._known: OrderedDict[tuple[int, ...], DynamicCache] = OrderedDict()
+        self._student, self._snapshots, self._static = student, _SNAPSHOTS * most, static
+        self._known: OrderedDict[tuple[int, ...], Cache] = OrderedDict()
 
     def __len__(self) -> int:
         """Snapshots held."""
@@ -77,12 +79,12 @@ class Sessions:
         alone = len(input_ids) == 1 and beams in (1, None) and sequences in (1, None) and (mask is None or mask.all())
         return alone and cache is None and options.get("past_key_values") is None
 
-    def _before(self, input_ids: Tensor) -> DynamicCache:
+    def _before(self, input_ids: Tensor) -> Cache:
         """The cache before the last token of a prompt [1, L], of one's own."""
         tokens = tuple(input_ids[0, :-1].tolist())
         known = max((key for key in self._known if tokens[: len(key)] == key), key=len, default=())
         self.read = len(tokens) - len(known)
-        cache = deepcopy(self._known[known]) if known else DynamicCache(config=self._student.config)
+        cache = deepcopy(self._known[known]) if known else self._empty()
         if self.read:
             read_prompt(self._student, input_ids[:, len(known) : -1], cache=cache)
             self._remember(input_ids[:, :-1], deepcopy(cache))
@@ -90,7 +92,11 @@ class Sessions:
             self._known.move_to_end(known)
         return cache
 
-    def _remember(self, sequence: Tensor, cache: DynamicCache) -> None:
+    def _empty(self) -> Cache:
+        config = self._student.config
+        return StaticCache(config, max_cache_len=1) if self._static else DynamicCache(config=config)  # of any length
+
+    def _remember(self, sequence: Tensor, cache: Cache) -> None:
         key = tuple(sequence[0].tolist())
         self._known[key] = cache
         self._known.move_to_end(key)
@@ -98,8 +104,8 @@ class Sessions:
             self._known.popitem(last=False)
 
 
-def keep_sessions(student: PreTrainedModel, most: int = 32) -> Sessions:
+def keep_sessions(student: PreTrainedModel, most: int = 32, *, static: bool = False) -> Sessions:
     """Let ``student.generate`` go on from texts that it has read: see :class:`Sessions`, which is returned."""
-    sessions = Sessions(student, most)
+    sessions = Sessions(student, most, static=static)
     student.generate = sessions.generating(student.generate)
     return sessions
