@@ -75,6 +75,7 @@ def main(
         floor = next(taken["softmax"] for what, tokens, taken in rows if what == "token" and tokens == contexts[0])
         slowest = max(taken["faded"] for what, _, taken in rows if what == "token")
         print(f"the slowest faded token is {slowest / floor:.2f} times a softmax token after {contexts[0]}")
+        print(f"to read all weights once takes {1e3 * once(models['softmax']):.1f} ms")
     if out:
         Path(out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
@@ -85,6 +86,13 @@ def both(name: str, dtype: str, budget: int, longest: int) -> dict[str, PreTrain
     models = {kind: build(job) for kind in KINDS}
     dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares="even")
     return models
+
+
+@torch.inference_mode()
+def once(model: PreTrainedModel) -> float:
+    """Seconds of reading all weights, of which a token needs each."""
+    weights = [p.detach().flatten().view(torch.int32) for p in model.parameters()]  # tied ones are there once
+    return least({"read": lambda: [x.max() for x in weights]}, 10)["read"]
 
 
 def in_eight_bits(model: PreTrainedModel) -> PreTrainedModel:
