@@ -23,7 +23,7 @@ class FlatState(_Tensors):
     """A :class:`State` in one piece, but for its ``features``: window and sinks in eight bits and stages in codes are
     the rows ``tokens`` [B, bytes], uint8, that a :class:`Layout` reads."""
 
-    features: FeatureState
+    features: FeatureState | None
     tokens: Tensor
 
 
@@ -58,7 +58,7 @@ class Layout:
             for count in (self.window, self.sinks)
         )
         features = FeatureState.empty(batch, heads, self.features, fading.value.dim, device=device)
-        return State(features, window, sinks, fading.empty(batch, device))
+        return State(features if self.features else None, window, sinks, fading.empty(batch, device))
 
     def flat(self, state: State) -> FlatState:
         """A state in eight bits and in codes in one piece."""

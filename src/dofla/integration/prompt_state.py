@@ -107,13 +107,13 @@ def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group
     def bundle(kind: type, part: str):
         return kind(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(kind)))
 
+    (features, window, sinks), fading = layer.sizes[group], layer.fading_of(group)
+    far = bundle(FeatureState, "features") if features else None
     if layer.layout_of(group) is not None:
-        return FlatState(bundle(FeatureState, "features"), tensors[f"{where}.tokens"])
-    (window, sinks), fading = layer.exact_tokens[group], layer.fading_of(group)
+        return FlatState(far, tensors[f"{where}.tokens"])
     tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
-    bundles = {"features": FeatureState, "window": window and tokens, "sinks": sinks and tokens}
-    parts = {part: bundle(kind, part) for part, kind in bundles.items() if kind}
+    near = (bundle(tokens, part) if count else None for part, count in (("window", window), ("sinks", sinks)))
     kinds = [CodedTokens] * len(fading.counts) if fading else []
     if fading and fading.kept:
         kinds[-1] = KeptTokens
-    return State(**parts, stages=tuple(bundle(kind, f"stages.{number}") for number, kind in enumerate(kinds)))
+    return State(far, *near, tuple(bundle(kind, f"stages.{number}") for number, kind in enumerate(kinds)))
