@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Of where each part begins, in bytes: a vector of eight bits is read whole (fading.h, ``Cut``, has the same)."""
+"""Of where each part begins, in bytes: any type can be read there, and no vector that the kernels load straddles two
+lines of the cache (fading.h, ``Cut``)."""
 
 
 class Rows:
@@ -40,8 +40,8 @@ class Rows:
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows [..., bytes], uint8, of parts [..., shape], with zeros between them."""
-        found = []
-        for part, (shape, _), (start, end) in zip(parts, self.parts, pairwise([*self.starts, self.bytes]), strict=True):
-            flat = part.flatten(part.ndim - len(shape)).contiguous().view(torch.uint8)
-            found.append(F.pad(flat, (0, end - start - flat.shape[-1])))
-        return torch.cat(found, -1)
+        batch = parts[0].shape[: parts[0].ndim - len(self.parts[0][0])]
+        rows = torch.zeros(*batch, self.bytes, dtype=torch.uint8, device=parts[0].device)
+        for n, part in enumerate(parts):
+            self.part(rows, n).copy_(part)
+        return rows

@@ -150,7 +150,8 @@ class State(_Tensors):
     ``window``, from stage to stage as it ages, and enters ``features`` when it leaves the last, unless it is one of the
     first real keys, which go to ``sinks`` instead. Window and sinks are kept as :class:`dofla.attention.PackedTokens`
     from one call to the next where the layer says so, the tokens of ``stages`` as :class:`dofla.attention.CodedTokens`,
-    or, in a last stage that keeps what draws attention, as :class:`dofla.attention.KeptTokens`.
+    or, in a last stage that keeps what draws attention, as :class:`dofla.attention.KeptTokens`; where a layer has both,
+    all in one piece, as :class:`dofla.attention.FlatState`.
     """
 
     features: FeatureState | None

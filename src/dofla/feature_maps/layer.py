@@ -91,7 +91,9 @@ class LinearAttention(nn.Module):
         for n, (group, kind) in enumerate(zip(self.groups, kinds, strict=True)):
             if kind[3]:
                 self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
-        self._layouts = {int(n): Layout(fading, *self.sizes[int(n)]) for n, fading in self.fading.items()}
+        self._layouts: dict[int, Layout] = {}
+        if self.keeps_eight_bits:
+            self._layouts = {int(n): Layout(fading, *self.sizes[int(n)]) for n, fading in self.fading.items()}
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
@@ -106,7 +108,7 @@ class LinearAttention(nn.Module):
     def layout_of(self, group: int) -> Layout | None:
         """Of what a group keeps from one call to the next, if it is in one piece: stages, and the window in eight
         bits."""
-        return self._layouts[group] if self.keeps_eight_bits and self.fading_of(group) is not None else None
+        return None if self.hides_tokens else self._layouts.get(group)
 
     @property
     def only_forgets(self) -> bool:
