@@ -57,8 +57,9 @@ class Layout:
             PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
             for count in (self.window, self.sinks)
         )
-        features = FeatureState.empty(batch, heads, self.features, fading.value.dim, device=device)
-        return State(features if self.features else None, window, sinks, fading.empty(batch, device))
+        sizes = batch, heads, self.features, fading.value.dim
+        features = FeatureState.empty(*sizes, device=device) if self.features else None
+        return State(features, window, sinks, fading.empty(batch, device))
 
     def flat(self, state: State) -> FlatState:
         """A state in eight bits and in codes in one piece."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 ALIGNMENT = 16
 """Of where each part begins, in bytes: any type can be read there, and no vector that the kernels load straddles two
-lines of the cache (fading.h, ``Cut``)."""
+lines of the cache (rows.h, ``Cut``)."""
 
 
 class Rows:

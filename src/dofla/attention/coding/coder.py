@@ -83,9 +83,16 @@ class Coder(nn.Module):
         super().__init__()
         self.heads, self.dim, self.stages = heads, dim, tuple(bits)
         self.block = block_size(dim)
-        numbers, matrix, blocks = (heads, dim), (heads, dim, dim), (len(bits), dim // self.block)
-        types = torch.int16, torch.float32, torch.float32, torch.float32, torch.float32, torch.uint8
-        self._rows = Rows(list(zip((matrix, numbers, matrix, numbers, numbers, blocks), types, strict=True)))
+        self._rows = Rows(  # in the order of the properties
+            [
+                ((heads, dim, dim), torch.int16),
+                ((heads, dim), torch.float32),
+                ((heads, dim, dim), torch.float32),
+                ((heads, dim), torch.float32),
+                ((heads, dim), torch.float32),
+                ((len(bits), dim // self.block), torch.uint8),
+            ]
+        )
         self.register_buffer("constants", torch.zeros(self._rows.bytes, dtype=torch.uint8))
 
     @torch.no_grad()
