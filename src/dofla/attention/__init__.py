@@ -14,6 +14,7 @@ from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, Moments, Stage, stage_bytes
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.faded import attend_faded
+from dofla.attention.flat import FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
 from dofla.attention.recurrent import recurrent
@@ -26,7 +27,9 @@ __all__ = [
     "Coder",
     "Fading",
     "FeatureState",
+    "FlatState",
     "KeptTokens",
+    "Layout",
     "Moments",
     "PackedTokens",
     "Stage",

@@ -141,8 +141,9 @@ def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> 
     """The state before the first token, shaped for tokens like these."""
     batch, kv_heads, _, value_dim = tokens.value.shape
     dtype = torch.float64 if tokens.value.dtype == torch.float64 else torch.float32
+    sizes = batch, kv_heads, features, value_dim
     return State(
-        FeatureState.empty(batch, kv_heads, features, value_dim, dtype=dtype, device=tokens.value.device),
+        FeatureState.empty(*sizes, dtype=dtype, device=tokens.value.device) if features else None,
         TokenBuffer.empty(tokens.key, tokens.value, window) if window else None,
         TokenBuffer.empty(tokens.key, tokens.value, sinks) if sinks else None,
     )

@@ -30,15 +30,15 @@ def causal_attention(
     features: Features,
     *,
     scaling: float,
-    state: FeatureState,
+    state: FeatureState | None,
     exact: ExactPart | None = None,
     near: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, FeatureState]:
+) -> tuple[Tensor, FeatureState | None]:
     """Causal attention of queries [B, H, L, d] to as many new tokens and to the past through features, and to an exact
     part under the same normaliser; ``near``, output and log-normaliser of attention to yet other tokens, joins them.
 
     Returns:
-        Output [B, H, L, dv] and the state after.
+        Output [B, H, L, dv] and the state after; there is none without features.
     """
     if exact is not None and (near is not None or not features.features):
         # The kernels know features beside a window and sinks, and nothing else.

@@ -1,20 +1,19 @@
-"""A memory that fades, from one call to the next as it is kept: window and sinks in eight bits, stages in codes."""
+"""A memory that fades, from one call to the next as it is kept: in one piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dofla.attention import compiled
-from dofla.attention.attend import _of_queries, _select, _tokens, _write, empty_state
+from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.coding import Fading
 from dofla.attention.compiled.fading import DTYPES, attend_and_code
-from dofla.attention.eight_bits import packed
-from dofla.attention.state import FeatureState, State, TokenBuffer
+from dofla.attention.flat import FlatState, Layout
+from dofla.attention.state import FeatureState, TokenBuffer
 
 
 def attend_faded(
@@ -23,51 +22,35 @@ def attend_faded(
     value: Tensor,
     features: Features,
     fading: Fading,
+    layout: Layout,
     *,
     scaling: float,
     weight: Tensor | None,
-    state: State | None,
-    window: int,
-    sinks: int,
+    state: FlatState | None,
     heads: Sequence[int] | None,
     out: Tensor | None,
-) -> tuple[Tensor, State] | None:
+) -> tuple[Tensor, FlatState] | None:
     """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits, by the compiled kernels.
 
-    Args and returns are those of :func:`dofla.attention.attend`, but that ``state`` is as it is kept
-    (:func:`dofla.attention.packed`), before and after. None if the kernels do not do such a call.
+    Args and returns are those of :func:`dofla.attention.attend`, but that ``state`` is in one piece, before and after,
+    and ``layout`` says what is where in it. None if the kernels do not do such a call.
     """
     others = () if weight is None else (weight,)
-    if window == 0 or query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
+    if layout.window == 0 or query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
         return None
     if state is None:
-        state = _empty(key, value, features, fading, window, sinks, heads)
+        state = layout.flat(layout.empty(fading, len(query), query.device))
     log_weight = None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
-    behind = features.features > 0
-    piece, normaliser, left, after = attend_and_code(
-        query, key, value, log_weight, state, fading, scaling, heads, behind
+    piece, tokens, *behind = attend_and_code(
+        query, key, value, log_weight, state.tokens, fading, layout, scaling, heads
     )
-    query_heads = _of_queries(heads, query.shape[1] // key.shape[1])
+    query_heads, far = _of_queries(heads, query.shape[1] // key.shape[1]), state.features
     if behind:
+        normaliser, *left = behind
         queries = _select(query, query_heads)
-        piece, far = _through_features(queries, left, features, scaling, state.features, (piece, normaliser))
-        piece, after = piece.to(value.dtype), replace(after, features=far)
-    return _write(piece, out, query_heads), after
-
-
-def _empty(
-    key: Tensor,
-    value: Tensor,
-    features: Features,
-    fading: Fading,
-    window: int,
-    sinks: int,
-    heads: Sequence[int] | None,
-) -> State:
-    """The state before the first token, as it is kept."""
-    tokens = _tokens(_select(key, heads), _select(value, heads), None)
-    state = empty_state(tokens, features.features, window, sinks)
-    return replace(packed(state, None, 0), stages=fading.empty(len(key), key.device))
+        piece, far = _through_features(queries, TokenBuffer(*left), features, scaling, far, (piece, normaliser))
+        piece = piece.to(value.dtype)
+    return _write(piece, out, query_heads), FlatState(far, tokens)
 
 
 def _through_features(

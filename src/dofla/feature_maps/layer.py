@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dofla.attention import (
     LOG_ZERO,
     Fading,
+    FlatState,
+    Layout,
     Stage,
     State,
     attend,
@@ -89,6 +91,9 @@ class LinearAttention(nn.Module):
         for n, (group, kind) in enumerate(zip(self.groups, kinds, strict=True)):
             if kind[3]:
                 self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
+        self._layouts: dict[int, Layout] = {}
+        if self.keeps_eight_bits:
+            self._layouts = {int(n): Layout(fading, *self.sizes[int(n)]) for n, fading in self.fading.items()}
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
@@ -99,6 +104,11 @@ class LinearAttention(nn.Module):
         """The stages of a group, if it has any and they are not hidden."""
         fading, name = self.fading, str(group)
         return fading[name] if name in fading and not self.hides_tokens else None
+
+    def layout_of(self, group: int) -> Layout | None:
+        """Of what a group keeps from one call to the next, if it is in one piece: stages, and the window in eight
+        bits."""
+        return None if self.hides_tokens else self._layouts.get(group)
 
     @property
     def only_forgets(self) -> bool:
@@ -119,7 +129,7 @@ class LinearAttention(nn.Module):
         """Whether torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
         it, no shape and no branch depends on numbers."""
         for n, (window, _) in enumerate(self.exact_tokens):
-            if self.fading_of(n) is not None and not (window and self.keeps_eight_bits):
+            if self.fading_of(n) is not None and not (window and self.layout_of(n)):
                 return False
         return causal and query.shape[-2] > 0 and usable((query, key, value), (), DTYPES)
 
@@ -139,9 +149,9 @@ class LinearAttention(nn.Module):
         *,
         scaling: float,
         weight: Tensor | None = None,
-        states: list[State] | None = None,
+        states: list[State | FlatState] | None = None,
         causal: bool = True,
-    ) -> tuple[Tensor, list[State]]:
+    ) -> tuple[Tensor, list[State | FlatState]]:
         """Attention of the new tokens.
 
         Args:
@@ -163,15 +173,14 @@ class LinearAttention(nn.Module):
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
         tokens = None
         out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
-        eight_bits = self.keeps_eight_bits
-        for n, (window, sinks) in enumerate(self.exact_tokens):
-            options |= {"window": window, "sinks": sinks, "heads": self.groups[n] if ragged else None, "out": out}
-            fading, before, found = self.fading_of(n) if causal else None, states[n], None
-            if fading is not None and eight_bits:
-                found = attend_faded(query, key, value, self.maps[n], fading, state=before, **options)
+        for n in range(len(self.groups)):
+            options |= {"state": states[n], "heads": self.groups[n] if ragged else None, "out": out}
+            layout, found = self.layout_of(n) if causal else None, None
+            if layout is not None:
+                found = attend_faded(query, key, value, self.maps[n], self.fading_of(n), layout, **options)
             if found is None:
                 tokens = tokens or self._as_kept(key, value)
-                found = self._attend(n, query, *tokens, state=before, causal=causal, fading=fading, **options)
+                found = self._attend(n, query, *tokens, causal=causal, layout=layout, **options)
             out, state = found
             after.append(state)
         return out, after if causal else []
@@ -180,15 +189,29 @@ class LinearAttention(nn.Module):
         return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)
 
     def _attend(
-        self, group: int, query: Tensor, key: Tensor, value: Tensor, *, state: State | None, **options: Any
-    ) -> tuple[Tensor, State | None]:
+        self,
+        group: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        state: State | FlatState | None,
+        layout: Layout | None,
+        causal: bool,
+        **options: Any,
+    ) -> tuple[Tensor, State | FlatState | None]:
         """:func:`attend` from a state to a state as they are kept."""
+        if layout is not None and state is not None:
+            state = layout.opened(state)
         before = state
         if self.keeps_eight_bits and before is not None:
             before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
-        out, after = attend(query, key, value, self.maps[group], state=before, **options)
-        keep = after is not None and self.keeps_eight_bits
-        return out, packed(after, state, key.shape[-2]) if keep else after
+        options |= dict(zip(("window", "sinks"), self.exact_tokens[group], strict=True))
+        fading = self.fading_of(group) if causal else None
+        out, after = attend(query, key, value, self.maps[group], state=before, causal=causal, fading=fading, **options)
+        if after is not None and self.keeps_eight_bits:
+            after = packed(after, state, key.shape[-2])
+        return out, after if layout is None or after is None else layout.flat(after)
 
     @without_autocast
     def log_scores(

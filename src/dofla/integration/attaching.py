@@ -40,6 +40,7 @@ class AttachedLinearAttention(LinearAttention):
         )
         self.name = layer.name
         self.beside_softmax = beside_softmax
+        self._all = tuple(self.modules())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def move_only(t: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class AttachedLinearAttention(LinearAttention):
     # accelerate brings offloaded weights back when their module is called, and maps never are.
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
-        for part in self.modules():  # hardly ever there, and looked for at every token
+        for part in self._all:  # hardly ever there, and looked for at every token
             if "_hf_hook" in vars(part):
                 with in_memory(self):
                     return super().forward(*args, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import CacheLayerMixin
 
-from dofla.attention import State
+from dofla.attention import FlatState, State
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 
@@ -17,8 +17,8 @@ from dofla.integration.interface import LINEAR
 class LinearCacheLayer(CacheLayerMixin):
     """Constant-size cache of one layer.
 
-    ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one State per
-    group of heads. Counts tokens as transformers expects: in a tensor if it stands in a static cache, so that one
+    ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one per group of
+    heads. Counts tokens as transformers expects: in a tensor if it stands in a static cache, so that one
     compiled graph serves all of them.
 
     Args:
@@ -32,7 +32,7 @@ class LinearCacheLayer(CacheLayerMixin):
 
     def __init__(self, beside_softmax: bool, static: bool) -> None:
         super().__init__()
-        self.states: list[State] | None = None
+        self.states: list[State | FlatState] | None = None
         self.beside_softmax = beside_softmax
         self.tokens: int | Tensor = torch.tensor(0) if static else 0
         self.handed_over = False

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dofla.attention import CodedTokens, FeatureState, KeptTokens, PackedTokens, State, TokenBuffer
+from dofla.attention import CodedTokens, FeatureState, FlatState, KeptTokens, PackedTokens, State, TokenBuffer
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
@@ -18,9 +19,8 @@ from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
-_PARTS = ("features", "window", "sinks")
-_FORMAT = "3"
-"""2 had coarser scales of coded tokens."""
+_FORMAT = "4"
+"""2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer."""
 
 
 def read_prompt(
@@ -56,10 +56,7 @@ def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: 
         if not isinstance(entry, LinearCacheLayer) or entry.states is None:
             raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
         for group, state in enumerate(entry.states):
-            for part in _PARTS:
-                tensors |= _tensors(getattr(state, part), f"{index}.{group}.{part}")
-            for number, tokens in enumerate(state.stages):
-                tensors |= _tensors(tokens, f"{index}.{group}.stages.{number}")
+            tensors |= _tensors(state, f"{index}.{group}")
     metadata = {"format": _FORMAT, "plan": json.dumps(plan_of(model).to_dict()["layers"])}
     write_tensors(path, tensors, metadata)
 
@@ -95,24 +92,28 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     return input_ids, cache
 
 
-def _tensors(
-    bundle: FeatureState | TokenBuffer | PackedTokens | CodedTokens | KeptTokens | None, where: str
-) -> dict[str, Tensor]:
-    if bundle is None:
-        return {}
-    return {f"{where}.{field.name}": getattr(bundle, field.name) for field in fields(bundle)}
+def _tensors(part: Any, where: str) -> dict[str, Tensor]:
+    """All tensors of a state, or of a part of one, by name."""
+    if isinstance(part, Tensor):
+        return {where: part}
+    if isinstance(part, tuple):
+        parts = dict(enumerate(part))
+    else:
+        parts = {field.name: getattr(part, field.name) for field in fields(part)} if part is not None else {}
+    return {name: t for key, inner in parts.items() for name, t in _tensors(inner, f"{where}.{key}").items()}
 
 
-def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group: int) -> State:
-    (window, sinks), fading = layer.exact_tokens[group], layer.fading_of(group)
-    tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
-    bundles = {"features": FeatureState, "window": window and tokens, "sinks": sinks and tokens}
-
+def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group: int) -> State | FlatState:
     def bundle(kind: type, part: str):
         return kind(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(kind)))
 
-    parts = {part: bundle(kind, part) for part, kind in bundles.items() if kind}
+    (features, window, sinks), fading = layer.sizes[group], layer.fading_of(group)
+    far = bundle(FeatureState, "features") if features else None
+    if layer.layout_of(group) is not None:
+        return FlatState(far, tensors[f"{where}.tokens"])
+    tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
+    near = (bundle(tokens, part) if count else None for part, count in (("window", window), ("sinks", sinks)))
     kinds = [CodedTokens] * len(fading.counts) if fading else []
     if fading and fading.kept:
         kinds[-1] = KeptTokens
-    return State(**parts, stages=tuple(bundle(kind, f"stages.{number}") for number, kind in enumerate(kinds)))
+    return State(far, *near, tuple(bundle(kind, f"stages.{number}") for number, kind in enumerate(kinds)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.levels import MOST_BITS, distortion
 from dofla.attention.eight_bits import pack, power_of_two
+from dofla.attention.rows import Rows
 
 _SUM = (2**24 - 1) / 127
 """Of the absolute values of a row of the turn at most: its products with seven-bit integers then add up exactly."""
@@ -64,31 +65,35 @@ class Moments:
 class Coder(nn.Module):
     """Codes of vectors of ``dim`` numbers, for a chain of stages of ever fewer bits.
 
-    What it turns by is undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, says so.
+    What it turns by is undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, says so. It is one row of
+    bytes, which the compiled kernels take as it is, and of which the tensors below are views.
 
     Args:
         heads: KV heads.
         dim: numbers of a vector, a multiple of 8.
         bits: of each stage, per number and in the mean over blocks, scales not counted; at most 5.
+
+    Attributes:
+        constants: [bytes], uint8.
     """
 
-    turn: Tensor
-    fineness: Tensor
-    back: Tensor
-    mean: Tensor
-    middle: Tensor
-    bits: Tensor
+    constants: Tensor
 
     def __init__(self, heads: int, dim: int, bits: Sequence[float]) -> None:
         super().__init__()
         self.heads, self.dim, self.stages = heads, dim, tuple(bits)
         self.block = block_size(dim)
-        self.register_buffer("turn", torch.empty(heads, dim, dim, dtype=torch.int16))
-        self.register_buffer("fineness", torch.empty(heads, dim, dtype=torch.float32))
-        self.register_buffer("back", torch.empty(heads, dim, dim, dtype=torch.float32))
-        self.register_buffer("mean", torch.empty(heads, dim, dtype=torch.float32))
-        self.register_buffer("middle", torch.empty(heads, dim, dtype=torch.float32))
-        self.register_buffer("bits", torch.empty(len(bits), dim // self.block, dtype=torch.uint8))
+        self._rows = Rows(  # in the order of the properties
+            [
+                ((heads, dim, dim), torch.int16),
+                ((heads, dim), torch.float32),
+                ((heads, dim, dim), torch.float32),
+                ((heads, dim), torch.float32),
+                ((heads, dim), torch.float32),
+                ((len(bits), dim // self.block), torch.uint8),
+            ]
+        )
+        self.register_buffer("constants", torch.zeros(self._rows.bytes, dtype=torch.uint8))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -128,14 +133,39 @@ class Coder(nn.Module):
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
 
     @property
+    def turn(self) -> Tensor:
+        """What vectors are turned by, rows of whole numbers [Hkv, d, d], int16."""
+        return self._rows.part(self.constants, 0)
+
+    @property
+    def fineness(self) -> Tensor:
+        """What one is worth in each row of :attr:`turn` [Hkv, d]: powers of two."""
+        return self._rows.part(self.constants, 1)
+
+    @property
+    def back(self) -> Tensor:
+        """The inverse of the turn [Hkv, d, d]."""
+        return self._rows.part(self.constants, 2)
+
+    @property
+    def mean(self) -> Tensor:
+        """What vectors lose before they are turned [Hkv, d]."""
+        return self._rows.part(self.constants, 3)
+
+    @property
+    def middle(self) -> Tensor:
+        """The mean, turned [Hkv, d]."""
+        return self._rows.part(self.constants, 4)
+
+    @property
+    def bits(self) -> Tensor:
+        """Of each number of a block [stages, blocks], uint8."""
+        return self._rows.part(self.constants, 5)
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether directions were measured, and with them the mean, which otherwise is 0."""
         return bool(self.mean.any())
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """All buffers, in the order of the attributes above: what the compiled kernels take."""
-        return list(self._buffers.values())
 
     def bytes_per_token(self, stage: int) -> int:
         """Of one vector of one head."""

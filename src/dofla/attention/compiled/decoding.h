@@ -83,14 +83,14 @@ class Decoder {
     const Tokens& before = group_.stages.back();
     const std::int64_t unit = n * before.heads + h, count = before.count;
     const float* log_weights = &group_.lines.back()[unit * (count + 1)];
-    std::copy_n(group_.kept->score.const_data_ptr<std::int16_t>() + unit * count, count, drawn_.begin());
+    std::copy_n(before.scores(n, h), count, drawn_.begin());
     drawn_[count] = log_weights[count] > kLogZero ? 0 : kFree;
     const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.kept->newest);
     std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
     float* after = group_.stages_after.back().log_weights(n, h);
     std::copy_n(log_weights, leaves, after);
     std::copy(log_weights + leaves + 1, log_weights + count + 1, after + leaves);
-    group_.kept->left.mutable_data_ptr<float>()[unit] = log_weights[leaves];
+    group_.kept->left[unit] = log_weights[leaves];
     return leaves;
   }
 
@@ -103,8 +103,7 @@ class Decoder {
       drawing_->measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
       drawing_->draw(0, after.count - start, &drawn_[start]);
     }
-    std::int16_t* scores = group_.kept->score_after.mutable_data_ptr<std::int16_t>();
-    std::copy_n(drawn_.begin(), after.count, scores + (n * after.heads + h) * after.count);
+    std::copy_n(drawn_.begin(), after.count, after.scores(n, h));
   }
 
   void score(std::int64_t n, std::int64_t h) {

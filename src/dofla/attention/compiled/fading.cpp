@@ -7,19 +7,18 @@
 namespace dofla::fading {
 namespace {
 
-// query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv]; the state before and the constants as Group takes them.
-// Returns the output [B, H, L, dv] and the state after: window, stages, sinks. With `behind`, for features behind the
-// stages, the output is float32, and after it come its log-normaliser and the keys and the values that leave the last
-// stage, with their log-weights. There is a `score` if the last stage keeps tokens beyond the `newest`; that after
-// stands behind its tokens. A vector that holds NaN or infinity, which codes cannot keep, is kept as
-// zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from its token on.
-// Shapes are said once more in shapes.py, for torch.compile.
+// query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv]; the state before [B, bytes] and the coders' rows of
+// constants; how many tokens the state holds. Returns the output [B, H, L, dv] and the state after. With `behind`, for
+// features behind the stages, the output is float32, and after the state come the output's log-normaliser and the keys and
+// the values that leave the last stage, with their log-weights. A vector that holds NaN or infinity, which codes cannot
+// keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from its
+// token on. Shapes are said once more in shapes.py, for torch.compile.
 Tensors fading(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-               const std::optional<at::Tensor>& log_weight, const Tensors& window, const Tensors& sinks,
-               const Tensors& stages, const Tensors& coders, const at::Tensor& tables, double scaling,
-               const std::vector<std::int64_t>& heads, bool behind, const std::optional<at::Tensor>& score,
-               std::int64_t newest) {
-  Group group(query, key, value, log_weight, window, sinks, stages, coders, tables, scaling, heads, score, newest);
+               const std::optional<at::Tensor>& log_weight, const at::Tensor& state, const at::Tensor& keys,
+               const at::Tensor& values, const at::Tensor& tables, double scaling, const std::vector<std::int64_t>& heads,
+               bool behind, std::int64_t window, std::int64_t sinks, const std::vector<std::int64_t>& stages,
+               std::int64_t kept) {
+  const Group group(query, key, value, log_weight, state, keys, values, tables, scaling, heads, {window, sinks, stages, kept});
   return (group.length == 1 ? decode : prefill)(group, value.scalar_type(), behind);
 }
 
@@ -27,9 +26,8 @@ Tensors fading(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 
 TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
-      "fading(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor[] window, Tensor[] sinks, "
-      "Tensor[] stages, Tensor[] coders, Tensor tables, float scaling, int[] heads, bool behind, "
-      "Tensor? score, int newest) -> Tensor[]");
+      "fading(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor state, Tensor keys, Tensor values, "
+      "Tensor tables, float scaling, int[] heads, bool behind, int window, int sinks, int[] stages, int kept) -> Tensor[]");
   library.impl("fading", c10::DispatchKey::CPU, &fading);
 }
 

@@ -1,13 +1,13 @@
 // What a call of a fading memory works on: one group of heads, its coders, its state before and after.
 #pragma once
 
-#include "codes.h"
+#include "rows.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <array>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 namespace dofla::fading {
@@ -60,127 +60,30 @@ class Vectors {
   bool half_;
 };
 
-// One side of a group's coders: turn, fineness, back, mean, middle and bits, from `first` on, as coder.py keeps them.
-struct Coders {
-  std::int64_t heads, dim, block, stages;
-  Tensors parts;
-  coding::Tables tables;
-
-  Coders(const Tensors& all, std::int64_t first, const at::Tensor& tables)
-      : heads(all[first].size(0)), dim(all[first].size(1)), block(dim / all[first + 5].size(1)),
-        stages(all[first + 5].size(0)), parts(all.begin() + first, all.begin() + first + 6),
-        tables{tables.const_data_ptr<float>()} {
-    for (const at::Tensor& part : parts) TORCH_CHECK(part.is_contiguous(), "constants must be contiguous");
-    const at::Tensor& bits = parts[5];
-    TORCH_CHECK((block == 8 || block == 16) && block * bits.size(1) == dim, "blocks are of 8 or 16 numbers");
-    for (std::int64_t n = 0; n < bits.numel(); ++n) {
-      const int found = bits.const_data_ptr<std::uint8_t>()[n];
-      TORCH_CHECK(found >= 1 && found <= coding::kMostBits, "blocks have 1 to 5 bits");
-    }
-  }
-
-  coding::Coder head(std::int64_t h) const {
-    return {dim, block, parts[0].const_data_ptr<std::int16_t>() + h * dim * dim,
-            parts[1].const_data_ptr<float>() + h * dim, parts[2].const_data_ptr<float>() + h * dim * dim,
-            parts[3].const_data_ptr<float>() + h * dim, parts[4].const_data_ptr<float>() + h * dim,
-            parts[5].const_data_ptr<std::uint8_t>(), tables};
-  }
-};
-
-// Bytes of a token's key and of what scales it, of its value and of what scales that.
-using Widths = std::array<std::int64_t, 4>;
-
-// Tokens of all heads of a group: a byte tensor [B, Hkv, n, .] for each width, and log-weights [B, n], or [B, Hkv, n]
-// where heads hold other tokens. A window and sinks are PackedTokens, whose exponents have no last dimension; stages are
-// CodedTokens or KeptTokens.
-struct Tokens {
-  std::int64_t heads, count;
-  bool apart;  // heads hold other tokens
-  Widths widths;
-  std::array<at::Tensor, 5> parts;
-  std::array<char*, 4> data{};
-
-  // Those of a state, five of `all` from `first` on.
-  Tokens(const Tensors& all, std::int64_t first, std::int64_t batch, std::int64_t heads, const Widths& widths)
-      : heads(heads), count(all[first].size(2)), apart(all[first + 4].dim() == 3), widths(widths) {
-    for (std::int64_t n = 0; n < 5; ++n) {
-      parts[n] = all[first + n].contiguous();
-      const std::int64_t size = batch * count * (n < 4 ? heads * widths[n] : apart ? heads : 1);
-      TORCH_CHECK(parts[n].numel() == size && parts[n].element_size() == (n < 4 ? 1 : 4), "the state is another layer's");
-    }
-    find();
-  }
-
-  // Room for as many.
-  Tokens like() const {
-    Tokens other = *this;
-    for (at::Tensor& part : other.parts) part = at::empty(part.sizes(), part.options());
-    other.find();
-    return other;
-  }
-
-  // Room for others, without log-weights.
-  Tokens line(std::int64_t tokens) const {
-    Tokens other = *this;
-    other.count = tokens;
-    const std::int64_t units = parts[0].size(0) * heads;
-    for (std::int64_t n = 0; n < 4; ++n) other.parts[n] = at::empty({units * tokens * widths[n]}, parts[n].options());
-    other.parts[4] = at::Tensor();
-    other.find();
-    return other;
-  }
-
-  Tokens copied() const {
-    Tokens other = *this;
-    for (at::Tensor& part : other.parts) part = part.clone();
-    other.find();
-    return other;
-  }
-
-  template <typename T>
-  T* row(std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token) const {
-    return reinterpret_cast<T*>(data[part] + ((n * heads + h) * count + token) * widths[part]);
-  }
-
-  float* log_weights(std::int64_t n, std::int64_t h = 0) const {
-    return parts[4].mutable_data_ptr<float>() + (apart ? n * heads + h : n) * count;
-  }
-
- private:
-  void find() {
-    for (std::int64_t n = 0; n < 4; ++n) data[n] = static_cast<char*>(parts[n].data_ptr());
-  }
-};
-
-inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int64_t h, std::int64_t first,
-                 std::int64_t place, std::int64_t count) {
-  for (std::int64_t part = 0; part < 4; ++part) {
-    std::memcpy(to.row<char>(part, n, h, place), from.row<char>(part, n, h, first), count * from.widths[part]);
-  }
-}
-
 // What the last stage has besides its tokens where it keeps what draws attention (coding/kept.py). The newest ones cannot
 // leave.
 struct Kept {
   std::int64_t newest;
   float step;                         // of the logarithm of a weight, for a product of a query and a key
   std::vector<float> turn, fineness;  // as Coder.asking turns queries: [Hkv, d, d] and [Hkv, d]
-  at::Tensor score, score_after;      // [B, Hkv, n], int16
-  at::Tensor left;                    // log-weights of the tokens that leave [B, Hkv, L]
+  mutable std::vector<float> left;    // log-weights of the tokens that leave [B, Hkv, L]
 
-  Kept(const at::Tensor& given, std::int64_t newest, double scaling, const Coders& keys, const Tokens& tokens,
-       std::int64_t length)
+  Kept(std::int64_t newest, double scaling, const Coders& keys, std::int64_t tokens)
       : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), turn(keys.heads * keys.dim * keys.dim),
-        fineness(keys.heads * keys.dim), score(given.contiguous()),
-        score_after(at::empty(score.sizes(), score.options())),
-        left(at::empty({score.size(0), score.size(1), length}, at::kFloat)) {
-    TORCH_CHECK(tokens.apart && score.numel() == tokens.parts[4].numel(), "the state is another layer's");
-    TORCH_CHECK(newest > 0 && newest < tokens.count, "some tokens of a stage that keeps others are the newest, not all");
+        fineness(keys.heads * keys.dim), left(tokens) {
     const std::int64_t dim = keys.dim;
     for (std::int64_t h = 0; h < keys.heads; ++h) {
       coding::whole_columns(keys.head(h).back, dim, &turn[h * dim * dim], &fineness[h * dim]);
     }
   }
+};
+
+// How many tokens a memory holds: those of the last stage that go by age, and besides those that stay while they draw
+// attention.
+struct Counts {
+  std::int64_t window, sinks;
+  std::vector<std::int64_t> stages;
+  std::int64_t kept;
 };
 
 // A group of heads: queries [B, H, L, d] of all heads, of which those of the KV heads `heads` are meant (of all if none
@@ -191,6 +94,7 @@ struct Group {
   std::vector<std::int64_t> heads;
   Vectors query, key, value;
   Coders keys, values;
+  at::Tensor before, after;  // the state, [B, bytes]
   Tokens window, window_after;
   std::optional<Tokens> sinks, sinks_after;
   std::vector<Tokens> stages, stages_after;
@@ -202,23 +106,18 @@ struct Group {
   std::vector<std::int64_t> sources;  // [B, s]: which of the tokens that leave the window becomes this sink; or -1
 
   Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
-        const Tensors& near, const Tensors& first, const Tensors& coded, const Tensors& coders, const at::Tensor& tables,
-        double scaling, const std::vector<std::int64_t>& named, const std::optional<at::Tensor>& score, std::int64_t newest)
+        const at::Tensor& state, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables,
+        double scaling, const std::vector<std::int64_t>& named, const Counts& counts)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
-        heads(named), query(q), key(k), value(v), keys(coders, 0, tables), values(coders, 6, tables),
-        window(near, 0, batch, keys.heads, {keys.dim, 1, values.dim, 1}), window_after(window.like()) {
+        heads(named), query(q), key(k), value(v),
+        keys(of_keys, named.empty() ? k.size(1) : named.size(), k.size(3), counts.stages.size(), tables),
+        values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
+        after(at::empty(before.sizes(), before.options())) {
     TORCH_CHECK(tables.numel() == coding::Tables::kSize, "tables are of another version");
-    TORCH_CHECK(q.size(3) == keys.dim && k.size(3) == keys.dim && v.size(3) == values.dim, "sizes of heads differ");
+    TORCH_CHECK(q.size(3) == keys.dim, "sizes of heads differ");
     for (std::int64_t h = 0; heads.size() < static_cast<std::size_t>(keys.heads); ++h) heads.push_back(h);
-    TORCH_CHECK(coded.size() == 5 * static_cast<std::size_t>(keys.stages), "the state has other stages");
-    if (!first.empty()) sinks.emplace(first, 0, batch, keys.heads, window.widths);
-    for (std::int64_t stage = 0; stage < keys.stages; ++stage) {
-      const coding::Coder of_keys = keys.head(0), of_values = values.head(0);
-      const Widths widths{of_keys.bytes(stage), of_keys.blocks(), of_values.bytes(stage), of_values.blocks()};
-      stages.emplace_back(coded, 5 * stage, batch, keys.heads, widths);
-      stages_after.push_back(stages.back().like());
-    }
-    if (score) kept.emplace(*score, newest, scaling, keys, stages.back(), length);
+    lay_out(counts);
+    if (counts.kept) kept.emplace(counts.stages.back(), scaling, keys, units() * length);
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
   }
 
@@ -226,20 +125,43 @@ struct Group {
 
   bool keeps(std::size_t stage) const { return kept && stage + 1 == stages.size(); }
 
+  // The log-weight of the i-th token that leaves the last stage: of kept ones as many are real in every head.
+  float left(std::int64_t n, std::int64_t i) const {
+    if (!kept) return leaving[n * length + i];
+    float most = kLogZero;
+    for (std::int64_t h = 0; h < keys.heads; ++h) most = std::max(most, kept->left[(n * keys.heads + h) * length + i]);
+    return most;
+  }
+
   // Whether new token i, which asks, is no padding.
   bool real(std::int64_t n, std::int64_t i) const {
     return lines[0][n * (window.count + length) + window.count + i] > kLogZero;
   }
 
-  Tensors after() const {
-    Tensors found(window_after.parts.begin(), window_after.parts.end());
-    for (const Tokens& tokens : stages_after) found.insert(found.end(), tokens.parts.begin(), tokens.parts.end());
-    if (kept) found.push_back(kept->score_after);
-    if (sinks_after) found.insert(found.end(), sinks_after->parts.begin(), sinks_after->parts.end());
-    return found;
+ private:
+  // Where in a row what stands, as flat.py has it.
+  void lay_out(const Counts& counts) {
+    const coding::Coder of_keys = keys.head(0), of_values = values.head(0);
+    const Widths exact{keys.dim, 1, values.dim, 1};
+    Cut cut;
+    const auto next = [&](std::int64_t count, bool apart, const Widths& widths) {
+      const Tokens tokens(keys.heads, count, apart, widths, cut);
+      return std::pair(tokens.in(before), tokens.in(after));
+    };
+    std::tie(window, window_after) = next(counts.window, false, exact);
+    if (counts.sinks) std::tie(sinks, sinks_after) = next(counts.sinks, false, exact);
+    for (std::int64_t stage = 0; stage < keys.stages; ++stage) {
+      const std::int64_t more = stage + 1 == keys.stages ? counts.kept : 0;
+      const Widths widths{of_keys.bytes(stage), of_keys.blocks(), of_values.bytes(stage), of_values.blocks()};
+      const auto [held, held_after] = next(counts.stages[stage] + more, more > 0, widths);
+      stages.push_back(held);
+      stages_after.push_back(held_after);
+    }
+    TORCH_CHECK(before.scalar_type() == at::kByte && before.size(0) == batch && before.size(1) == cut.end(),
+                "the state is another layer's");
+    std::memset(after.mutable_data_ptr(), 0, after.numel());  // between the parts as well: equal states have equal bytes
   }
 
- private:
   void move_log_weights(const float* given) {
     leaving.assign(batch * length, 0.0f);
     if (given) std::copy_n(given, batch * length, leaving.begin());
@@ -277,10 +199,11 @@ struct Group {
   // The first real tokens that leave the window become sinks as long as places are free, and are hidden behind.
   void take_sinks() {
     if (!sinks) return;
-    sinks_after = sinks->copied();
     sources.assign(batch * sinks->count, -1);
     for (std::int64_t n = 0; n < batch; ++n) {
       const float* held = sinks->log_weights(n);
+      std::copy_n(held, sinks->count, sinks_after->log_weights(n));
+      for (std::int64_t h = 0; h < keys.heads; ++h) copy(*sinks, *sinks_after, n, h, 0, 0, sinks->count);
       std::int64_t place = std::count_if(held, held + sinks->count, [](float x) { return x > kLogZero; });
       for (std::int64_t i = 0; i < length && place < sinks->count; ++i) {
         float& log_weight = leaving[n * length + i];
@@ -340,8 +263,8 @@ inline void leave(const Group& group, const Tokens& from, std::int64_t i, std::i
   }
 }
 
-// What a call gives back: the output, for features behind the stages also its log-normaliser and the tokens that leave
-// the last stage, with their log-weights; and the state after.
+// What a call gives back: the output and the state after; for features behind the stages also the output's log-normaliser
+// and the tokens that leave the last stage, with their log-weights.
 struct Result {
   Tensors found;
   std::vector<Vectors> rows;  // of the output and of the key and the value that leave
@@ -352,29 +275,28 @@ struct Result {
     const std::int64_t heads = group.keys.heads, queries = heads * group.groups, length = group.length;
     const auto options = at::TensorOptions().dtype(behind ? at::kFloat : type);
     found.push_back(at::empty({group.batch, length, queries, group.values.dim}, options).transpose(1, 2));
+    found.push_back(group.after);
     rows.emplace_back(found[0]);
     if (!behind) return;
     found.push_back(at::empty({group.batch, queries, length}, options));
     found.push_back(at::empty({group.batch, heads, length, group.keys.dim}, options));
     found.push_back(at::empty({group.batch, heads, length, group.values.dim}, options));
     found.push_back(at::empty({group.batch, length}, options));
-    normaliser = found[1].mutable_data_ptr<float>();
-    rows.emplace_back(found[2]);
+    normaliser = found[2].mutable_data_ptr<float>();
     rows.emplace_back(found[3]);
+    rows.emplace_back(found[4]);
   }
 
   bool behind() const { return normaliser != nullptr; }
 
+  // ... with the log-weights of what left, once it has.
   Tensors with(const Group& group) const {
-    Tensors all = found;
-    if (behind() && group.kept) {
-      all[4] = group.kept->left.amax(1);
-    } else if (behind()) {
-      std::copy(group.leaving.begin(), group.leaving.end(), all[4].mutable_data_ptr<float>());
+    if (!behind()) return found;
+    float* left = found[5].mutable_data_ptr<float>();
+    for (std::int64_t n = 0; n < group.batch; ++n) {
+      for (std::int64_t i = 0; i < group.length; ++i) left[n * group.length + i] = group.left(n, i);
     }
-    const Tensors after = group.after();
-    all.insert(all.end(), after.begin(), after.end());
-    return all;
+    return found;
   }
 };
 

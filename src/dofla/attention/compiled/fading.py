@@ -10,8 +10,7 @@ from torch import Tensor
 from dofla.attention.coding import Fading
 from dofla.attention.coding.kept import WEIGHTS
 from dofla.attention.coding.levels import tables
-from dofla.attention.eight_bits import PackedTokens
-from dofla.attention.state import State, TokenBuffer, _Tensors
+from dofla.attention.flat import Layout
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels take."""
@@ -24,12 +23,12 @@ def attend_and_code(
     key: Tensor,
     value: Tensor,
     log_weight: Tensor | None,
-    state: State,
+    state: Tensor,
     fading: Fading,
+    layout: Layout,
     scaling: float,
     heads: Sequence[int] | None,
-    behind: bool,
-) -> tuple[Tensor, Tensor | None, TokenBuffer | None, State]:
+) -> list[Tensor]:
     """Causal attention of new tokens to themselves and to what a fading memory holds, and the memory after them.
 
     Args:
@@ -37,51 +36,33 @@ def attend_and_code(
         key: [B, Hkv, L, d].
         value: [B, Hkv, L, dv].
         log_weight: [B, L], or None for none.
-        state: with window, sinks (if any) and stages as they are kept.
+        state: [B, bytes], window, sinks and stages before.
         fading: the stages of the group.
+        layout: of ``state``.
         scaling: of the scores.
         heads: the KV heads of the group; None for all.
-        behind: whether features stand behind the stages.
 
     Returns:
-        Output [B, H', L, dv] for the queries of the group's heads; for features ``behind`` the log-normaliser
-        [B, H', L], the output then being float32, and the L tokens that leave the last stage; and the state after, its
-        features those before. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the
-        output is NaN: of a query its own row, of a key or a value those of its head from its token on.
+        Output [B, H', L, dv] for the queries of the group's heads, and the state after [B, bytes]. If features stand
+        behind the stages, the output is float32, and the log-normaliser [B, H', L] follows, and of the L tokens that
+        leave the last stage the keys, the values and the log-weights. A vector that holds NaN or infinity, which codes
+        cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its
+        head from its token on.
     """
-    coded = [part for tokens in state.stages for part in _parts(tokens)]
-    score = coded.pop() if fading.kept else None
-    coders = fading.key.constants + fading.value.constants
-    sinks = _parts(state.sinks) if state.sinks is not None else []
-    found = torch.ops.dofla.fading(
+    return torch.ops.dofla.fading(
         query,
         key,
         value,
         log_weight,
-        _parts(state.window),
-        sinks,
-        coded,
-        coders,
+        state,
+        fading.key.constants,
+        fading.value.constants,
         TABLES,
         scaling,
         heads or (),
-        behind,
-        score,
-        fading.counts[-1],
+        layout.features > 0,
+        layout.window,
+        layout.sinks,
+        fading.counts,
+        fading.kept,
     )
-    out, normaliser, left, found = found[0], None, None, found[1:]
-    if behind:
-        normaliser, left, found = found[0], TokenBuffer(*found[1:4]), found[4:]
-    window, found = PackedTokens(*found[:5]), found[5:]
-    stages = []
-    for tokens in state.stages:
-        parts = len(_parts(tokens))
-        stages.append(type(tokens)(*found[:parts]))
-        found = found[parts:]
-    sinks = PackedTokens(*found) if found else None
-    return out, normaliser, left, State(state.features, window, sinks, tuple(stages))
-
-
-def _parts(tokens: _Tensors) -> list[Tensor]:
-    """The tensors of packed or coded tokens, in the order of their fields."""
-    return list(vars(tokens).values())

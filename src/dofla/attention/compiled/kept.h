@@ -195,7 +195,7 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
   std::vector<std::int32_t> place(count + fates.block), score(count + fates.block);
   std::vector<float> query(group.keys.dim);
   std::iota(place.begin(), place.begin() + count, 0);
-  std::copy_n(kept.score.const_data_ptr<std::int16_t>() + unit * count, count, score.begin());
+  std::copy_n(group.stages.back().scores(n, h), count, score.begin());
   for (std::int64_t first = 0; first < length; first += fates.block) {
     const std::int64_t rows = std::min(fates.block, length - first);
     std::copy_n(place.begin(), count, fates.held_before(unit, first));
@@ -226,8 +226,8 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
     copy(line, after, n, h, place[t], t, 1);
     after.log_weights(n, h)[t] = log_weights[place[t]];
   }
-  std::copy_n(score.begin(), count, kept.score_after.mutable_data_ptr<std::int16_t>() + unit * count);
-  float* leaving = kept.left.mutable_data_ptr<float>() + unit * length;
+  std::copy_n(score.begin(), count, after.scores(n, h));
+  float* leaving = &kept.left[unit * length];
   for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
 }
 

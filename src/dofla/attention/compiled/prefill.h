@@ -16,11 +16,22 @@ struct Lines {
   Tokens window;
   std::vector<Tokens> stages;
 
-  explicit Lines(const Group& group) : window(group.window.line(group.window.count + group.length)) {
-    for (const Tokens& tokens : group.stages) stages.push_back(tokens.line(tokens.count + group.length));
+  explicit Lines(const Group& group) {
+    window = line(group, group.window);
+    for (const Tokens& tokens : group.stages) stages.push_back(line(group, tokens));
   }
 
   const Tokens& before(std::size_t stage) const { return stage ? stages[stage - 1] : window; }
+
+ private:
+  Tokens line(const Group& group, const Tokens& of) {
+    Cut cut;
+    const Tokens longer(of.heads, of.count + group.length, of.apart, of.widths, cut);
+    memory_.push_back(at::empty({group.batch, cut.end()}, at::kByte));
+    return longer.in(memory_.back());
+  }
+
+  std::vector<at::Tensor> memory_;
 };
 
 // The lines, and the state after; and of each KV head, how many tokens come before the first whose key or value holds NaN

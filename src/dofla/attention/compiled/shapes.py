@@ -12,26 +12,23 @@ def _fading(
     key: Tensor,
     value: Tensor,
     log_weight: Tensor | None,
-    window: list[Tensor],
-    sinks: list[Tensor],
-    stages: list[Tensor],
-    coders: list[Tensor],
+    state: Tensor,
+    keys: Tensor,
+    values: Tensor,
     tables: Tensor,
     scaling: float,
     heads: list[int],
     behind: bool,
-    score: Tensor | None,
-    newest: int,
+    *sizes: object,
 ) -> list[Tensor]:
-    batch, length = query.shape[0], query.shape[2]
-    kv_heads, head_dim = coders[0].shape[:2]
-    queries, value_dim = kv_heads * (query.shape[1] // key.shape[1]), coders[6].shape[1]
+    (batch, all_heads, length, head_dim), kv_heads = query.shape, len(heads) or key.shape[1]
+    queries, value_dim = kv_heads * (all_heads // key.shape[1]), value.shape[3]
     like = query.new_empty((), dtype=torch.float32 if behind else value.dtype)
-    found = [like.new_empty(batch, length, queries, value_dim).transpose(1, 2)]
+    found = [like.new_empty(batch, length, queries, value_dim).transpose(1, 2), state.new_empty(state.shape)]
     if behind:
         found += [like.new_empty(batch, queries, length), like.new_empty(batch, kv_heads, length, head_dim)]
         found += [like.new_empty(batch, kv_heads, length, value_dim), like.new_empty(batch, length)]
-    return found + [t.new_empty(t.shape) for t in (*window, *stages, *([] if score is None else [score]), *sinks)]
+    return found
 
 
 @torch.library.register_fake("dofla::linear_attention")

@@ -1,0 +1,81 @@
+"""What a fading memory keeps from one call to the next: for each sequence one row of bytes.
+
+The compiled kernels take it as it is and give back another. It would be thirty tensors for two stages, and handing over
+so many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from dofla.attention.coding import Fading
+from dofla.attention.eight_bits import PackedTokens
+from dofla.attention.rows import Rows
+from dofla.attention.state import FeatureState, State, TokenBuffer, _Tensors
+
+
+@dataclass(frozen=True)
+class FlatState(_Tensors):
+    """A :class:`State` in one piece, but for its ``features``: window and sinks in eight bits and stages in codes are
+    the rows ``tokens`` [B, bytes], uint8, that a :class:`Layout` reads."""
+
+    features: FeatureState | None
+    tokens: Tensor
+
+
+class Layout:
+    """Where a group's window, sinks and stages stand in a row of bytes: in this order, the tensors of each in the order
+    of its fields.
+
+    Args:
+        fading: the stages of the group.
+        features: behind them.
+        window: tokens in eight bits.
+        sinks: likewise.
+    """
+
+    def __init__(self, fading: Fading, features: int, window: int, sinks: int) -> None:
+        self.features, self.window, self.sinks = features, window, sinks
+        empty = self.empty(fading, 1, torch.device("cpu"))
+        self._kinds = [type(tokens) for tokens in empty.stages]
+        self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])
+
+    @property
+    def bytes(self) -> int:
+        """Of the tokens of a sequence."""
+        return self._rows.bytes
+
+    def empty(self, fading: Fading, batch: int, device: torch.device) -> State:
+        """The state before the first token, in eight bits and in codes."""
+        heads, dims = fading.key.heads, (fading.key.dim, fading.value.dim)
+        key, value = (torch.empty(batch, heads, 0, dim, device=device) for dim in dims)
+        window, sinks = (
+            PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
+            for count in (self.window, self.sinks)
+        )
+        sizes = batch, heads, self.features, fading.value.dim
+        features = FeatureState.empty(*sizes, device=device) if self.features else None
+        return State(features, window, sinks, fading.empty(batch, device))
+
+    def flat(self, state: State) -> FlatState:
+        """A state in eight bits and in codes in one piece."""
+        return FlatState(state.features, self._rows.joined(_parts(state)))
+
+    def opened(self, state: FlatState) -> State:
+        """The reverse of :meth:`flat`: views."""
+        parts = iter(self._rows.cut(state.tokens))
+        window, sinks = (_taken(PackedTokens, parts) if count else None for count in (self.window, self.sinks))
+        return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
+
+
+def _parts(state: State) -> list[Tensor]:
+    kept = (state.window, state.sinks, *state.stages)
+    return [part for tokens in kept if tokens is not None for part in vars(tokens).values()]
+
+
+def _taken(kind: type[_Tensors], parts: Iterator[Tensor]) -> _Tensors:
+    return kind(*(next(parts) for _ in fields(kind)))

@@ -1,0 +1,47 @@
+"""Several tensors as one: side by side in rows of bytes, which are handed on, copied and written as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Of where each part begins, in bytes: any type can be read there, and no vector that the kernels load straddles two
+lines of the cache (rows.h, ``Cut``)."""
+
+
+class Rows:
+    """Where the parts of a row stand.
+
+    Args:
+        parts: shape and type of each, without the dimensions of the rows.
+
+    Attributes:
+        bytes: of a row.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
+        self.parts = [(tuple(shape), dtype) for shape, dtype in parts]
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self.parts)
+        *self.starts, self.bytes = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+
+    def part(self, rows: Tensor, n: int) -> Tensor:
+        """Part ``n`` [..., shape] of rows [..., bytes], uint8: a view."""
+        (shape, dtype), start = self.parts[n], self.starts[n]
+        return rows[..., start : start + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
+
+    def cut(self, rows: Tensor) -> list[Tensor]:
+        """All of them."""
+        return [self.part(rows, n) for n in range(len(self.parts))]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows [..., bytes], uint8, of parts [..., shape], with zeros between them."""
+        batch = parts[0].shape[: parts[0].ndim - len(self.parts[0][0])]
+        rows = torch.zeros(*batch, self.bytes, dtype=torch.uint8, device=parts[0].device)
+        for n, part in enumerate(parts):
+            self.part(rows, n).copy_(part)
+        return rows
