@@ -51,7 +51,8 @@ def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor],
     own = feature_map_tensors(model)
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[0]
-        raise DoflaError(f"{where} does not fit its plan: {odd} is on one side only")
+        again = "a student of an earlier version must be made again"
+        raise DoflaError(f"{where} does not fit its plan: {odd} is on one side only; {again}")
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             shapes = f"{list(tensor.shape)}, not {list(own[name].shape)}"
