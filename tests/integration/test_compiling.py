@@ -165,6 +165,12 @@ def test_generate_beside_softmax_layers_is_not_compiled():
         dofla.compile_generate(student)
 
 
+@pytest.mark.parametrize("wrap", [dofla.compile_generate, dofla.keep_sessions])
+def test_an_encoder_is_told_that_it_writes_no_text(tiny, wrap):
+    with pytest.raises(DoflaError, match="BertModel writes no text"):
+        wrap(dofla.linearize(tiny.bert()))
+
+
 @torch.no_grad()
 def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
     monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")

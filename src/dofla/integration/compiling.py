@@ -30,8 +30,10 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
         ``student`` itself.
 
     Raises:
-        DoflaError: the model is not linearised, or some of its layers are softmax, whose caches grow.
+        DoflaError: the model is not linearised, or writes no text; some of its layers are softmax, whose caches grow.
     """
+    if not student.can_generate():
+        raise DoflaError(f"{type(student).__name__} writes no text: there is no generate to compile")
     if any(layer.beside_softmax for layer in linear_layers(student).values()):
         raise DoflaError("some layers are softmax, and their cache grows: linearize them all to compile generate")
     if config is None:

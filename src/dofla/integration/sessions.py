@@ -37,11 +37,13 @@ class Sessions:
         read: how many tokens of the last prompt were new, its very last not counted.
 
     Raises:
-        DoflaError: the model is not linearised; ``most`` below 1.
+        DoflaError: the model is not linearised, or writes no text; ``most`` below 1.
     """
 
     def __init__(self, student: PreTrainedModel, most: int = 32, *, static: bool = False) -> None:
         linear_layers(student)
+        if not student.can_generate():
+            raise DoflaError(f"{type(student).__name__} writes no text: there are no sessions to keep")
         if most < 1:
             raise DoflaError(f"sessions: {most}; remember 1 or more")
         self.read = 0
