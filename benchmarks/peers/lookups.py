@@ -134,7 +134,7 @@ def main(
     budget: Annotated[list[int] | None, typer.Option(help="Features per KV head; repeatable; default 64, 256.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable; default 1024 and 2048.")] = None,
     questions: Annotated[int, typer.Option(help="Of each kind and length, at least.")] = 50,
-    choosing: Annotated[int, typer.Option(help="Contexts that choose among templates.")] = 8,
+    choosing: Annotated[int, typer.Option(help="Contexts that choose among templates.")] = 6,
     least: Annotated[float, typer.Option(help="Score of the original with which a kind is worth asking.")] = 0.3,
 ) -> None:
     kinds, lengths, budgets = kind or list(KINDS), length or [1024, 2048], budget or [64, 256]
