@@ -59,7 +59,7 @@ def students(budget: int, known: TokenWindows, own: TokenWindows | None) -> dict
     """Name → what makes of a model one of constant memory."""
     made = {
         "dofla.fade": lambda model: dofla.fade(model, known, budget=budget),
-        "window and sinks, 8 bits": lambda model: window_alone(budget)(model, known),
+        "window and sinks, 8 bits": lambda model: window_alone(budget, None)(model, known),
     }
     if own is not None:
         made["dofla.fade, own samples"] = lambda model: dofla.fade(model, own, budget=budget)

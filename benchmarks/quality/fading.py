@@ -29,15 +29,16 @@ import dofla
 from dofla.attention import stage_bytes
 from dofla.data import TokenWindows
 from dofla.display import size, table
-from dofla.evaluation.run import Evaluation
+from dofla.evaluation.language import next_token_figures
 from dofla.integration.checkpoint import load_model
 from dofla.integration.fading import fading_plan, measure_directions
-from dofla.integration.sites import attention_sites
+from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import SINKS, HeadCost
 from dofla.storage.files import write_json
 
 Student = Callable[[PreTrainedModel, TokenWindows], PreTrainedModel]
+Figures = dict[str, float | list[float]]
 
 
 def window_alone(budget: int, _: int | None) -> Student:
@@ -133,7 +134,7 @@ def main(
     pool = dofla.token_windows(calibrate, tokenizer, length=measured_length, windows=count * seeds, model=teacher)
     shown, rows = table("student", "tokens", "state", *texts, "made in", gap=2), []
     for each, name in product(budget or [64], names):
-        found: dict[tuple[int, str], list[Evaluation]] = {}
+        found: dict[tuple[int, str], list[Figures]] = {}
         for seed in range(1 if name == "window" else seeds):
             own = TokenWindows(pool.input_ids[count * seed : count * (seed + 1)])
             started = time.perf_counter()
@@ -141,14 +142,14 @@ def main(
             seconds = time.perf_counter() - started
             for tokens, kinds in judged.items():
                 for kind, held_out in kinds.items():
-                    result = dofla.evaluate(made, held_out, fidelity_windows=1, progress=False)
-                    found.setdefault((tokens, kind), []).append(result)
+                    with evaluation_mode(made):
+                        found.setdefault((tokens, kind), []).append(next_token_figures(made, held_out))
             state = plan_of(made).state_bytes(teacher.dtype)
             dofla.restore(made)
         for tokens in judged:
             cells = [_cell(found[tokens, kind]) for kind in texts]
             shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
-            figures = {kind: [x.to_dict()["language"] for x in found[tokens, kind]] for kind in texts}
+            figures = {kind: found[tokens, kind] for kind in texts}
             rows.append({"student": name, "budget": each, "bytes": state, "length": tokens, "texts": figures})
     if out is not None:
         write_json(out, {"rows": rows})
@@ -160,13 +161,13 @@ def _windows(where: object, tokenizer: PreTrainedTokenizerBase, length: int, cou
     return dofla.token_windows(where, tokenizer, length=length, windows=count, split="all")
 
 
-def _cell(found: list[Evaluation]) -> str:
-    means = [x.gap for x in found]
+def _cell(found: list[Figures]) -> str:
+    means = [x["gap"] for x in found]
     mean = sum(means) / len(means)
-    kl = sum(x.kl for x in found) / len(found)
+    kl = sum(x["kl"] for x in found) / len(found)
     if len(means) > 1:
         return f"{mean:.4f} ± {(max(means) - min(means)) / 2:.4f}, {kl:.4f}"
-    low, high = found[0].gap_interval
+    low, high = found[0]["gap_interval"]
     return f"{mean:.4f} ({low:.4f} to {high:.4f}), {kl:.4f}"
 
 

@@ -15,6 +15,7 @@ from .integration.sampled import sample_features
 from .integration.self_samples import token_windows
 from .integration.sessions import keep_sessions
 from .integration.sharing import note, push_adapter
+from .integration.stream import Stream
 from .integration.surgery import linearize, restore, softmax
 from .plans.allocate import allocate
 from .plans.curves import Curves
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Shares",
+    "Stream",
     "TokenWindows",
     "allocate",
     "compile_generate",

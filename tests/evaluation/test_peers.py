@@ -111,6 +111,15 @@ def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_t
     assert found.losses["stories"] == [loss]
 
 
+def test_students_of_one_budget_take_no_more_than_its_bytes(continuation, tiny):
+    model, known = tiny.llama(max_position_embeddings=512), dofla.TokenWindows(tiny.tokens(2, 48))
+    limit = continuation.limit_of(model, 24)
+    for name, make in continuation.students(24, known, known).items():
+        held = continuation.judge_student(make(model), tiny.tokens(1, WRITTEN + 40))[1]
+        assert 0.5 * limit < held <= limit, name
+        dofla.restore(model)
+
+
 def test_the_bytes_of_what_is_not_constant_are_seen_to_grow(continuation, model, tiny):
     found = continuation.student_row("softmax", 0, model, {"books": tiny.tokens(1, WRITTEN + 40)})
     assert (found.prompt_bytes, found.end_bytes) == (40 * 4096, (40 + WRITTEN) * 4096)  # float64

@@ -105,3 +105,14 @@ def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
     document = torch.arange(1, 11).unsqueeze(0)
     with pytest.raises(dofla.DoflaError, match="layer 0 has no linear-attention state"):
         dofla.save_state(dofla.read_prompt(model, document), document, tmp_path / "state", model)
+
+
+def test_reading_past_the_positions_is_warned_of_once(tiny, caplog):
+    model = tiny.llama(max_position_embeddings=32)
+    student = dofla.linearize(model, tiny.plan(model, 4))
+    cache = dofla.read_prompt(student, tiny.tokens(1, 32))
+    assert not caplog.records
+    for _ in range(2):
+        dofla.read_prompt(student, tiny.tokens(1, 5), cache=cache)
+    (record,) = caplog.records
+    assert "past the 32 positions" in record.getMessage()

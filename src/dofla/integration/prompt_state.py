@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
+logger = logging.getLogger(__name__)
+
 _FORMAT = "4"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer."""
 
@@ -27,7 +30,7 @@ def read_prompt(
     model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096, cache: DynamicCache | None = None
 ) -> DynamicCache:
     """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L; or after
-    more of a prompt whose ``cache`` is given, and goes on.
+    more of a prompt whose ``cache`` is given, and goes on. Logs a warning where it goes past the model's positions.
 
     Raises:
         DoflaError: not linearised; no tokens, or such as the model cannot read; a chunk below 1.
@@ -37,9 +40,13 @@ def read_prompt(
         raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
     check_readable(model, input_ids, "the prompt")
     cache = DynamicCache(config=model.config) if cache is None else cache
+    before = int(cache.get_seq_length())
     with torch.inference_mode():
         for piece in input_ids.to(model.device).split(chunk, dim=1):
             model.base_model(piece, past_key_values=cache, use_cache=True)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and before <= most < int(cache.get_seq_length()):
+        logger.warning("read past the %d positions that the model has: dofla.Stream begins anew before that", most)
     return cache
 
 

@@ -1,0 +1,85 @@
+"""Text that does not end: a state does not grow with it, and positions begin anew before they are used up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from dofla.errors import DoflaError
+from dofla.integration.prompt_state import read_prompt
+from dofla.integration.reading import check_readable
+from dofla.integration.surgery import linear_layers
+
+_AGAIN = 4
+"""Of the positions, the part that is read again if nothing is said."""
+
+
+class Stream:
+    """A student that reads on and on.
+
+        stream = dofla.Stream(student)
+        for piece in pieces:
+            logits = stream.read(piece)
+
+    A state takes any number of tokens, but a model has positions for so many, and beyond them both it and its student
+    fail. What would not fit any more begins a new state, into which the ``overlap`` tokens before it are read again:
+    what was told before these is gone, and memory stays as it is.
+
+    Args:
+        student: a linearised causal language model.
+        overlap: tokens read again into each new state; default a quarter of the positions, which makes reading cost a
+            third more.
+        positions: that may be used; default all that the model has.
+
+    Attributes:
+        ids: the tokens [B, n] read into the state, from its first on.
+        cache: the state after them; ``generate`` goes on from a copy of it, given ``ids`` and what follows on them.
+        tokens: read so far, since the stream began, each counted once.
+
+    Raises:
+        DoflaError: not linearised; no positions known, or more than there are; an overlap that leaves no room.
+    """
+
+    def __init__(self, student: PreTrainedModel, overlap: int | None = None, positions: int | None = None) -> None:
+        linear_layers(student)
+        known = getattr(student.config.get_text_config(), "max_position_embeddings", None)
+        positions = known if positions is None else positions
+        if positions is None:
+            raise DoflaError(f"{type(student).__name__} does not say how many positions it has: give positions")
+        if positions < 2 or positions > (known or positions):
+            raise DoflaError(f"positions: {positions}; give 2 to {known}, which the model has")
+        overlap = positions // _AGAIN if overlap is None else overlap
+        if not 0 < overlap < positions:
+            raise DoflaError(f"overlap: {overlap}; give 1 to {positions - 1}, with {positions} positions")
+        self.overlap, self.positions, self.tokens = overlap, positions, 0
+        self.ids: Tensor | None = None
+        self.cache = DynamicCache(config=student.config)
+        self._student = student
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor) -> Tensor:
+        """Logits [B, T, V] of the tokens after each of the next ones [B, T]; of a long text, give a few hundred at a
+        time.
+
+        Raises:
+            DoflaError: no tokens, such as the model does not know, or of another number of sequences than before.
+        """
+        check_readable(self._student, ids[..., :1], "the stream")
+        pieces = ids.to(self._student.device).split(self.positions - self.overlap, dim=1)
+        for piece in pieces:
+            check_readable(self._student, piece, "the stream")
+        self.ids = pieces[0][:, :0] if self.ids is None else self.ids
+        if len(ids) != len(self.ids):
+            raise DoflaError(f"the stream: {len(ids)} sequences, and it began with {len(self.ids)}: begin another")
+        return torch.cat([self._read(piece) for piece in pieces], dim=1)
+
+    def _read(self, piece: Tensor) -> Tensor:
+        """The same for what a new state has room for."""
+        if self.ids.shape[1] + piece.shape[1] > self.positions:
+            self.ids = self.ids[:, -self.overlap :]
+            self.cache = read_prompt(self._student, self.ids)
+        logits = self._student(piece, past_key_values=self.cache, use_cache=True).logits
+        self.ids = torch.cat([self.ids, piece], dim=1)
+        self.tokens += piece.shape[1]
+        return logits

@@ -1,0 +1,138 @@
+"""``benchmarks/peers/lookups.py``: what is told in a context can be found there, and answers are scored by it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from students import reader_of
+
+import dofla
+from dofla.errors import DoflaError
+from dofla.storage.files import write_json
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """``needles`` and ``lookups``."""
+    path = list(sys.path)
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks/peers"))
+    yield importlib.import_module("needles"), importlib.import_module("lookups")
+    sys.path[:] = path
+
+
+@pytest.fixture
+def writer(modules, tokenizer):
+    words = [word[1:] for word in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{4,8}", word)]
+    return modules[0].Writer(tokenizer, tokenizer.encode(". ".join(words), add_special_tokens=False))
+
+
+def kinds(modules):
+    return [(kind, template) for kind, (_, templates) in modules[0].KINDS.items() for template in templates]
+
+
+def test_contexts_have_room_for_question_and_answer_and_what_is_asked_stands_in_them(modules, writer, tokenizer):
+    for kind, template in kinds(modules):
+        for context in writer.contexts(kind, template, 700, 2, seed=0):
+            text = tokenizer.decode(context.ids)
+            longest = max(len(question.ids) + question.room for question in context.questions)
+            assert 500 <= len(context.ids) + longest <= 700, (kind, template)
+            for question in context.questions:
+                assert all(answer in text for answer in question.answers), (kind, template)
+                assert len(tokenizer.encode(" " + ", ".join(question.answers))) <= question.room
+
+
+def test_contexts_are_those_of_the_seed(modules, writer):
+    for kind, template in kinds(modules):
+        first, again, other = (writer.contexts(kind, template, 700, 1, seed=n) for n in (0, 0, 1))
+        assert first == again != other
+
+
+def test_a_needle_is_asked_for_by_its_key(modules, writer, tokenizer):
+    for kind, count in (("single", 1), ("multi-key", modules[0].NEEDLES)):
+        (context,) = writer.contexts(kind, "pass codes", 700, 1, seed=0)
+        told = re.findall(r"The pass code of the (\w+) is (\d+)\.", tokenizer.decode(context.ids))
+        assert len(told) == count == len(context.questions)
+        for question in context.questions:
+            (key,) = re.findall(r"What is the pass code of the (\w+)\?", tokenizer.decode(question.ids))
+            assert (key, question.answers[0]) in told
+
+
+def test_variables_lead_from_one_to_the_next(modules, writer, tokenizer):
+    (context,) = writer.contexts("variables", "as it is", 700, 1, seed=0)
+    steps = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", tokenizer.decode(context.ids))
+    assert [name for name, _ in steps] == list(context.questions[0].answers)
+    assert [value for _, value in steps[1:]] == [name for name, _ in steps[:-1]]
+
+
+def test_common_words_are_the_most_common(modules, writer, tokenizer):
+    (context,) = writer.contexts("common words", "as it is", 1500, 1, seed=0)
+    listed = re.findall(r"\d+\. ([a-z]+)", tokenizer.decode(context.ids))
+    common = context.questions[0].answers
+    assert min(map(listed.count, common)) > max(listed.count(word) for word in set(listed) - set(common))
+
+
+def test_the_score_is_the_share_that_was_written(modules):
+    question = modules[0].Question([], ("apple", "pear", "plum", "fig"), 9)
+    assert question.score("1. Apple 2. grape 3. plum") == 0.5
+    assert question.score("") == 0
+
+
+@pytest.mark.parametrize("length", [30, 60])
+def test_too_short_a_context_is_refused(modules, writer, length):
+    with pytest.raises(DoflaError, match=f"length {length} leaves .* give a greater length"):
+        writer.contexts("multi-key", "magic numbers", length, 1, seed=0)
+
+
+def test_a_text_of_few_words_is_refused(modules, tokenizer):
+    with pytest.raises(DoflaError, match="give one with 200 or more"):
+        modules[0].Writer(tokenizer, tokenizer.encode("A few words."))
+
+
+@torch.no_grad()
+def test_answers_are_those_of_whole_prompts_read_from_the_start(tiny, modules, writer, tokenizer, monkeypatch):
+    needles, lookups = modules
+    student, said = reader_of(tiny, "llama"), []
+    monkeypatch.setattr(needles.Question, "score", lambda question, written: said.append(written) or 1.0)
+    (context,) = writer.contexts("multi-key", "pass codes", 200, 1, seed=0)
+    scores, held = lookups.answer(student, tokenizer, context)
+    assert scores == [1.0] * needles.NEEDLES
+    assert held > 0
+    for question, written in zip(context.questions, said, strict=True):
+        ids = torch.tensor([context.ids + question.ids])
+        whole = student.generate(ids, max_new_tokens=question.room, do_sample=False, attention_mask=ids > -1)
+        assert tokenizer.decode(whole[0, ids.shape[1] :]) == written
+
+
+def test_what_was_found_is_not_measured_again_and_intervals_are_over_contexts(tiny, modules, writer, tmp_path):
+    lookups = modules[1]
+    asking, student = lookups.Asking(writer, tmp_path), reader_of(tiny, "llama")
+    asked = ("dofla.fade, 8", student, "single", "pass codes", 150)
+    assert len(asking.ask(*asked, contexts=2, seed=0).scores) == 2
+    (path,) = tmp_path.iterdir()
+    kept = lookups.Found("dofla.fade, 8", "single", "pass codes", 150, 1024, [[0.25], [0.5]])
+    write_json(path, asdict(kept))
+    assert asking.ask(*asked, contexts=2, seed=0) == kept
+    assert len(asking.ask(*asked, contexts=3, seed=0).scores) == 3
+    other = lookups.Found("x", "multi-key", "pass codes", 150, 1024, [[1, 1, 1, 0], [0, 0, 0, 1]])
+    assert other.cell == "0.50 (0.25 to 0.75)"
+
+
+def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys):
+    lookups = modules[1]
+    monkeypatch.setattr(lookups, "load_model", lambda _: tiny.llama(vocab_size=len(tokenizer), head_dim=16))
+    monkeypatch.setattr(lookups.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
+    monkeypatch.setattr(lookups, "_tokens", lambda *_: writer.text)
+    monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(2, 48)))
+    options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 1}
+    lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options)
+    printed = capsys.readouterr().out
+    for row in (lookups.SOFTMAX, "dofla.fade, 24", "window and sinks, 8 bits, 24", "single, 150 (2)"):
+        assert row in printed
+    with pytest.raises(DoflaError, match=r"the original scores below 1\.1 on every kind"):
+        lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=1.1, **options)
