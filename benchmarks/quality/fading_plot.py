@@ -16,6 +16,7 @@ import typer
 from dofla.storage.files import read_json
 
 COLOURS = ("#0b6e99", "#b3541e", "#7a5fa8", "#2f7d4f")
+LEAST = 1e-3  # nats that are shown: intervals reach down to nothing, which a logarithm cannot
 LINES = {"fading": ("-", "o"), "window": (":", "s")}
 
 
@@ -40,12 +41,14 @@ def main(
                     label = kind if student == "fading" else None
                     _draw(axis, sizes, gaps, color=colour, ls=line, marker=marker, label=label)
         sizes = sorted({row["bytes"] / 2**20 for row in here if row["student"] == "fading"})
-        axis.set(xscale="log", yscale="log", title=f"{length:,} tokens", xlabel="state per sequence, MiB")
+        axis.set(
+            xscale="log", yscale="log", ylim=(LEAST, None), title=f"{length:,} tokens", xlabel="state per sequence, MiB"
+        )
         axis.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
         axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.grid(True, lw=0.3, color="#ccc")
-    axes[0][0].set_ylabel("gap, nats per token (dotted: a window)")
+    axes[0][0].set_ylabel("gap, nats per token (squares: a window)")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(out, metadata={"Date": None})

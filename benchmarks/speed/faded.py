@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch._inductor.config as inductor
 import transformers
 import typer
 from model import MODELS, Job, build, machine
@@ -52,6 +53,7 @@ def main(
     out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
+    inductor.freezing = True
     contexts = sorted(contexts or [EMPTY, 512, 2048, 4096])
     prompts = [] if compile else sorted(prompts or [512, 2048])
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "batch": batch, "rows": []}
@@ -126,7 +128,7 @@ def decode(
         model, length = models[kind.removesuffix(COMPILED)], context + new_tokens + 1
         step, cache = model, DynamicCache(config=model.config)
         if kind.endswith(COMPILED):
-            step = torch.compile(model, dynamic=False, options={"freezing": True})
+            step = torch.compile(model, dynamic=False)
             cache = StaticCache(model.config, max_cache_len=length)
         tokens = random_tokens(model, batch, 1)
         feed(model, random_tokens(model, batch, context), cache)

@@ -20,7 +20,8 @@ needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(c
 
 
 class Graphs:
-    """A backend that counts what it compiles, and the calls of our operators in each graph."""
+    """A backend that counts what it compiles, the calls of our operators in each graph, and the weights that are given to
+    the last one instead of being part of it."""
 
     def __init__(self, backend: str = "aot_eager") -> None:
         torch._dynamo.reset()
@@ -30,6 +31,7 @@ class Graphs:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         self.calls.append([name for name in names if name.startswith("dofla.")])
+        self.weights_given = sum(isinstance(x, torch.nn.Parameter) for x in inputs)
         return self.compile(graph, inputs)
 
     def __deepcopy__(self, memo: dict) -> Graphs:
@@ -130,6 +132,7 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         student.generate(ids, attention_mask=mask, **options),
     )
     assert backend.calls == [["dofla.fading"] * 2]
+    assert backend.weights_given > 0
     with torch._dynamo.config.patch(error_on_recompile=True):
         other = tokens(2, 33)
         assert torch.equal(student.generate(other, **options, **static), student.generate(other, **options))
@@ -151,6 +154,7 @@ def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
         assert sessions.read == (39 if turn == 0 else 5)
         text = torch.cat([said, tokens(1, 5, seed=turn)], 1)
     assert backend.calls == [["dofla.fading"] * 2]
+    assert backend.weights_given == 0
     batch = tokens(2, 33)
     assert torch.equal(student.generate(batch, **options), plain.generate(batch, **options))
     made = len(backend.calls)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch._inductor.config as inductor
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
@@ -24,7 +25,7 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
 
     Args:
         student: a linearised causal model.
-        config: other options of torch.compile.
+        config: of torch.compile; default its own.
 
     Returns:
         ``student`` itself.
@@ -37,7 +38,7 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
     if any(layer.beside_softmax for layer in linear_layers(student).values()):
         raise DoflaError("some layers are softmax, and their cache grows: linearize them all to compile generate")
     if config is None:
-        config = CompileConfig(mode=None, options={"freezing": True})
+        config = CompileConfig(mode="default")
         config._compile_all_devices = True  # otherwise transformers compiles on GPUs alone
     student.generate = _compiled(student.generate, config)
     return student
@@ -48,6 +49,9 @@ def _compiled(generate: Callable[..., Any], config: CompileConfig) -> Callable[.
     def compiled(inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
         if options.get("past_key_values") is None:
             options.setdefault("cache_implementation", "static")
-        return generate(inputs, *args, **{"compile_config": config, **options})
+        with inductor.patch(
+            freezing=True
+        ):  # as an option of torch.compile it comes too late for dynamo, and does nothing
+            return generate(inputs, *args, **{"compile_config": config, **options})
 
     return compiled
