@@ -60,7 +60,8 @@ def serve(
     port: Annotated[int, typer.Option(help="And port; 0 for any that is free.")] = 8000,
     sessions: Annotated[int, typer.Option(help="Conversations whose state is kept between turns.")] = 32,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Write tokens by torch.compile: faster, after a minute at the first one.")
+        bool,
+        typer.Option("--compile", help="Write tokens by torch.compile: faster, after half a minute at the first one."),
     ] = False,
     base_model: BaseModel = None,
     dtype: Dtype = None,
