@@ -20,8 +20,8 @@ needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(c
 
 
 class Graphs:
-    """A backend that counts what it compiles, the calls of our operators in each graph, and the weights that are given to
-    the last one instead of being part of it."""
+    """A backend that counts what it compiles, the calls of our operators in each graph, and the weights that are given
+    to the last one instead of being part of it."""
 
     def __init__(self, backend: str = "aot_eager") -> None:
         torch._dynamo.reset()

@@ -19,9 +19,9 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
 
     Products with the weights are most of what a token costs, and on a CPU torch takes them as fast as memory allows
     only where they have been packed for that: inductor's ``freezing``. It packs them once, beside those that go on
-    reading prompts, so what is done to the student's weights afterwards plays no part. The first token takes half a minute;
-    the graph serves for all lengths, as a state does not grow. A call with a cache of its own is compiled if that is a
-    static one.
+    reading prompts, so what is done to the student's weights afterwards plays no part. The first token takes half a
+    minute; the graph serves for all lengths, as a state does not grow. A call with a cache of its own is compiled if
+    that is a static one.
 
     Args:
         student: a linearised causal model.
