@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
+from benches import scripts
 from students import reader_of
 
 import dofla
@@ -20,10 +18,8 @@ from dofla.storage.files import write_json
 @pytest.fixture(scope="module")
 def modules():
     """``needles`` and ``lookups``."""
-    path = list(sys.path)
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks/peers"))
-    yield importlib.import_module("needles"), importlib.import_module("lookups")
-    sys.path[:] = path
+    with scripts("peers", "needles", "lookups") as modules:
+        yield modules
 
 
 @pytest.fixture

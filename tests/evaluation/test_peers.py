@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from arithmetic import sum_error
+from benches import scripts
 from transformers import DynamicCache, QuantizedCache
 
 import dofla
@@ -21,10 +18,8 @@ WRITTEN = 256
 @pytest.fixture(scope="module")
 def modules():
     """``judging`` and ``continuation``."""
-    path = list(sys.path)
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks/peers"))
-    yield importlib.import_module("judging"), importlib.import_module("continuation")
-    sys.path[:] = path
+    with scripts("peers", "judging", "continuation") as modules:
+        yield modules
 
 
 @pytest.fixture

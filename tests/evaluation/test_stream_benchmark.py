@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from benches import scripts
 from torch.nn.functional import cross_entropy
 
 import dofla
@@ -19,10 +16,8 @@ FADING = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_
 
 @pytest.fixture(scope="module")
 def module():
-    path = list(sys.path)
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks/quality"))
-    yield importlib.import_module("stream")
-    sys.path[:] = path
+    with scripts("quality", "stream") as (module,):
+        yield module
 
 
 @pytest.fixture

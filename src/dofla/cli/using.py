@@ -67,7 +67,6 @@ def serve(
     dtype: Dtype = None,
 ) -> dict[str, Any]:
     """Answer requests as OpenAI's API does, by transformers' own server; a turn of a chat costs its own tokens."""
-    from dofla.integration.compiling import compile_generate
     from dofla.integration.sessions import keep_sessions
     from dofla.runs.teacher import open_student
     from dofla.storage.extras import extra
@@ -79,6 +78,8 @@ def serve(
     with listening(host, port) as place:
         model, tokenizer = open_student(student, dtype, base_model)
         if compile:
+            from dofla.integration.compiling import compile_generate
+
             compile_generate(model)
         keep_sessions(model, sessions, static=compile)
         name = Path(student).name
