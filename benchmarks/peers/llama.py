@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,12 +25,10 @@ import torch
 import torch._inductor.config as inductor
 import transformers
 import typer
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 import dofla
-from dofla.display import size, table
+from dofla.display import size
 from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
 from dofla.storage.files import write_json
@@ -125,16 +123,9 @@ def parameter_bytes(model: PreTrainedModel) -> int:
     return sum(weights.numel() * weights.element_size() for weights in model.parameters())  # tied ones are there once
 
 
-def shown(found: dict[str, Any]) -> Table:
-    """A row for each memory: milliseconds of a token after so many, seconds of a prompt of so many."""
-    tokens, prompts, held = found["tokens"], found["prompts"], found["bytes"]
-    after = [f"ms after {count:,}" for count in tokens]
-    made = table("", "weights", *after, *(f"s of {count:,}" for count in prompts), f"cache after {max(held):,}")
-    for name, weights in found["weights"].items():
-        times = [f"{1e3 * taken[name]:.1f}" for taken in tokens.values()]
-        times += [f"{taken[name]:.2f}" if name in taken else "" for taken in prompts.values()]
-        made.add_row(name, size(weights), *times, size(held[max(held)][name]))
-    return made
+def show(what: str, names: Iterable[str], cells: dict[str, str]) -> None:
+    """A row with a column for each name."""
+    print(f"{what:<22}" + "".join(f"{cells.get(name, ''):>{len(name) + 2}}" for name in names), flush=True)
 
 
 def main(
@@ -159,12 +150,17 @@ def main(
     longest = max(*lengths, contexts[-1] + new_tokens + 1)
     with running(llama_python, longest, kind or ["f16", "q8_0"]) as llama, torch.inference_mode():
         timing = Timing(models, llama, compile)
-        found["weights"] = timing.weights
+        found["weights"] = names = timing.weights
+        show("", names, {name: name for name in names})
+        show("weights", names, {name: size(count) for name, count in names.items()})
         for count in contexts:
-            found["tokens"][count], found["bytes"][count] = timing.tokens(count, new_tokens)
+            taken, held = timing.tokens(count, new_tokens)
+            show(f"ms after {count:,} tokens", names, {name: f"{1e3 * each:.1f}" for name, each in taken.items()})
+            show("cache", names, {name: size(each) for name, each in held.items()})
+            found["tokens"][count], found["bytes"][count] = taken, held
         for count in lengths:
-            found["prompts"][count] = timing.prompts(count, repeats)
-    Console(width=200).print(shown(found))
+            taken = found["prompts"][count] = timing.prompts(count, repeats)
+            show(f"s of {count:,} tokens", names, {name: f"{each:.2f}" for name, each in taken.items()})
     if out:
         write_json(out, found)
 

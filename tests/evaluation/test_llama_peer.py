@@ -4,13 +4,11 @@ counts tokens stands here for it."""
 from __future__ import annotations
 
 import sys
-from io import StringIO
 
 import pytest
 import torch
 import typer
 from benches import scripts
-from rich.console import Console
 
 import dofla
 from dofla.integration.cache import cache_bytes
@@ -96,25 +94,28 @@ def test_each_has_its_times_and_its_bytes(script, environment, tiny):
     models = {"softmax float32": tiny.llama(), "faded float32": tiny.llama()}
     dofla.fade(models["faded float32"], tiny.tokens(1, 64), budget=24, shares="even")
     cache = dofla.read_prompt(models["faded float32"], tiny.tokens(1, 40))
-    found = {"tokens": {}, "bytes": {}}
+    names, seconds = {*models, "llama.cpp f16"}, []
     with script.running(sys.executable, 64, ["f16"]) as llama:
         timing = script.Timing(models, llama, compile=False)
         for context in (10, 40):
-            found["tokens"][context], found["bytes"][context] = timing.tokens(context, 3)
-        found["prompts"] = {50: timing.prompts(50, 2)}
-    found["weights"] = timing.weights
-    names = {*models, "llama.cpp f16"}
+            taken, held = timing.tokens(context, 3)
+            seconds.append(taken)
+        seconds.append(timing.prompts(50, 2))
     # One token more than three is read before they are timed.
     softmax = 44 * 2 * 2 * 2 * 8 * 4
-    assert found["bytes"][40] == {
+    assert held == {
         "softmax float32": softmax,
         "faded float32": cache_bytes(cache),
         "llama.cpp f16": 44 * EACH,
     }
-    for taken in (*found["tokens"].values(), found["prompts"][50], found["weights"]):
-        assert taken.keys() == names
-        assert min(taken.values()) > 0
-    console = Console(file=StringIO(), width=200)
-    console.print(script.shown(found))
-    lines = console.file.getvalue().splitlines()
-    assert {line.split("  ")[0] for line in lines[1:]} == names
+    for each in (*seconds, timing.weights):
+        assert each.keys() == names
+        assert min(each.values()) > 0
+
+
+def test_a_row_has_its_cells_under_their_names(script, capsys):
+    names = ["faded", "softmax"]
+    for what, cells in (("", dict(zip(names, names, strict=True))), ("weights", {"softmax": "2"})):
+        script.show(what, names, cells)
+    above, below = capsys.readouterr().out.splitlines()
+    assert above.index("softmax") + len("softmax") == below.index("2") + 1
