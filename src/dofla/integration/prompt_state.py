@@ -22,7 +22,7 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "4"
+_FORMAT = "5"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer."""
 
 
