@@ -87,11 +87,12 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
   const __m128i low = _mm_and_si128(window, _mm_set1_epi8(15));
   const auto among = [&](int from) { return _mm_shuffle_epi8(load_bytes(levels.bytes + from), low); };
   const __m128i fifth = _mm_slli_epi16(window, 3), sixth = _mm_slli_epi16(window, 2);  // the highest of their bytes
-  std::int8_t found[16];
-  _mm_storeu_si128(
-      reinterpret_cast<__m128i*>(found),
-      _mm_blendv_epi8(_mm_blendv_epi8(among(0), among(16), fifth), _mm_blendv_epi8(among(32), among(48), fifth), sixth));
-  return floats<N>(found);
+  const __m128i found =
+      _mm_blendv_epi8(_mm_blendv_epi8(among(0), among(16), fifth), _mm_blendv_epi8(among(32), among(48), fifth), sixth);
+  float wide[16];
+  _mm256_storeu_ps(wide, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(found)));
+  if (N == 16) _mm256_storeu_ps(wide + 8, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(found, 8))));
+  return floats<N>(wide);
 #else
   float found[N];
   for (int i = 0; i < N; ++i) {
@@ -114,17 +115,22 @@ inline void pack_codes(const std::int32_t* windows, std::uint8_t* to) {
   }
 }
 
-typedef std::int32_t Costs __attribute__((vector_size(64)));
+#ifdef __AVX512F__
+constexpr int kWide = 16;  // costs of a vector
+#else
+constexpr int kWide = 8;
+#endif
+typedef std::int32_t Costs __attribute__((vector_size(4 * kWide)));
 
 // Viterbi's algorithm for `Many` blocks of whole numbers at once: their steps wait for each other within a block only.
 template <int N, int Bits, int Many>
 class Search {
  public:
   explicit Search(const float* levels) {
-    for (int v = 0; v < 4; ++v) {
-      const Costs level = __builtin_convertvector(load(levels + 16 * v), Costs);
+    for (int v = 0; v < kTotals; ++v) {
+      const Costs level = __builtin_convertvector(floats<kWide>(levels + kWide * v), Costs);
       slope_[v] = -2 * kBranches * level;
-      start_[v] = kBranches * kFine * level * level + (16 * v + kOrder) / kStates;
+      start_[v] = kBranches * kFine * level * level + (kWide * v + order(kLanes)) / kStates;
     }
   }
 
@@ -135,11 +141,13 @@ class Search {
     std::int32_t ends[Many];
     for (int j = 0; j < Many; ++j) {
       std::int32_t least = cost[j][0][0];
-      for (int state = 0; state < kStates; ++state) least = std::min(least, cost[j][state / 16][state % 16] + state);
+      for (int state = 0; state < kStates; ++state) least = std::min(least, cost[j][state / kWide][state % kWide] + state);
       std::int32_t state = least & (kBranches - 1);
       for (int i = N - 1; i >= N - N / 2; --i) state = before(j, i, state) >> Bits;
       ends[j] = state;
-      for (int v = 0; v < kVectors; ++v) cost[j][v] = (16 * v + kOrder) % kStates == state ? Costs{} : kNowhere - Costs{};
+      for (int v = 0; v < kVectors; ++v) {
+        cost[j][v] = (kWide * v + order(kLanes)) % kStates == state ? Costs{} : kNowhere - Costs{};
+      }
     }
     for (int i = 0; i < N; ++i) step(x, i, i, cost);
     for (int j = 0; j < Many; ++j) {
@@ -149,53 +157,61 @@ class Search {
   }
 
  private:
-  static constexpr int kStates = kWindows >> Bits, kVectors = kStates > 16 ? kStates / 16 : 1;  // fewer stand there again
+  static constexpr int kStates = kWindows >> Bits, kTotals = kWindows / kWide;
+  static constexpr int kVectors = std::max(kStates / kWide, 1);  // fewer states than lanes stand there again
   static constexpr std::int32_t kBranches = 32, kNowhere = 1 << 29;
-  static constexpr Costs kOrder = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr auto kLanes = std::make_integer_sequence<int, kWide>{};
 
   // The window of number i on the path to `state` behind it.
   std::int32_t before(int j, int i, std::int32_t state) const {
-    return (ways_[j][i][state / 16][state % 16] & (kBranches - 1)) * kStates + state;
+    return (ways_[j][i][state / kWide][state % kWide] & (kBranches - 1)) * kStates + state;
   }
 
+  template <int... Lane>
+  static Costs order(std::integer_sequence<int, Lane...>) {
+    return Costs{Lane...};
+  }
+
+  // Costs of the states in which the windows of vector V begin.
   template <int V, int... Lane>
-  static Costs of_states(const Costs* cost, std::integer_sequence<int, Lane...>) {
-    const Costs& states = cost[(16 * V >> Bits) / 16];
-    return __builtin_shufflevector(states, states, (((16 * V + Lane) >> Bits) % 16)...);
+  static Costs begun(const Costs* cost, std::integer_sequence<int, Lane...>) {
+    const Costs& states = cost[(kWide * V >> Bits) / kWide];
+    return __builtin_shufflevector(states, states, (((kWide * V + Lane) >> Bits) % kWide)...);
   }
 
   template <int Apart, int... Lane>
   static Costs moved(const Costs& x, std::integer_sequence<int, Lane...>) {
-    return __builtin_shufflevector(x, x, ((Lane + Apart) % 16)...);
+    return __builtin_shufflevector(x, x, ((Lane + Apart) % kWide)...);
   }
 
   static Costs lesser(const Costs& a, const Costs& b) { return a < b ? a : b; }
 
-  void step(const std::int32_t (*x)[N], int number, int i, Costs (*cost)[kVectors]) {
-    constexpr auto lanes = std::make_integer_sequence<int, 16>{};
-    for (int j = 0; j < Many; ++j) {
-      const Costs total[4] = {of_states<0>(cost[j], lanes) + (start_[0] + slope_[0] * x[j][number]),
-                              of_states<1>(cost[j], lanes) + (start_[1] + slope_[1] * x[j][number]),
-                              of_states<2>(cost[j], lanes) + (start_[2] + slope_[2] * x[j][number]),
-                              of_states<3>(cost[j], lanes) + (start_[3] + slope_[3] * x[j][number])};
-      Costs least[kVectors] = {};
-      if constexpr (kVectors == 2) {
-        least[0] = lesser(total[0], total[2]);
-        least[1] = lesser(total[1], total[3]);
-      } else {
-        least[0] = lesser(lesser(total[0], total[1]), lesser(total[2], total[3]));
-        if constexpr (kStates <= 8) least[0] = lesser(least[0], moved<8>(least[0], lanes));
-        if constexpr (kStates <= 4) least[0] = lesser(least[0], moved<4>(least[0], lanes));
-        if constexpr (kStates <= 2) least[0] = lesser(least[0], moved<2>(least[0], lanes));
-      }
-      for (int v = 0; v < kVectors; ++v) {
-        ways_[j][i][v] = least[v];
-        cost[j][v] = least[v] & -kBranches;
-      }
+  template <int Apart>
+  static Costs folded(const Costs& x) {
+    if constexpr (Apart < kStates) {
+      return x;
+    } else {
+      return folded<Apart / 2>(lesser(x, moved<Apart>(x, kLanes)));
     }
   }
 
-  Costs slope_[4], start_[4], ways_[Many][N][kVectors];
+  template <int... V>
+  void extend(std::int32_t x, Costs* cost, Costs* ways, std::integer_sequence<int, V...>) const {
+    const Costs totals[] = {begun<V>(cost, kLanes) + (start_[V] + slope_[V] * x)...};
+    for (int v = 0; v < kVectors; ++v) {
+      Costs least = totals[v];
+      for (int from = v + kVectors; from < kTotals; from += kVectors) least = lesser(least, totals[from]);
+      ways[v] = folded<kWide / 2>(least);
+    }
+    for (int v = 0; v < kVectors; ++v) cost[v] = ways[v] & -kBranches;
+  }
+
+  void step(const std::int32_t (*x)[N], int number, int i, Costs (*cost)[kVectors]) {
+    constexpr auto totals = std::make_integer_sequence<int, kTotals>{};
+    for (int j = 0; j < Many; ++j) extend(x[j][number], cost[j], ways_[j][i], totals);
+  }
+
+  Costs slope_[kTotals], start_[kTotals], ways_[Many][N][kVectors];
 };
 
 }  // namespace dofla::coding
