@@ -105,8 +105,8 @@ def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
     assert _next(found, [16, 32, 64]) == found.between(64) == 27
     found.points += points({27: 0.02}) + points({27: 0.3}, 128)
     assert _next(found, [16, 32, 64]) == found.between(128) == 56
-    found.points += [x for n in range(56, 61) for x in points({n: 0.02}, 128)]
-    assert found.between(128) is not None
+    found.points += [x for n in range(40, 45) for x in points({n: 0.03}, 128)]
+    assert found.between(128) == 51
     assert _next(found, [16, 32, 64]) is None  # that is enough
     assert _next(Frontier([], {}), [16, 32]) == 16
     assert _next(Frontier(points({16: 1.0, 32: 1.0}), {64: 1}), [16, 32]) is None

@@ -1,4 +1,4 @@
-"""What ``dofla frontier`` found, for the page: quality by bytes of state, a line for each length and text."""
+"""What ``dofla frontier`` found, for the page: quality by bytes of state, for each length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from dofla.report.page import model_title
 from dofla.report.runs import naming
-from dofla.runs.frontier import FRONTIER, STUDENTS, Frontier
+from dofla.runs.frontier import FRONTIER, STUDENTS, Frontier, Point
 
 
 def is_frontier(folder: str | Path) -> bool:
@@ -25,17 +25,11 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
     """
     folder, found = Path(folder), Frontier.load(folder)
     with naming(folder):
-        lines = [
-            {"length": length, "text": text, "points": _points(found, length, text)}
-            for length in sorted(found.cache)
-            for text in found.texts
-        ]
         sizes = {
             "target": found.target,
             "texts": found.judged,
             "made": found.made_from,
-            "lines": [line for line in lines if line["points"]],
-            "lengths": [_smallest(found, length, folder) for length in sorted(found.cache)],
+            "lengths": [_length(found, length, folder) for length in sorted(found.cache)],
         }
         data = {
             "name": folder.resolve().name,
@@ -48,19 +42,17 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
         return data
 
 
-def _points(found: Frontier, length: int, text: str) -> list[dict[str, Any]]:
-    own = sorted((x for x in found.points if (x.length, x.text) == (length, text)), key=lambda x: x.budget)
-    return [{"budget": x.budget, "bytes": x.bytes, "gap": x.gap, "interval": x.gap_interval, "kl": x.kl} for x in own]
-
-
-def _smallest(found: Frontier, length: int, folder: Path) -> dict[str, Any]:
-    known: dict[str, Any] = {"length": length, "cache": found.cache[length], "student": None}
+def _length(found: Frontier, length: int, folder: Path) -> dict[str, Any]:
+    """Points of all texts; the ``worst`` of each budget, as the target sees it; and the student that meets it."""
+    own = [_point(x) for x in found.points if x.length == length]
+    known = {"length": length, "cache": found.cache[length], "points": own, "student": None}
+    known["worst"] = [_point(x) for x in found.at(length)]
     if (point := found.smallest(length)) is not None:
-        known["student"] = {
-            "budget": point.budget,
-            "bytes": point.bytes,
-            "text": point.text,
-            "loss": point.loss,
-            "folder": shlex.quote(str(folder / STUDENTS / str(point.budget))),
-        }
+        known["student"] = {**_point(point), "folder": shlex.quote(str(folder / STUDENTS / str(point.budget)))}
     return known
+
+
+def _point(x: Point) -> dict[str, Any]:
+    low, high = x.gap_interval
+    kept = {"budget": x.budget, "bytes": x.bytes, "text": x.text}
+    return {**kept, "gap": x.gap, "error": (high - low) / 2, "kl": x.kl}

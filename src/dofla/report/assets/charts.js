@@ -103,7 +103,11 @@ function draw(spec, width, readout) {
         style: { stroke: "var(--ink)" },
         "stroke-dasharray": "2 3",
       }),
-      svg("text", { class: "halo strong", x: left + 6, y: y(rule.y) - 6 }, rule.words),
+      svg(
+        "text",
+        { class: "halo strong", x: width - right - 6, y: y(rule.y) - 6, "text-anchor": "end" },
+        rule.words,
+      ),
     );
   for (const [n, mark] of (spec.marks || []).entries()) {
     const at = x(mark.x),
