@@ -141,6 +141,8 @@ def test_bad_input(tiny):
     model, tokens = tiny.llama(), windows(tiny, 2, 32)
     with pytest.raises(DoflaError, match=r"'a' of \[32, 32\] tokens: give each text one set of windows"):
         dofla.frontier(model, tokens, {"a": [tokens, tokens]})
+    with pytest.raises(DoflaError, match=r"'a' of \[32\] tokens, 'b' of \[\] tokens: give each text"):
+        dofla.frontier(model, tokens, {"a": [tokens], "b": []})
     with pytest.raises(DoflaError, match="windows to judge by: none"):
         dofla.frontier(model, tokens, {})
     with pytest.raises(DoflaError, match="no budget to try"):

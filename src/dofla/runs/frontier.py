@@ -193,8 +193,8 @@ def frontier(
             called with (stage, done, total) after each budget.
 
     Raises:
-        DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; two sets of windows of one text and
-            length; a target that is not above 0; ``out`` exists.
+        DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; a text without windows, or with
+            two sets of one length; a target that is not above 0; ``out`` exists.
     """
     windows, sets = as_windows(tokens), _sets(judged)
     if not budgets:
@@ -236,7 +236,7 @@ def frontier(
 def _sets(judged: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], TokenWindows]:
     """Windows by text and length."""
     sets = {(text, windows.length): windows for text, own in judged.items() for windows in own}
-    if not sets or len(sets) < sum(map(len, judged.values())):
+    if not judged or not all(judged.values()) or len(sets) < sum(map(len, judged.values())):
         what = ", ".join(f"{text!r} of {[w.length for w in own]} tokens" for text, own in judged.items()) or "none"
         raise DoflaError(f"windows to judge by: {what}: give each text one set of windows for each length")
     return sets
