@@ -8,7 +8,7 @@ from random import Random
 
 from dofla.attention import stage_bytes
 from dofla.attention.coding.coder import spread
-from dofla.attention.coding.levels import UNIT, borders, levels
+from dofla.attention.coding.levels import UNIT, levels
 from dofla.plans.fading import fade_evenly
 from dofla.plans.hybrid import HeadCost
 
@@ -248,7 +248,7 @@ def coding() -> None:
     variance = [0.91**n + 0.015 for n in range(64)]
     means = [sum(variance[n : n + 16]) / 16 for n in range(0, 64, 16)]
     parts = [text(20, 26, "Bits go where errors matter", "title")]
-    parts += [text(326, 26, "The eight levels of 3 bits", "title")]
+    parts += [text(326, 26, "64 levels of 3 bits, 8 at a time", "title")]
     for block, (mean, bits) in enumerate(zip(means, spread(means, 3), strict=True)):
         left = 24 + 66 * block
         for n in range(16):
@@ -262,20 +262,17 @@ def coding() -> None:
     parts += [text(50, floor + 58, "after the rotation in each", "small")]
 
     def place(x: float) -> float:
-        return 430 + 38 * x
+        return 436 + 38 * x
 
-    def density(x: float) -> float:
-        return floor - height * math.exp(-x * x / 2)
-
-    parts += [line([(place(n / 20), density(n / 20)) for n in range(-60, 61)], BLUE, 2.2)]
-    parts += [line([(place(-3), floor), (place(3), floor)])]
-    for edge in (borders(3) / UNIT).tolist():
-        parts.append(line([(place(edge), floor), (place(edge), density(edge))], GREY, 1, 'stroke-dasharray="3 3"'))
-    parts += [dot(place(level), floor, 4.5, RED) for level in (levels(3) / UNIT).tolist()]
-    parts += [text(430, floor + 20, "numbers of a block, in its own unit", "small", "middle")]
-    parts += [text(430, floor + 42, "what lies between two dashes", "small", "middle")]
-    parts += [text(430, floor + 58, "becomes the level there", "small", "middle")]
-    picture("coding", 224, "Blocks of directions, and levels of a normal variable", parts)
+    for code, own in enumerate((levels(3) / UNIT).view(8, 8).tolist()):
+        tall = floor - 6 - 11.5 * code
+        parts += [line([(place(-3), tall), (place(3), tall)], GREY, 0.6)]
+        parts += [dot(place(level), tall, 3, RED) for level in own]
+        parts += [text(place(-3) - 8, tall + 4, f"{code:03b}", "small", "end")]
+    parts += [text(436, floor + 20, "numbers of a block, in its own unit", "small", "middle")]
+    parts += [text(436, floor + 42, "eight levels for a number's own bits in each row;", "small", "middle")]
+    parts += [text(436, floor + 58, "which row, say the bits before it", "small", "middle")]
+    picture("coding", 224, "Blocks of directions, and levels of a trellis", parts)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import json
+import shlex
 
+import pytest
 from command_line import call
 
+from dofla.plans.plan import Plan
+
 WORDS = "old king queen sea ship storm went came saw said that the a to of home gold"
+OPTIONS = ["--lengths", 32, "--lengths", 48, "--windows", 2]
 
 
-def test_gaps_by_bytes_and_length(tmp_path, capsys):
-    words = WORDS.split()
-    texts = [" ".join(words[(n * k) % len(words)] for k in range(1, 90)) for n in range(1, 40)]
-    (tmp_path / "text.txt").write_text("\n\n".join(texts))
-    options = ["--lengths", 32, "--lengths", 48, "--budgets", 12, "--budgets", 24, "--windows", 2]
-    assert call("frontier", "demo", "--data", tmp_path / "text.txt", *options, "--out", tmp_path / "f.json") == 0
-    found = json.loads((tmp_path / "f.json").read_text())
-    assert [(x["budget"], x["length"]) for x in found["points"]] == [(12, 32), (12, 48), (24, 32), (24, 48)]
-    assert "gap to the original" in capsys.readouterr().out
-    assert call("frontier", "demo", "--data", tmp_path / "text.txt", "--out", tmp_path / "f.json") == 2
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With two texts."""
+    words, folder = WORDS.split(), tmp_path_factory.mktemp("texts")
+    for name, step in (("text", 1), ("other", 2)):
+        texts = [" ".join(words[(n * k) % len(words)] for k in range(1, 90)) for n in range(step, 40)]
+        (folder / f"{name}.txt").write_text("\n\n".join(texts))
+    return folder
+
+
+def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
+    texts = ["--data", folder / "text.txt", "--judge", folder / "text.txt", "--judge", folder / "other.txt"]
+    out = tmp_path / "out"
+    assert call("frontier", "demo", *texts, *OPTIONS, "--budgets", 12, "--budgets", 24, "--out", out) == 0
+    found = json.loads((out / "frontier.json").read_text())
+    tried = [(x["budget"], x["text"], x["length"]) for x in found["points"]]
+    assert tried == [(b, text, n) for b in (12, 24) for text in ("text", "other") for n in (32, 48)]
+    assert found["made_from"]["length"] == 512
+    assert found["judged"] == {"text": f"{folder / 'text.txt'} (validation)", "other": f"{folder / 'other.txt'} (all)"}
+    said = capsys.readouterr().out
+    assert "gap to the original" in said
+    assert "report.html, students/12, students/24" in " ".join(said.split())
+    assert (out / "report.html").exists()
+    assert call("report", out) == 0  # and again
+    assert call("frontier", "demo", "--data", folder / "text.txt", "--out", out) == 2
+
+
+def test_the_command_that_is_said_makes_the_student(folder, tmp_path, capsys, monkeypatch):
+    texts = ["--data", folder / "text.txt", "--judge", folder / "other.txt"]
+    assert call("frontier", "demo", *texts, *OPTIONS, "--budgets", 12, "--target", 50, "--out", tmp_path / "out") == 0
+    capsys.readouterr()
+    assert call("frontier", "demo", *texts, *OPTIONS, "--budgets", 12, "--target", 50) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    command = shlex.split(said[said.index("dofla fade") :])
+    assert command[:5] == ["dofla", "fade", "demo", "--budget", "12"]
+    monkeypatch.chdir(tmp_path)
+    assert call(*command[1:]) == 0
+    made, kept = tmp_path / "faded-12", tmp_path / "out" / "students" / "12"
+    assert Plan.load(made).to_dict() == Plan.load(kept).to_dict()
+    (weights,) = kept.glob("*.safetensors")
+    assert (made / weights.name).read_bytes() == weights.read_bytes()

@@ -26,8 +26,11 @@ from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
 from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
 from dofla.report.html import LIMIT
+from dofla.runs.frontier import FRONTIER, Frontier
+from dofla.runs.frontier import Point as Judged
+from dofla.storage.files import write_json
 
-SECTIONS = ["answer", "bytes", "layers", "attention", "texts", "speed", "frontier", "repeat"]
+SECTIONS = ["answer", "bytes", "layers", "attention", "texts", "speed", "frontier", "repeat"]  # of a run
 
 
 @contextmanager
@@ -54,7 +57,7 @@ def script(name):
 
 
 def shown(page):
-    return [name for name in SECTIONS if page.locator(f"#{name}").is_visible()]
+    return [name for name in [*SECTIONS, "sizes"] if page.locator(f"#{name}").is_visible()]
 
 
 @pytest.fixture(scope="module")
@@ -391,3 +394,71 @@ def test_words_from_outside_stay_words(browser, llama_run, tmp_path):
     with opened(browser, write_report([folder], tmp_path / "report.html")) as page:
         assert bad in page.locator("#answer").inner_text()
         assert bad in page.locator("#repeat pre").inner_text()
+
+
+def sizes(folder, target=0.02):
+    """What dofla frontier writes, of two texts and two lengths."""
+    points = []
+    for text, scale in (("english", 1), ("python & co", 1.5)):
+        for length, low in ((512, 0.01), (2048, 0.03)):
+            for budget in (32, 64, 128):
+                gap = scale * low * (64 / budget) ** 1.2
+                interval = [gap - 0.004, gap + 0.006]
+                points.append(Judged(budget, 23_600 * budget, text, length, gap, interval, 1.1 * gap))
+    model = {"class": "LlamaForCausalLM", "name": "somewhere/small", "parameters": 135_000_000}
+    made = {"source": "books (train)", "length": 512, "windows": 12}
+    cache = {512: 11_796_480, 2048: 47_185_920}
+    found = Frontier(points, cache, target, model, made, {"english": "e (all)", "python & co": "p (all)"})
+    folder.mkdir()
+    write_json(folder / FRONTIER, found.to_dict(), sealed=True)
+    return found
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
+    folder = tmp_path / "my found"
+    found = sizes(folder)
+    with opened(browser, write_report([folder], tmp_path / "report.html"), width, scheme) as page:
+        assert shown(page) == ["answer", "sizes"]
+        assert page.locator("#answer-title").inner_text() == "small"
+        page.locator("details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        part = page.locator("#sizes")
+        lines = ["gap, 512 tokens", "KL, 512 tokens", "gap, 2,048 tokens", "KL, 2,048 tokens"]
+        assert part.locator(".legend").inner_text().split("\n") == lines
+        words = part.locator("figure svg[role=img] text").all_text_contents()
+        assert {"target 0.02", "softmax, 512 tokens", "softmax, 2,048 tokens"} <= set(words)
+        rows = [row.locator("td").all_inner_texts() for row in part.locator("table").nth(1).locator("tr").all()[1:]]
+        met = found.smallest(512)
+        gap, kl = f"{met.gap:.3f}", f"{met.kl:.3f}"
+        assert rows[0] == ["512", "11.3 MiB", "1.4 MiB", "7.8 ×", gap, kl, "python & co"]
+        assert rows[1][:3] == ["2,048", "45.0 MiB", "none tried"]
+        assert part.locator(".command code").all_inner_texts() == [f"dofla generate '{folder}/students/64'"]
+        assert part.locator("table").nth(2).locator("tr").count() == 1 + len(found.points)
+        assert page.evaluate(script("contrast"))["poor"] == []
+
+
+def test_the_target_stands_where_the_gap_is(browser, tmp_path):
+    """The rule crosses the line of the KL between the sizes that miss the target and those that meet it."""
+    sizes(tmp_path / "found")
+    with opened(browser, write_report([tmp_path / "found"], tmp_path / "report.html")) as page:
+        picture = page.locator("#sizes figure svg[role=img]")
+        rule = float(picture.locator("line[stroke-dasharray='2 3']").first.get_attribute("y1"))
+        dashed = picture.locator("polyline[stroke-dasharray]").first.get_attribute("points")
+        heights = [float(point.split(",")[1]) for point in dashed.split()]
+        assert [height >= rule for height in heights] == [False, True, True]  # .038, .0165 and .007
+
+
+def test_without_a_target_there_is_the_picture_alone(browser, tmp_path):
+    sizes(tmp_path / "found", target=None)
+    with opened(browser, write_report([tmp_path / "found"], tmp_path / "report.html")) as page:
+        assert page.locator("#sizes figure").count() == 1
+        assert page.locator("#sizes h3").count() == 1
+        assert page.locator("#sizes .command").count() == 0
+
+
+def test_sizes_beside_a_run(browser, llama_run, tmp_path):
+    sizes(tmp_path / "found")
+    with opened(browser, write_report([llama_run, tmp_path / "found"], tmp_path / "report.html")) as page:
+        assert shown(page) == [*SECTIONS, "sizes"]
+        assert page.locator("#nav a").all_inner_texts()[-2:] == ["Sizes", "Repeat"]

@@ -2,71 +2,150 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.surgery import plan_of
-from dofla.runs.frontier import Frontier, Point, _between
+from dofla.runs.frontier import FRONTIER, STUDENTS, Frontier, Point, _next
+
+CACHE = {64: 10**6, 128: 2 * 10**6}
 
 
 def windows(tiny, count, length, seed=0):
     return dofla.TokenWindows.of(tiny.tokens(count, length, seed=seed))
 
 
-def points(gaps, length=64):
-    return [Point(budget, 100 * budget, length, gap, [gap, gap], gap) for budget, gap in gaps.items()]
+def points(losses, length=64, text="a"):
+    return [Point(budget, 100 * budget, text, length, loss, [loss, loss], loss) for budget, loss in losses.items()]
 
 
-def test_every_budget_is_judged_at_every_length(tiny):
+def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     model, tokens = tiny.llama(), windows(tiny, 3, 64)
-    judged = [windows(tiny, 2, length, seed=length) for length in (40, 80)]
+    judged = {text: [windows(tiny, 2, n, seed=n + len(text)) for n in (40, 80)] for text in ("a", "bc")}
     seen = []
     found = dofla.frontier(model, tokens, judged, budgets=[24, 12], progress=lambda *report: seen.append(report))
-    assert [(x.budget, x.length) for x in found.points] == [(12, 40), (12, 80), (24, 40), (24, 80)]
+    tried = [(x.budget, x.text, x.length) for x in found.points]
+    assert tried == [(b, text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
     assert seen == [("budgets", 1, 2), ("budgets", 2, 2)]
     assert not hasattr(model, "_dofla_softmax_implementation")
     student = dofla.fade(model, tokens, budget=12)
-    for point, one in zip(found.at(40)[:1], judged, strict=False):
+    for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
         assert (point.gap, point.kl, point.bytes) == (result.gap, result.kl, plan_of(student).state_bytes(model.dtype))
     assert found.cache == {length: plan_of(student).softmax_bytes(length, model.dtype) for length in (40, 80)}
+    assert found.texts == ["a", "bc"]
     assert found.smallest(40) is None
 
 
 def test_with_a_target_it_stops_where_it_is_met(tiny):
-    tokens, judged = windows(tiny, 3, 64), [windows(tiny, 2, 64, seed=9)]
+    tokens, judged = windows(tiny, 3, 64), {"a": [windows(tiny, 2, 64, seed=9)]}
     (only,) = dofla.frontier(tiny.llama(), tokens, judged, budgets=[12, 24, 48], target=100.0).points
     assert only.budget == 12
 
 
+def test_what_was_found_is_kept(tiny, tmp_path):
+    model, tokens = tiny.llama(), windows(tiny, 3, 64)
+    model.save_pretrained(tmp_path / "base")
+    model = type(model).from_pretrained(tmp_path / "base")
+    judged = {"a": [windows(tiny, 2, 64, seed=9)]}
+    alone = dofla.frontier(model, tokens, judged, budgets=[12, 24, 48])
+    losses = sorted(x.loss for x in alone.points)
+    assert losses[0] < losses[1]
+    target = (losses[0] + losses[1]) / 2  # that the best alone is within
+    found = dofla.frontier(model, tokens, judged, budgets=[12, 24, 48], target=target, out=tmp_path / "out")
+    (kept,) = found.kept
+    assert [path.name for path in (tmp_path / "out" / STUDENTS).iterdir()] == [str(kept)]
+    assert Frontier.load(tmp_path / "out") == found
+    student = dofla.load(tmp_path / "out" / STUDENTS / str(kept))
+    assert plan_of(student).state_bytes(student.dtype) == found.smallest(64).bytes
+    ids = judged["a"][0].input_ids
+    with torch.no_grad():
+        made = dofla.fade(model, tokens, budget=kept)(ids, use_cache=False).logits
+        assert torch.equal(student(ids, use_cache=False).logits, made)
+    with pytest.raises(DoflaError, match="out exists already"):
+        dofla.frontier(dofla.restore(model), tokens, judged, out=tmp_path / "out")
+
+
+def test_without_a_target_all_students_are_kept(tiny, tmp_path):
+    judged = {"a": [windows(tiny, 2, 64, seed=9)]}
+    dofla.frontier(tiny.llama(), windows(tiny, 3, 64), judged, budgets=[12, 24], out=tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out" / STUDENTS).iterdir()) == ["12", "24"]
+
+
 @pytest.mark.parametrize(
-    ("gaps", "budget"),
+    ("losses", "budget"),
     [
         ({16: 0.16, 64: 0.01}, 46),  # 16 · 4^(log 8 / log 16)
-        ({16: 0.08, 64: -0.01}, 23),  # as if a hundredth of the target: 16 · 4^(log 4 / log 400)
+        ({16: 0.08, 64: 1e-9}, 23),  # as if a hundredth of the target: 16 · 4^(log 4 / log 400)
+        ({16: 0.08, 32: 0.0201, 64: 0.005}, 34),  # 33 would hardly be more than 32
         ({16: 0.08, 32: 0.02, 64: 0.005}, None),  # 32 just meets it
-        ({16: 0.16, 17: 0.01}, None),
+        ({60: 0.16, 64: 0.0199}, None),  # 64 would hardly be less
         ({16: 0.01, 64: 0.001}, None),
         ({16: 0.5, 64: 0.1}, None),
     ],
 )
-def test_between_two_budgets_it_tries_the_one_that_should_meet_the_target(gaps, budget):
-    assert _between(points(gaps), 0.02) == budget
+def test_between_two_budgets_it_tries_the_one_that_should_meet_the_target(losses, budget):
+    found = Frontier(points(losses), {64: 1}, 0.02)
+    assert found.between(64) == budget
+    assert _next(found, list(losses)) == budget
+
+
+def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
+    found = Frontier(points({16: 0.16}) + points({16: 0.01}, 128), CACHE, 0.02)
+    assert _next(found, [16, 32, 64]) == 32
+    found.points += points({32: 0.01}) + points({32: 0.3}, 128)  # chance: at 128 the smaller one was the better
+    assert found.smallest(128) is None
+    assert _next(found, [16, 32, 64]) == 64
+    found.points += points({64: 0.01}) + points({64: 0.01}, 128)
+    assert found.smallest(128).budget == 64
+    assert _next(found, [16, 32, 64]) == found.between(64) == 27
+    found.points += points({27: 0.02}) + points({27: 0.3}, 128)
+    assert _next(found, [16, 32, 64]) == found.between(128) == 56
+    found.points += [x for n in range(40, 45) for x in points({n: 0.03}, 128)]
+    assert found.between(128) == 51
+    assert _next(found, [16, 32, 64]) is None  # that is enough
+    assert _next(Frontier([], {}), [16, 32]) == 16
+    assert _next(Frontier(points({16: 1.0, 32: 1.0}), {64: 1}), [16, 32]) is None
+
+
+def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
+    lucky = Point(64, 6400, "b", 64, -0.001, [-0.01, 0.01], 0.03)
+    found = Frontier([*points({16: 0.5, 32: 0.2, 64: 0.01}), lucky, *points({32: 0.1}, text="b")], {64: 1}, 0.02)
+    assert [(x.budget, x.text) for x in found.at(64)] == [(16, "a"), (32, "a"), (64, "b")]
+    assert found.smallest(64) is None
+    found.points += points({128: 0.001}) + points({128: 0.015}, text="b")
+    assert found.smallest(64).budget == 128
+    assert found.smallest(64).text == "b"
 
 
 def test_what_is_said_of_the_smallest():
-    found = Frontier(points({16: 0.3, 64: 0.01}) + points({16: 0.5, 64: 0.2}, 128), {64: 10**6, 128: 2 * 10**6}, 0.02)
-    assert found.smallest(64).budget == 64
-    assert found.smallest(128) is None
+    found = Frontier(points({16: 0.3, 64: 0.01}) + points({16: 0.5, 64: 0.2}, 128), CACHE, 0.02)
     text = str(found)
-    assert "within 0.02 at 64 tokens: 6.2 KiB: dofla fade --budget 64" in text
+    assert "within 0.02 at 64 tokens: 6.2 KiB, budget 64" in text
     assert "within 0.02 at 128 tokens: none tried" in text
+
+
+def test_a_damaged_file(tmp_path):
+    with pytest.raises(DoflaError, match=r"frontier\.json"):
+        Frontier.load(tmp_path)
+    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"budget": 3}]}))
+    with pytest.raises(DoflaError, match="holds no frontier"):
+        Frontier.load(tmp_path)
 
 
 def test_bad_input(tiny):
     model, tokens = tiny.llama(), windows(tiny, 2, 32)
-    with pytest.raises(DoflaError, match=r"windows of \[32, 32\] tokens: give one budget or more, and one set"):
-        dofla.frontier(model, tokens, [tokens, tokens])
-    with pytest.raises(DoflaError, match="target is 0: give a gap above 0"):
-        dofla.frontier(model, tokens, [tokens], target=0)
+    with pytest.raises(DoflaError, match=r"'a' of \[32, 32\] tokens: give each text one set of windows"):
+        dofla.frontier(model, tokens, {"a": [tokens, tokens]})
+    with pytest.raises(DoflaError, match=r"'a' of \[32\] tokens, 'b' of \[\] tokens: give each text"):
+        dofla.frontier(model, tokens, {"a": [tokens], "b": []})
+    with pytest.raises(DoflaError, match="windows to judge by: none"):
+        dofla.frontier(model, tokens, {})
+    with pytest.raises(DoflaError, match="no budget to try"):
+        dofla.frontier(model, tokens, {"a": [tokens]}, budgets=[])
+    with pytest.raises(DoflaError, match="target is 0: give what may be lost, above 0"):
+        dofla.frontier(model, tokens, {"a": [tokens]}, target=0)

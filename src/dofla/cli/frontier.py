@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import BatchSize, Data, Dtype, ModelArgument, Seed, refuse_existing
+from dofla.cli.options import BatchSize, Data, Dtype, ModelArgument, Seed
 from dofla.cli.verb import current_view
 
 
 def frontier(
     model: ModelArgument,
     data: Data,
+    judge: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to judge on, likewise; repeatable; default the held-out part of the data."),
+    ] = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
     budgets: Annotated[
         list[int] | None, typer.Option(help="Sizes to try, in features per KV head; repeatable.")
     ] = None,
-    target: Annotated[float | None, typer.Option(help="Gap to stay within, in nats per token: stop there.")] = None,
-    windows: Annotated[int, typer.Option(help="To judge by, of each length.")] = 12,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Nats per token that may be lost of each text: find the smallest within.")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="To judge by, of each text and length.")] = 12,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for the students that are found, figures and a page.")
+    ] = None,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """How many bytes a model needs on your text: gap by size of state and length."""
+    """How many bytes a model needs on your text: quality by size of state and length."""
     from dofla.integration.fading import WINDOWS
-    from dofla.runs.frontier import BUDGETS
+    from dofla.report import REPORT, write_report
+    from dofla.runs.frontier import BUDGETS, STUDENTS
     from dofla.runs.frontier import frontier as measure
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
-    from dofla.storage.files import write_json
 
-    refuse_existing(out)
-    view = current_view()
+    view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     teacher, tokenizer = load_teacher(model, dtype)
     tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed)
-    specs = [DataSpec(data, length, windows, split="validation") for length in dict.fromkeys(lengths or [512])]
-    judged = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
+    judged = {}
+    for name, text in _named(judge or [data]).items():
+        # Students are made from another part of the data; of other texts from none.
+        split = "validation" if Path(text).resolve() == Path(data).resolve() else "all"
+        specs = [DataSpec(text, length, windows, split=split) for length in lengths]
+        judged[name] = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
     with view.progress("frontier") as bar:
         found = measure(
             teacher,
@@ -47,9 +59,21 @@ def frontier(
             budgets=budgets or BUDGETS,
             target=target,
             batch_size=batch_size,
+            out=out,
             progress=bar.stage,
         )
     view.show(found)
     if out is not None:
-        write_json(out, found.to_dict())
+        write_report([out], out / REPORT, view=view)
+        view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {STUDENTS}/{budget}' for budget in found.kept)}")
+    elif target is not None:
+        options = f"--data {shlex.quote(data)} --seed {seed}" + (f" --dtype {dtype}" if dtype else "")
+        for budget in found.kept:
+            view.say(f"dofla fade {shlex.quote(model)} --budget {budget} {options} --out faded-{budget}")
     return found.to_dict()
+
+
+def _named(texts: list[str]) -> dict[str, str]:
+    """By the names of their files, if those differ."""
+    names = [Path(text).name.partition(".")[0] or text for text in texts]
+    return dict(zip(names if len(set(names)) == len(set(texts)) else texts, texts, strict=True))

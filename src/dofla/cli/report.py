@@ -11,7 +11,7 @@ from dofla.cli.verb import current_view
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that dofla run has written.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders that dofla run or dofla frontier has written.")],
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default report.html in the run's folder, or here for several runs.")
     ] = None,

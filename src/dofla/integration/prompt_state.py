@@ -19,7 +19,7 @@ from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
-_FORMAT = "4"
+_FORMAT = "5"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer."""
 
 

@@ -21,6 +21,7 @@ from dofla.report.html import write_page
 from dofla.report.look import look_closer, missing
 from dofla.report.page import layers_of, model_title, run_data
 from dofla.report.runs import RunRecord, read_run
+from dofla.report.sizes import is_frontier, sizes_data
 from dofla.report.tables import slider_tables
 from dofla.report.verdict import RULE
 from dofla.runs.view import View
@@ -38,13 +39,13 @@ def write_report(
     view: View | None = None,
     speed: bool = False,
 ) -> Path:
-    """Write the page of one or more runs.
+    """Write the page of one or more runs, and of what ``dofla frontier`` found.
 
     What the page needs and a run does not hold yet (attention maps, continuations, recall, errors before training) is
     measured first and kept in the run's folder, if the model can be opened; otherwise the page says what is missing.
 
     Args:
-        folders: of the runs.
+        folders: of the runs; those of ``dofla frontier`` too, whose figures stand as they are.
         out: HTML file, which is replaced.
         workshop: of the one run, if it is at hand; otherwise the model is loaded where something is missing.
         view: where progress goes.
@@ -53,11 +54,12 @@ def write_report(
     Raises:
         DoflaError: a folder that is no run's, or damaged; a page that would be too large, or cannot be written.
     """
-    view, runs = view or View(quiet=True), [read_run(folder) for folder in folders]
-    for run in runs:
-        if missing(run, speed):
+    view = view or View(quiet=True)
+    found = [sizes_data(folder) if is_frontier(folder) else read_run(folder) for folder in folders]
+    for run in found:
+        if isinstance(run, RunRecord) and missing(run, speed):
             _look(run, workshop, view, speed)
-    return write_page(out, _page([run_data(run) for run in runs]))
+    return write_page(out, _page([run_data(run) if isinstance(run, RunRecord) else run for run in found]))
 
 
 def report_on(workshop: Workshop, *, speed: bool = False) -> Path:

@@ -20,7 +20,7 @@ _PARTS = {
     "styles": ("theme", "base", "answer", "charts", "sliders", "layers", "attention", "texts", "repeat"),
     "scripts": (
         *("tools", "colours", "scales", "charts", "heat", "allocate", "maps", "plan"),
-        *("answer", "sliders", "layers", "attention", "texts", "speed", "frontier", "repeat", "page"),
+        *("answer", "sliders", "layers", "attention", "texts", "speed", "frontier", "sizes", "repeat", "page"),
     ),
 }
 """Files that a page consists of, in order; a script may use what those before it define."""

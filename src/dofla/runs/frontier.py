@@ -1,34 +1,47 @@
-"""How many bytes a model needs: students with a memory that fades, made at once at several budgets, judged at several
-lengths of text."""
+"""How many bytes a model needs: students with a memory that fades, made at once at several budgets, judged on several
+texts and at several lengths."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, as_windows
 from dofla.display import Bar, Part, Result, reports_progress, size, table
 from dofla.distillation import fade
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
+from dofla.integration.checkpoint import write_adapter
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of, restore
+from dofla.storage.files import new_folder, read_json, write_json
 
 BUDGETS = (16, 32, 64, 128, 256)
+FRONTIER, STUDENTS = "frontier.json", "students"
+"""In the folder that is written: the figures, and a folder of adapters, each called by its budget."""
+
+_TRIES = 3
+"""Budgets between one that misses the target and one that meets it that are tried at most, for each length."""
+_STEP = 1.05
+"""Budgets that are nearer to each other than that are one."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A student at a length of text.
+    """A student on a text, at a length.
 
     Attributes:
         budget: in features per KV head.
         bytes: of state per sequence.
+        text: name of it.
         length: of the windows, in tokens.
         gap: student loss less teacher loss, nats per token.
         gap_interval: of 95 %, bootstrap over windows.
@@ -37,10 +50,17 @@ class Point:
 
     budget: int
     bytes: int
+    text: str
     length: int
     gap: float
     gap_interval: list[float]
     kl: float
+
+    @property
+    def loss(self) -> float:
+        """What is held against a target: the gap, or the KL where that is more. On text like the model's own the two
+        have the same mean, and chance, which moves the gap of a few windows by half of it, hardly moves the KL."""
+        return max(self.gap, self.kl)
 
 
 @dataclass
@@ -48,57 +68,112 @@ class Frontier(Result):
     """Quality against bytes.
 
     Attributes:
-        points: one for each budget and length that was tried.
+        points: one for each budget, length and text that was tried.
         cache: by length, bytes of the softmax model's key-value cache.
-        target: gap that was asked for, if any.
+        target: loss that was asked for, if any.
         model: class, name and number of parameters.
-        source: of the windows.
+        made_from: source, length and number of the windows that students were made from.
+        judged: by name of a text, source of its windows.
     """
 
     points: list[Point] = field(repr=False)
     cache: dict[int, int] = field(repr=False)
     target: float | None = None
     model: dict[str, Any] = field(default_factory=dict, repr=False)
-    source: str = ""
+    made_from: dict[str, Any] = field(default_factory=dict)
+    judged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[int]:
+        """Budgets of the students that are smallest within the target at some length; without a target, all."""
+        if self.target is None:
+            return sorted({x.budget for x in self.points})
+        return sorted({x.budget for length in self.cache if (x := self.smallest(length))})
+
+    @property
+    def texts(self) -> list[str]:
+        """Their names, in the order in which they were given."""
+        return list(dict.fromkeys(x.text for x in self.points))
 
     def at(self, length: int) -> list[Point]:
-        """Of a length, the smallest budget first."""
-        return sorted((x for x in self.points if x.length == length), key=lambda x: x.budget)
+        """Of a length, the smallest budget first; of each the text that it loses most of."""
+        worst: dict[int, Point] = {}
+        for point in self.points:
+            if point.length == length:
+                worst[point.budget] = max(point, worst.get(point.budget, point), key=lambda x: x.loss)
+        return [worst[budget] for budget in sorted(worst)]
 
     def smallest(self, length: int) -> Point | None:
-        """Of those tried, the smallest whose gap at ``length`` is within the target; None if none is."""
-        return next((x for x in self.at(length) if self.target is not None and x.gap <= self.target), None)
+        """Of those tried, the smallest that is within the target at ``length`` on all texts, and so are all larger
+        ones; None if there is none."""
+        found = None
+        for point in reversed(self.at(length)):
+            if self.target is None or point.loss > self.target:
+                break
+            found = point
+        return found
+
+    def between(self, length: int) -> int | None:
+        """The budget that should just meet the target, by a power law between the last that misses it and the first
+        that does not; None if there are no such two, or none between them that would make a difference."""
+        tried, high = self.at(length), self.smallest(length)
+        low = next((x for x in reversed(tried) if high is not None and x.budget < high.budget), None)
+        if low is None:
+            return None
+        part = math.log(low.loss / self.target) / math.log(low.loss / max(high.loss, self.target / 100))
+        budget = math.ceil(max(low.budget * (high.budget / low.budget) ** part, _STEP * low.budget))
+        return budget if _STEP * budget <= high.budget else None
 
     def parts(self) -> Iterator[Part]:
-        """Gap by budget and length, and the smallest state within the target."""
-        lengths = sorted(self.cache)
-        shown = table("budget", "state", *(f"{n} tokens" for n in lengths), gap=2)
-        gaps = {(x.budget, x.length): x.gap for x in self.points}
-        for budget, held in sorted({(x.budget, x.bytes) for x in self.points}):
-            cells = (f"{gaps[budget, n]:.4f}" if (budget, n) in gaps else "" for n in lengths)
-            shown.add_row(str(budget), size(held), *cells)
-        shown.add_row("softmax", "", *(size(self.cache[n]) for n in lengths))
+        """By length, gap and KL by budget and text, and the smallest state within the target."""
+        for length in sorted(self.cache):
+            yield from self._part(length)
+        yield "gap to the original and KL, nats per token; within the target where both are, on every text"
+
+    def _part(self, length: int) -> Iterator[Part]:
+        shown = table("budget", "state", *self.texts, gap=2)
+        points = {(x.budget, x.text): x for x in self.points if x.length == length}
+        for worst in self.at(length):
+            own = [points.get((worst.budget, text)) for text in self.texts]
+            cells = [f"{x.gap:.4f}, {x.kl:.4f}" if x else "" for x in own]
+            shown.add_row(str(worst.budget), size(worst.bytes), *cells)
+        shown.add_row("softmax", size(self.cache[length]))
+        yield f"{length} tokens"
         yield shown
-        yield "gap to the original, nats per token; of softmax attention, the cache that it keeps"
-        for length in lengths if self.target is not None else ():
+        if self.target is not None:
             found = self.smallest(length)
-            words = "none tried" if found is None else f"{size(found.bytes)}: dofla fade --budget {found.budget}"
-            yield f"within {self.target:g} at {length} tokens: {words}"
+            words = "none tried" if found is None else f"{size(found.bytes)}, budget {found.budget}"
+            yield f"within {self.target:g} at {length} tokens: {words}\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"format": 1, **asdict(self), "cache": {str(length): n for length, n in self.cache.items()}}
+        return {"format": 2, **asdict(self), "cache": {str(length): n for length, n in self.cache.items()}}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Frontier:
+        """Read what :func:`dofla.frontier` wrote into a folder; DoflaError naming the file if it is missing or
+        damaged."""
+        path = Path(folder) / FRONTIER
+        data = read_json(path, "a frontier")
+        try:
+            cache = {int(length): n for length, n in data["cache"].items()}
+            points = [Point(**point) for point in data["points"]]
+            return cls(points, cache, data["target"], data["model"], data["made_from"], data["judged"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
 
 
 @reports_progress("frontier", Bar.stage)
 def frontier(
     model: PreTrainedModel,
     tokens: TokenWindows | Tensor | Mapping[str, Tensor],
-    judged: Sequence[TokenWindows],
+    judged: Mapping[str, Sequence[TokenWindows]],
     *,
     budgets: Sequence[int] = BUDGETS,
     target: float | None = None,
     batch_size: int = 1,
+    out: str | Path | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Frontier:
     """What a memory that fades keeps at several sizes and lengths; with a target, the smallest that keeps enough.
@@ -106,59 +181,85 @@ def frontier(
     Args:
         model: as for :func:`dofla.fade`; it is linearised in between, and restored.
         tokens: a dozen windows that students are made from.
-        judged: held-out windows, of each length some.
+        judged: by name of a text, windows of it that students are not made from, of each length some.
         budgets: to try, in features per KV head.
-        target: gap to stay within, in nats per token. Budgets are then tried from the smallest up until it is met at
-            all lengths, and for each length one more between the last that missed it and the first that did not.
+        target: nats per token that gap and KL are to stay within, on all texts. Budgets are then tried from the
+            smallest up until they do at all lengths, and a few more between the last that misses it and the first that
+            does not.
         batch_size: windows per pass.
+        out: new folder for ``frontier.json`` and for ``students``: adapters, called by their budgets, of those that
+            are smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each budget.
 
     Raises:
-        DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; two sets of windows of one length; a
-            target that is not above 0.
+        DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; a text without windows, or with
+            two sets of one length; a target that is not above 0; ``out`` exists.
     """
-    sets = {windows.length: windows for windows in judged}
-    if not budgets or not sets or len(sets) < len(judged):
-        what = f"{len(budgets)} budgets and windows of {[w.length for w in judged]} tokens"
-        raise DoflaError(f"{what}: give one budget or more, and one set of windows for each length")
+    windows, sets = as_windows(tokens), _sets(judged)
+    if not budgets:
+        raise DoflaError("no budget to try: give one or more")
     if target is not None and not 0 < target < math.inf:
-        raise DoflaError(f"target is {target}: give a gap above 0, in nats per token, for instance 0.02")
-    found = Frontier([], {}, target, describe(model), next(iter(sets.values())).source)
+        raise DoflaError(f"target is {target}: give what may be lost, above 0, in nats per token, for instance 0.02")
+    made_from = {"source": windows.source, "length": windows.length, "windows": len(windows)}
+    sources = {text: own[0].source for text, own in judged.items()}
+    found = Frontier([], {}, target, describe(model), made_from, sources)
 
-    def judge(budget: int, lengths: Sequence[int]) -> None:
-        student = fade(model, tokens, budget=budget, batch_size=batch_size)
-        try:
-            plan = plan_of(student)
-            for length in lengths:
-                with evaluation_mode(student):
-                    figures = next_token_figures(student, sets[length], batch_size=batch_size)
-                found.cache[length] = plan.softmax_bytes(length, model.dtype)
-                known = {name: figures[name] for name in ("gap", "gap_interval", "kl")}
-                found.points.append(Point(budget, plan.state_bytes(model.dtype), length, **known))
-        finally:
-            restore(model)
+    with new_folder(out) if out is not None else nullcontext() as folder:
 
-    order = sorted(set(budgets))
-    for done, budget in enumerate(order, start=1):
-        judge(budget, list(sets))
-        if progress:
-            progress("budgets", done, len(order))
-        if target is not None and all(found.smallest(length) for length in sets):
-            break
-    for length in sets if target is not None else ():
-        if (between := _between(found.at(length), target)) is not None:
-            judge(between, [length])
+        def judge(budget: int) -> None:
+            student = fade(model, windows, budget=budget, batch_size=batch_size)
+            try:
+                plan = plan_of(student)
+                found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
+                found.points += _judged(student, budget, sets, batch_size)
+                if folder is not None:
+                    home = folder / STUDENTS / str(budget)
+                    home.mkdir(parents=True)
+                    write_adapter(student, home)
+            finally:
+                restore(model)
+
+        order, tried = sorted(set(budgets)), 0
+        while (budget := _next(found, order)) is not None:
+            judge(budget)
+            tried += 1
+            if progress:
+                progress("budgets", tried, max(tried, len(order)))
+        if folder is not None:
+            for budget in {x.budget for x in found.points} - set(found.kept):
+                shutil.rmtree(folder / STUDENTS / str(budget))
+            write_json(folder / FRONTIER, found.to_dict(), sealed=True)
     return found
 
 
-def _between(points: Sequence[Point], target: float) -> int | None:
-    """The budget that would just meet the target, by a power law between the last that misses it and the first that
-    does not; None if there are no such two, or nothing between them."""
-    first = next((n for n, x in enumerate(points) if x.gap <= target), 0)
-    if first == 0:
+def _sets(judged: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], TokenWindows]:
+    """Windows by text and length."""
+    sets = {(text, windows.length): windows for text, own in judged.items() for windows in own}
+    if not judged or not all(judged.values()) or len(sets) < sum(map(len, judged.values())):
+        what = ", ".join(f"{text!r} of {[w.length for w in own]} tokens" for text, own in judged.items()) or "none"
+        raise DoflaError(f"windows to judge by: {what}: give each text one set of windows for each length")
+    return sets
+
+
+def _judged(
+    student: PreTrainedModel, budget: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
+) -> Iterator[Point]:
+    held = plan_of(student).state_bytes(student.dtype)
+    for (text, length), windows in sets.items():
+        with evaluation_mode(student):
+            figures = next_token_figures(student, windows, batch_size=batch_size)
+        known = {name: figures[name] for name in ("gap", "gap_interval", "kl")}
+        yield Point(budget, held, text, length, **known)
+
+
+def _next(found: Frontier, order: Sequence[int]) -> int | None:
+    """The budget to try after those that were tried, None if there is none."""
+    tried = {x.budget for x in found.points}
+    left = [budget for budget in order if budget not in tried]
+    met = bool(tried) and found.target is not None and all(found.smallest(length) for length in found.cache)
+    if left and not met:
+        return left[0]
+    if found.target is None or len(tried - set(order)) >= _TRIES * len(found.cache):
         return None
-    low, high = points[first - 1], points[first]
-    part = math.log(low.gap / target) / math.log(low.gap / max(high.gap, target / 100))
-    budget = math.ceil(low.budget * (high.budget / low.budget) ** part)
-    return budget if low.budget < budget < high.budget else None
+    return next(filter(None, map(found.between, sorted(found.cache))), None)

@@ -1,11 +1,12 @@
-"""A block of numbers in few bits: levels and a scale, by exact arithmetic; and how bits become bytes."""
+"""A block of numbers in few bits: a trellis code and a scale, by exact arithmetic; and how bits become bytes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dofla.attention.coding.levels import UNIT, borders, levels, scale_code, scale_of
+from dofla.attention.coding.levels import UNIT, levels, scale_code, scale_of
+from dofla.attention.coding.trellis import FINE, search, windows
 from dofla.attention.eight_bits import power_of_two
 
 _WHOLE = 256
@@ -22,35 +23,35 @@ def whole(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Blocks of whole ``numbers`` [..., n] times ``unit`` [..., 1] as codes [..., n] below 2 ** bits and the byte of a
-    scale [..., 1]: levels for the block's root mean square, then the scale that makes them as long as the block is.
+    scale [..., 1]: levels near the numbers in units of the block's root mean square, then the scale that makes them as
+    long as the block is.
     (With one of least squares they are shorter, the more so the fewer the bits, and all scores on one side.)
     """
     squares = numbers.square().sum(-1, keepdim=True)
     size = (squares / numbers.shape[-1]).sqrt()
     known = levels(bits).to(numbers.device)
-    standard = numbers * UNIT / size.clamp_min(1e-3)
-    codes = torch.bucketize(standard.contiguous(), borders(bits).to(numbers.device))
-    found = known[codes]
-    return codes.to(torch.uint8), scale_code(squares / found.square().sum(-1, keepdim=True) * unit.square())
+    codes = search((numbers * (FINE * UNIT) / size.clamp_min(1e-3)).round(), known, bits)
+    found = known[windows(codes, bits)]
+    return codes, scale_code(squares / found.square().sum(-1, keepdim=True) * unit.square())
 
 
 def decode(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Whole numbers [..., n] and their unit [..., 1], as :func:`encode` takes them."""
-    return levels(bits).to(codes.device)[codes.int()], scale_of(scale)
+    return levels(bits).to(codes.device)[windows(codes, bits)], scale_of(scale)
 
 
 _PLACES = 2 ** torch.arange(8)
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] of a few bits as bytes [..., bits · n / 8], one bit of all numbers after the other."""
-    planes = [(codes >> bit & 1).unflatten(-1, (-1, 8)) for bit in range(bits)]
-    places = _PLACES.to(codes.device)
-    return torch.cat([(plane * places).sum(-1) for plane in planes], -1).to(torch.uint8)
+    """Codes [..., n] of a few bits as bytes [..., bits · n / 8], the last code first: so a code has those before it in
+    the bits above its own."""
+    digits = codes.flip(-1).unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8) & 1
+    return (digits.flatten(-2).unflatten(-1, (-1, 8)) * _PLACES.to(codes.device)).sum(-1).to(torch.uint8)
 
 
 def from_bytes(packed: Tensor, bits: int) -> Tensor:
     """The reverse of :func:`to_bytes`."""
-    planes = packed.unflatten(-1, (bits, -1)).unsqueeze(-1)
-    digits = (planes >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1).flatten(-2)
-    return (digits << torch.arange(bits, device=packed.device, dtype=torch.uint8).unsqueeze(-1)).sum(-2).to(torch.uint8)
+    digits = packed.unsqueeze(-1) >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1
+    places = _PLACES[:bits].to(packed.device)
+    return (digits.flatten(-2).unflatten(-1, (-1, bits)) * places).sum(-1).to(torch.uint8).flip(-1)

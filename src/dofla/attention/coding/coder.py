@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -229,22 +230,32 @@ class Coder(nn.Module):
 
     def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         codes, scales = [], []
-        for n, bits in enumerate(self.bits[stage].tolist()):
-            code, scale = encode(numbers[..., n, :], unit[..., n, :], bits)
-            codes.append(to_bytes(code, bits))
-            scales.append(scale)
+        for blocks, bits in self._runs(stage):
+            code, scale = encode(numbers[..., blocks, :], unit[..., blocks, :], bits)
+            codes.append(to_bytes(code, bits).flatten(-2))
+            scales.append(scale.flatten(-2))
         return torch.cat(codes, -1), torch.cat(scales, -1)
 
     def numbers(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         """What codes of a stage stand for: whole numbers [B, Hkv, L, blocks, block], and what one is worth in each
         block [B, Hkv, L, blocks, 1]."""
         found, start = [], 0
-        for n, bits in enumerate(self.bits[stage].tolist()):
-            end = start + bits * self.block // 8
-            found.append(decode(from_bytes(codes[..., start:end], bits), scales[..., n : n + 1], bits))
+        for blocks, bits in self._runs(stage):
+            size = bits * self.block // 8
+            end = start + (blocks.stop - blocks.start) * size
+            code = from_bytes(codes[..., start:end].unflatten(-1, (-1, size)), bits)
+            found.append(decode(code, scales[..., blocks].unsqueeze(-1), bits))
             start = end
         numbers, units = zip(*found, strict=True)
-        return torch.stack(numbers, -2), torch.stack(units, -2)
+        return torch.cat(numbers, -2), torch.cat(units, -2)
+
+    def _runs(self, stage: int) -> Iterator[tuple[slice, int]]:
+        """Neighbouring blocks of as many bits."""
+        first = 0
+        for bits, run in groupby(self.bits[stage].tolist()):
+            last = first + len(list(run))
+            yield slice(first, last), bits
+            first = last
 
 
 def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:

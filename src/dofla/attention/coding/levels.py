@@ -1,17 +1,15 @@
-"""The numbers that codes stand for: levels of a normal variable, and scales."""
+"""The numbers that codes stand for: levels and scales."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 MOST_BITS = 5
-UNIT = 32
-"""Levels are whole numbers, this many to a standard deviation."""
+UNIT = 45
+"""Levels are whole numbers of a signed byte, this many to a standard deviation."""
 
 _SCALE_STEP = 16
 """Scales to a factor of two: at most 2.2 % off, for blocks from a 256th of what calibration saw to 256 times that."""
@@ -20,56 +18,42 @@ _SQUARE_BORDERS = torch.tensor([4.0 ** ((n - 127.5) / _SCALE_STEP) / UNIT**2 for
 """Between the squares of scales: a square root is not everywhere the nearest number."""
 
 
-def _density(x: float) -> float:
-    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
-def _share(x: float) -> float:
-    return (1 + math.erf(x / math.sqrt(2))) / 2
+# fmt: off
+_HALF = [
+    [-50, -6, 14, 51, -53, -14, -31, 14, -40, 15, -10, 32, 13, 66, -36, 40,
+     -8, 52, -62, -26, 8, 40, 40, 78, -79, -28, -13, 22, -17, 12, -21, 8],
+    [-39, -5, 22, 63, -69, -23, 8, 39, -57, -23, 5, 42, -39, -5, 22, 60,
+     -78, -44, -9, 28, -31, 11, 50, 81, -17, 15, 53, 99, -87, -49, -14, 21],
+    [-94, -66, -40, -21, -3, 15, 35, 60, -55, -29, -8, 10, 29, 46, 71, 101,
+     -81, -47, -25, -9, 9, 26, 48, 81, -108, -70, -45, -31, -11, 8, 29, 57],
+    [-90, -62, -47, -36, -26, -17, -10, -2, 7, 15, 24, 33, 44, 56, 74, 102,
+     -74, -50, -37, -27, -17, -9, -1, 7, 16, 25, 35, 45, 57, 67, 84, 120],
+    [-122, -92, -75, -64, -55, -48, -43, -37, -32, -28, -23, -19, -15, -11, -7, -4,
+     0, 4, 7, 11, 15, 19, 23, 28, 32, 38, 43, 50, 58, 68, 82, 104],
+]
+# fmt: on
+"""Of windows whose first bit is 0, by bits (scripts/trellis_levels.py); of the others they are the negatives."""
+_DISTORTION = (1.0, 0.34632, 0.08024, 0.02100, 0.00533, 0.00159)
 
 
 @cache
 def levels(bits: int) -> Tensor:
-    """The 2 ** bits levels of least squared error for a normal variable (Lloyd 1982, Max 1960), in ``1 / UNIT``."""
-    count = 2**bits
-    found = [3 * (2 * n + 1 - count) / count for n in range(count)]
-    for _ in range(500):
-        borders = [-math.inf, *((a + b) / 2 for a, b in pairwise(found)), math.inf]
-        found = [(_density(a) - _density(b)) / (_share(b) - _share(a)) for a, b in pairwise(borders)]
-    return torch.tensor([round(UNIT * x) for x in found], dtype=torch.float32)
+    """What the windows of codes of ``bits`` bits stand for [2 ** WINDOW], in ``1 / UNIT``."""
+    half = torch.tensor(_HALF[bits - 1], dtype=torch.float32)
+    return torch.cat([half, -half.flip(0)])
 
 
-@cache
-def borders(bits: int) -> Tensor:
-    """Between the levels."""
-    found = levels(bits)
-    return (found[1:] + found[:-1]) / 2
-
-
-@cache
 def distortion(bits: int) -> float:
-    """Mean squared error of a standard normal variable at its levels."""
-    if bits == 0:
-        return 1.0
-    found = (levels(bits) / UNIT).tolist()
-    edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(found)), math.inf]
-    return 1 - sum(
-        level * (2 * (_density(a) - _density(b)) - level * (_share(b) - _share(a)))
-        for level, a, b in zip(found, edges, edges[1:], strict=False)
-    )
+    """Mean squared error of normal numbers of variance 1, coded in blocks of sixteen."""
+    return _DISTORTION[bits]
 
 
 def tables() -> Tensor:
-    """All of these as one array, as the compiled kernels take them: levels and borders by bits in rows of 32, scales
-    and the borders of their squares in rows of 256, the rest infinite."""
-    found = torch.full((2 * MOST_BITS * 32 + 2 * 256,), torch.inf)
-    of_bits, of_scales = found[: 2 * MOST_BITS * 32].view(2, MOST_BITS, 32), found[2 * MOST_BITS * 32 :].view(2, 256)
-    for bits in range(1, MOST_BITS + 1):
-        for row, numbers in enumerate((levels(bits), borders(bits))):
-            of_bits[row, bits - 1, : len(numbers)] = numbers
-    for row, numbers in enumerate((_SCALES, _SQUARE_BORDERS)):
-        of_scales[row, : len(numbers)] = numbers
-    return found
+    """All of these as one array, as the compiled kernels take them: levels by bits in rows of 64, as numbers and once
+    more as bytes; scales and the borders of their squares in rows of 256, of which the last is infinite."""
+    of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
+    as_bytes = of_bits.to(torch.int8).view(torch.float32)
+    return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, torch.tensor([torch.inf])])
 
 
 def scale_code(square: Tensor) -> Tensor:

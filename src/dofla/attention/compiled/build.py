@@ -20,7 +20,7 @@ from dofla.storage.files import new_folder
 _HERE = Path(__file__).parent
 _SOURCES = ("attention.cpp", "fading.cpp")
 _HEADERS = (
-    *("vector.h", "features.h", "exact.h", "coding.h", "codes.h"),
+    *("vector.h", "features.h", "exact.h", "trellis.h", "coding.h", "codes.h"),
     *("rows.h", "fading.h", "kept.h", "decoding.h", "prefill.h"),
 )
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")

@@ -10,6 +10,7 @@
 namespace dofla::fading {
 
 constexpr std::int64_t kRows = 64;  // queries done at once
+constexpr int kTogether = 2;        // tokens coded at once
 
 // What each kind of tokens held before, followed by those that came in.
 struct Lines {
@@ -43,26 +44,31 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
   const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
     at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> vector(wide);
-      std::vector<std::int16_t> integers(wide);
+      std::vector<std::int16_t> integers(kTogether * wide);
       for (std::int64_t place = begin; place < end; ++place) {
         const std::int64_t unit = place / chunks, first = place % chunks * kChunk, n = unit / heads, h = unit % heads;
         if (first == 0) begin_unit(n, h);
-        for (std::int64_t i = first; i < std::min(first + kChunk, length); ++i) each(n, h, i, vector, integers);
+        each(n, h, first, std::min(first + kChunk, length), vector, integers);
       }
     });
   };
   const std::int64_t window = group.window.count;
   for_tokens([&](auto n, auto h) { copy(group.window, lines.window, n, h, 0, 0, window); },
-             [&](auto n, auto h, auto i, auto& vector, auto&) {
-               const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
-               unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
+             [&](auto n, auto h, auto i, auto end, auto& vector, auto&) {
+               for (; i < end; ++i) {
+                 const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
+                 unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
+               }
              });
   for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
     const Tokens &line = lines.stages[stage], &from = lines.before(stage);
     const std::int64_t count = group.stages[stage].count;
     for_tokens([&](auto n, auto h) { copy(group.stages[stage], line, n, h, 0, 0, count); },
-               [&](auto n, auto h, auto i, auto&, auto& integers) {
-                 enter(group, stage, from, i, line, count + i, n, h, integers);
+               [&](auto n, auto h, auto i, auto end, auto&, auto& integers) {
+                 for (; i + kTogether <= end; i += kTogether) {
+                   enter<kTogether>(group, stage, from, i, line, count + i, n, h, integers);
+                 }
+                 for (; i < end; ++i) enter<1>(group, stage, from, i, line, count + i, n, h, integers);
                });
   }
   std::vector<std::int64_t> sound(group.units());

@@ -1,6 +1,8 @@
-"""Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors.
+"""Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors;
+and the search for codes of tokens that fade (search.py), which in plain torch is some two hundred small operations.
 
-The kernels (kernels.py) are two phases over chunks of 64 tokens, as in compiled/features.cpp, and one for decoding:
+The kernels of linear attention (kernels.py) are two phases over chunks of 64 tokens, as in compiled/features.h, and one
+for decoding:
 
 1. Walk through the chunks, keep the state before each, and the level its features are measured from. Features do not
    mix here, so that blocks of features, as well as of values, walk side by side.

@@ -40,7 +40,9 @@ function drawAnswer(host, run, student) {
 }
 
 function drawTitle(host, run) {
-  const kicker = el("p", { class: "kicker" }, run.plan ? "Linear attention instead of softmax · a plan" : "Profile");
+  const words = run.sizes ? "how many bytes it needs" : "a plan";
+  const named = run.sizes || run.plan ? `Linear attention instead of softmax · ${words}` : "Profile";
+  const kicker = el("p", { class: "kicker" }, named);
   const title = el("h1", { id: "answer-title" }, run.model.title);
   host.replaceChildren(el("div", { class: "answer" }, kicker, title));
   return true;

@@ -1,7 +1,7 @@
 // A line chart: axes, lines with a band of error, marks, a cursor for pointer and keys, and its numbers as a table.
 
 // spec: title, words, x and y {label, kind, format, from, to}, lines [{name, colour, points [[x, y, error]], dash,
-// dots, thin, unseen (only read, not drawn)}], marks [{x, words}], height
+// dots, thin, unseen (only read, not drawn)}], marks [{x, words}], rules [{y, words}], height
 function lineChart(spec) {
   const head = el("div", { class: "chart-title" }, el("h3", {}, spec.title));
   const legend = el(
@@ -93,7 +93,23 @@ function draw(spec, width, readout) {
       `${spec.x.label}  ·  ${spec.y.label}`,
     ),
   );
-  for (const mark of spec.marks || []) {
+  for (const rule of spec.rules || [])
+    picture.append(
+      svg("line", {
+        x1: left,
+        x2: width - right,
+        y1: y(rule.y),
+        y2: y(rule.y),
+        style: { stroke: "var(--ink)" },
+        "stroke-dasharray": "2 3",
+      }),
+      svg(
+        "text",
+        { class: "halo strong", x: width - right - 6, y: y(rule.y) - 6, "text-anchor": "end" },
+        rule.words,
+      ),
+    );
+  for (const [n, mark] of (spec.marks || []).entries()) {
     const at = x(mark.x),
       end = at > width * 0.6;
     picture.append(
@@ -107,7 +123,8 @@ function draw(spec, width, readout) {
       }),
       svg(
         "text",
-        { class: "strong", x: at + (end ? -6 : 6), y: top + 9, "text-anchor": end ? "end" : "start" },
+        // Each on a line of its own, that they do not meet.
+        { class: "halo strong", x: at + (end ? -6 : 6), y: top + 9 + 15 * n, "text-anchor": end ? "end" : "start" },
         mark.words,
       ),
     );

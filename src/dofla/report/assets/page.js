@@ -11,6 +11,7 @@ const NAV = {
   texts: "Texts",
   speed: "Speed",
   frontier: "Frontier",
+  sizes: "Sizes",
   repeat: "Repeat",
 };
 
@@ -24,6 +25,7 @@ function show(run, student) {
     texts: student && ((host) => drawTexts(host, run, student)),
     speed: student && ((host) => drawSpeed(host, run, student)),
     frontier: student && ((host) => drawFrontier(host, data.runs, student)),
+    sizes: (host) => drawSizes(host, data.runs),
     repeat: student && ((host) => drawRepeat(host, run, student)),
   };
   const there = Object.keys(parts).filter((name) => {

@@ -1,0 +1,217 @@
+// Trellis codes: the arithmetic of coding/trellis.py, a block at a time.
+#pragma once
+
+#include "vector.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace dofla::coding {
+
+constexpr int kMostBits = 5, kWindow = 6, kWindows = 1 << kWindow, kUnit = 45, kFine = 4;  // as in levels.py and trellis.py
+
+template <int N>
+struct Vectors {
+  typedef float Floats __attribute__((vector_size(4 * N)));
+  typedef std::int8_t Bytes __attribute__((vector_size(N)));
+};
+template <int N>
+using Floats = typename Vectors<N>::Floats;
+
+template <int N>
+inline Floats<N> floats(const float* from) {
+  Floats<N> found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
+template <int N>
+inline Floats<N> floats(const std::int8_t* from) {
+  typename Vectors<N>::Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Floats<N>);
+}
+
+// What windows of `bits` bits stand for, twice.
+struct Levels {
+  const float* floats;       // [kWindows]
+  const std::int8_t* bytes;  // [kWindows]
+};
+
+// Where the windows of a block of N codes of `Bits` bits stand in its bytes: each in two of them, the first after the last,
+// and what brings it to the upper end of those.
+template <int N, int Bits>
+struct Windows {
+  static constexpr int kBytes = N * Bits / 8;
+  std::uint8_t bytes[2 * N];
+  std::int16_t factors[N];
+
+  constexpr Windows() : bytes(), factors() {
+    for (int i = 0; i < N; ++i) {
+      const int place = Bits * (N - 1 - i);
+      bytes[2 * i] = place / 8;
+      bytes[2 * i + 1] = (place / 8 + 1) % kBytes;
+      factors[i] = 1 << (16 - kWindow - place % 8);
+    }
+  }
+};
+
+#ifdef __AVX2__
+inline __m128i load_bytes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+#endif
+
+// The levels that a block's codes stand for. 16 bytes may be read, as behind codes there are scales (rows.py).
+template <int N, int Bits>
+inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
+  static constexpr Windows<N, Bits> kPlaces;
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (N == 16) {
+    const __m256i pairs = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_bytes(codes)),
+                                              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kPlaces.bytes)));
+    const __m256i found = _mm256_mullo_epi16(pairs, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kPlaces.factors)));
+    const __m512i window = _mm512_cvtepu16_epi32(_mm256_srli_epi16(found, 16 - kWindow));
+    const auto among = [&](int from) {  // by the lower five bits
+      return _mm512_permutex2var_ps(_mm512_loadu_ps(levels.floats + from), window, _mm512_loadu_ps(levels.floats + from + 16));
+    };
+    return _mm512_mask_blend_ps(_mm256_movepi16_mask(found), among(0), among(32));
+  }
+#endif
+#ifdef __AVX2__
+  const __m128i all = load_bytes(codes);
+  const auto eight = [&](int i) {
+    const __m128i pairs = _mm_shuffle_epi8(all, load_bytes(kPlaces.bytes + 2 * i));
+    return _mm_srli_epi16(_mm_mullo_epi16(pairs, load_bytes(kPlaces.factors + i)), 16 - kWindow);
+  };
+  const __m128i window = _mm_packus_epi16(eight(0), eight(N - 8));
+  const __m128i low = _mm_and_si128(window, _mm_set1_epi8(15));
+  const auto among = [&](int from) { return _mm_shuffle_epi8(load_bytes(levels.bytes + from), low); };
+  const __m128i fifth = _mm_slli_epi16(window, 3), sixth = _mm_slli_epi16(window, 2);  // the highest of their bytes
+  const __m128i found =
+      _mm_blendv_epi8(_mm_blendv_epi8(among(0), among(16), fifth), _mm_blendv_epi8(among(32), among(48), fifth), sixth);
+  float wide[16];
+  _mm256_storeu_ps(wide, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(found)));
+  if (N == 16) _mm256_storeu_ps(wide + 8, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(found, 8))));
+  return floats<N>(wide);
+#else
+  float found[N];
+  for (int i = 0; i < N; ++i) {
+    const int pair = codes[kPlaces.bytes[2 * i]] | codes[kPlaces.bytes[2 * i + 1]] << 8;
+    found[i] = levels.floats[(pair * kPlaces.factors[i] & 0xffff) >> (16 - kWindow)];
+  }
+  return floats<N>(found);
+#endif
+}
+
+// Windows as bytes of their codes (blocks.to_bytes).
+template <int N, int Bits>
+inline void pack_codes(const std::int32_t* windows, std::uint8_t* to) {
+  for (int first = 0; first < N; first += 8) {
+    std::uint64_t eight = 0;
+    for (int i = 0; i < 8; ++i) {
+      eight |= static_cast<std::uint64_t>(windows[N - 1 - first - i] & ((1 << Bits) - 1)) << Bits * i;
+    }
+    std::memcpy(to + first / 8 * Bits, &eight, Bits);
+  }
+}
+
+#ifdef __AVX512F__
+constexpr int kWide = 16;  // costs of a vector
+#else
+constexpr int kWide = 8;
+#endif
+typedef std::int32_t Costs __attribute__((vector_size(4 * kWide)));
+
+// Viterbi's algorithm for `Many` blocks of whole numbers at once: their steps wait for each other within a block only.
+template <int N, int Bits, int Many>
+class Search {
+ public:
+  explicit Search(const float* levels) {
+    for (int v = 0; v < kTotals; ++v) {
+      const Costs level = __builtin_convertvector(floats<kWide>(levels + kWide * v), Costs);
+      slope_[v] = -2 * kBranches * level;
+      start_[v] = kBranches * kFine * level * level + (kWide * v + order(kLanes)) / kStates;
+    }
+  }
+
+  // trellis.search, with the windows of the codes.
+  void operator()(const std::int32_t (*x)[N], std::int32_t (*windows)[N]) {
+    Costs cost[Many][kVectors] = {};
+    for (int i = 0; i < N; ++i) step(x, (i + N / 2) % N, i, cost);
+    std::int32_t ends[Many];
+    for (int j = 0; j < Many; ++j) {
+      std::int32_t least = cost[j][0][0];
+      for (int state = 0; state < kStates; ++state) least = std::min(least, cost[j][state / kWide][state % kWide] + state);
+      std::int32_t state = least & (kBranches - 1);
+      for (int i = N - 1; i >= N - N / 2; --i) state = before(j, i, state) >> Bits;
+      ends[j] = state;
+      for (int v = 0; v < kVectors; ++v) {
+        cost[j][v] = (kWide * v + order(kLanes)) % kStates == state ? Costs{} : kNowhere - Costs{};
+      }
+    }
+    for (int i = 0; i < N; ++i) step(x, i, i, cost);
+    for (int j = 0; j < Many; ++j) {
+      std::int32_t state = ends[j];
+      for (int i = N - 1; i >= 0; --i) state = (windows[j][i] = before(j, i, state)) >> Bits;
+    }
+  }
+
+ private:
+  static constexpr int kStates = kWindows >> Bits, kTotals = kWindows / kWide;
+  static constexpr int kVectors = std::max(kStates / kWide, 1);  // fewer states than lanes stand there again
+  static constexpr std::int32_t kBranches = 32, kNowhere = 1 << 29;
+  static constexpr auto kLanes = std::make_integer_sequence<int, kWide>{};
+
+  // The window of number i on the path to `state` behind it.
+  std::int32_t before(int j, int i, std::int32_t state) const {
+    return (ways_[j][i][state / kWide][state % kWide] & (kBranches - 1)) * kStates + state;
+  }
+
+  template <int... Lane>
+  static Costs order(std::integer_sequence<int, Lane...>) {
+    return Costs{Lane...};
+  }
+
+  // Costs of the states in which the windows of vector V begin.
+  template <int V, int... Lane>
+  static Costs begun(const Costs* cost, std::integer_sequence<int, Lane...>) {
+    const Costs& states = cost[(kWide * V >> Bits) / kWide];
+    return __builtin_shufflevector(states, states, (((kWide * V + Lane) >> Bits) % kWide)...);
+  }
+
+  template <int Apart, int... Lane>
+  static Costs moved(const Costs& x, std::integer_sequence<int, Lane...>) {
+    return __builtin_shufflevector(x, x, ((Lane + Apart) % kWide)...);
+  }
+
+  static Costs lesser(const Costs& a, const Costs& b) { return a < b ? a : b; }
+
+  template <int Apart>
+  static Costs folded(const Costs& x) {
+    if constexpr (Apart < kStates) {
+      return x;
+    } else {
+      return folded<Apart / 2>(lesser(x, moved<Apart>(x, kLanes)));
+    }
+  }
+
+  template <int... V>
+  void extend(std::int32_t x, Costs* cost, Costs* ways, std::integer_sequence<int, V...>) const {
+    const Costs totals[] = {begun<V>(cost, kLanes) + (start_[V] + slope_[V] * x)...};
+    for (int v = 0; v < kVectors; ++v) {
+      Costs least = totals[v];
+      for (int from = v + kVectors; from < kTotals; from += kVectors) least = lesser(least, totals[from]);
+      ways[v] = folded<kWide / 2>(least);
+    }
+    for (int v = 0; v < kVectors; ++v) cost[v] = ways[v] & -kBranches;
+  }
+
+  void step(const std::int32_t (*x)[N], int number, int i, Costs (*cost)[kVectors]) {
+    constexpr auto totals = std::make_integer_sequence<int, kTotals>{};
+    for (int j = 0; j < Many; ++j) extend(x[j][number], cost[j], ways_[j][i], totals);
+  }
+
+  Costs slope_[kTotals], start_[kTotals], ways_[Many][N][kVectors];
+};
+
+}  // namespace dofla::coding
