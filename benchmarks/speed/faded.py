@@ -111,30 +111,33 @@ def random_tokens(model: PreTrainedModel, batch: int, length: int) -> torch.Tens
 
 def read(models: dict[str, PreTrainedModel], batch: int, length: int, repeats: int) -> dict[str, float]:
     """Seconds of a prompt read in one call."""
-
-    def prompt(model: PreTrainedModel) -> Callable[[], None]:
-        tokens = random_tokens(model, batch, length)
-        return lambda: feed(model, tokens, DynamicCache(config=model.config))
-
-    return least({kind: prompt(model) for kind, model in models.items()}, repeats)
+    return least({kind: prompt(model, batch, length) for kind, model in models.items()}, repeats)
 
 
 def decode(
     models: dict[str, PreTrainedModel], kinds: Sequence[str], batch: int, context: int, new_tokens: int
 ) -> dict[str, float]:
     """Seconds of a token of each sequence after ``context`` others."""
+    calls = {kind: token(models[kind.removesuffix(COMPILED)], kind, batch, context, new_tokens)[0] for kind in kinds}
+    return least(calls, new_tokens)
 
-    def token(kind: str) -> Callable[[], None]:
-        model, length = models[kind.removesuffix(COMPILED)], context + new_tokens + 1
-        step, cache = model, DynamicCache(config=model.config)
-        if kind.endswith(COMPILED):
-            step = torch.compile(model, dynamic=False)
-            cache = StaticCache(model.config, max_cache_len=length)
-        tokens = random_tokens(model, batch, 1)
-        feed(model, random_tokens(model, batch, context), cache)
-        return lambda: feed(step, tokens, cache)
 
-    return least({kind: token(kind) for kind in kinds}, new_tokens)
+def prompt(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
+    tokens = random_tokens(model, batch, length)
+    return lambda: feed(model, tokens, DynamicCache(config=model.config))
+
+
+def token(
+    model: PreTrainedModel, kind: str, batch: int, context: int, new_tokens: int
+) -> tuple[Callable[[], None], Cache]:
+    """Reading one more token, up to ``new_tokens`` of them; and the cache that grows by it."""
+    step, cache = model, DynamicCache(config=model.config)
+    if kind.endswith(COMPILED):
+        step = torch.compile(model, dynamic=False)
+        cache = StaticCache(model.config, max_cache_len=context + new_tokens + 1)
+    tokens = random_tokens(model, batch, 1)
+    feed(model, random_tokens(model, batch, context), cache)
+    return lambda: feed(step, tokens, cache), cache
 
 
 def least(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:

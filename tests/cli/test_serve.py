@@ -67,6 +67,15 @@ def test_texts_are_completed_and_the_student_has_its_name(client):
         client.completions.create(model="another", prompt="Once", max_tokens=5)
 
 
+def test_what_is_longer_than_the_positions_is_answered_from_its_end(client):
+    tail, answers = " and then they went home" * 100, set()
+    for start in ("Once upon a time there was a dog", "The sun is warm, said the old man"):
+        result = client.completions.create(model="small", prompt=start + tail, max_tokens=8, temperature=0)
+        assert result.usage.prompt_tokens > 256  # positions that the student has
+        answers.add(result.choices[0].text)
+    assert len(answers) == 1
+
+
 def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -40,7 +40,7 @@ def test_a_turn_costs_its_own_tokens(pair, tiny):
         assert torch.equal(said, answer(plain, text))
         # The last token of an answer was written and not read; the last of a prompt is left for generate.
         assert sessions.read == (39 if turn == 0 else 7)
-        sizes.append({cache_bytes(cache) for cache in sessions._known.values()})
+        sizes.append({cache_bytes(cache) for _, cache in sessions._known.values()})
         text = torch.cat([said, tiny.tokens(1, 7, seed=turn)], 1)
     assert len(set.union(*sizes)) == 1  # bytes of a state, whatever was said
 

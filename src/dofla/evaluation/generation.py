@@ -14,6 +14,7 @@ from dofla.data import TokenWindows, batches
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.position import finite, ratio_error, with_error
+from dofla.integration.positions import positions_of
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
 
@@ -159,7 +160,7 @@ def check_room(model: PreTrainedModel, tokens: int) -> None:
     """DoflaError unless the model writes text from left to right, and has positions for so many tokens."""
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise DoflaError(f"{type(model).__name__} does not continue a text: give a causal language model")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model)
     if positions is not None and tokens > positions:
         raise DoflaError(f"{tokens} tokens, and {type(model).__name__} has {positions} positions: ask for fewer tokens")
 

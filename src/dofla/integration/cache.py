@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 from dofla.attention import FlatState, State
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
+
+logger = logging.getLogger(__name__)
 
 
 class LinearCacheLayer(CacheLayerMixin):
@@ -24,16 +27,17 @@ class LinearCacheLayer(CacheLayerMixin):
     Args:
         beside_softmax: whether other layers are softmax, and masks are made for them.
         static: whether it stands in a static cache.
+        positions: that the model has, if this entry is to say when its tokens go past them.
     """
 
     is_compileable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, beside_softmax: bool, static: bool) -> None:
+    def __init__(self, beside_softmax: bool, static: bool, positions: int | None = None) -> None:
         super().__init__()
         self.states: list[State | FlatState] | None = None
-        self.beside_softmax = beside_softmax
+        self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens: int | Tensor = torch.tensor(0) if static else 0
         self.handed_over = False
 
@@ -53,7 +57,13 @@ class LinearCacheLayer(CacheLayerMixin):
             )
         self.handed_over = False
         self.is_initialized = True
-        self.tokens = self.tokens + key_states.shape[-2]
+        before, self.tokens = self.tokens, self.tokens + key_states.shape[-2]
+        if self.positions is not None and not torch.compiler.is_compiling() and before <= self.positions < self.tokens:
+            logger.warning(
+                "read past the %d positions that the model has, where it fails: dofla.keep_sessions and dofla.Stream "
+                "begin anew before that",
+                self.positions,
+            )
         return key_states, value_states
 
     def get_seq_length(self) -> int | Tensor:
@@ -109,12 +119,12 @@ def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
         cache = cache.self_attention_cache
     if cache is None:
         return None
-    entry = linear_entry(cache, module.layer_idx, module.dofla.beside_softmax)
-    return args, {**kwargs, "dofla_entry": entry}
+    return args, {**kwargs, "dofla_entry": linear_entry(cache, module)}
 
 
-def linear_entry(cache: Cache, index: int, beside_softmax: bool) -> LinearCacheLayer:
-    """Entry ``index`` of the cache, made linear if it is still empty, and ready for the next tokens."""
+def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
+    """A linearised module's entry of the cache, made linear if it is still empty, and ready for the next tokens."""
+    index, beside_softmax = module.layer_idx, module.dofla.beside_softmax
     while len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     entry = cache.layers[index]
@@ -129,7 +139,11 @@ def linear_entry(cache: Cache, index: int, beside_softmax: bool) -> LinearCacheL
                 "a static cache cannot serve linear and softmax layers in one model: use the dynamic cache, "
                 "which is the default"
             )
-        entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static=isinstance(entry, StaticLayer))
+        # One of them says when positions end; a static one's count is a tensor, which only its graph may ask.
+        static = isinstance(entry, StaticLayer)
+        silent = static or any(isinstance(other, LinearCacheLayer) for other in cache.layers)
+        positions = None if silent else getattr(module.config, "max_position_embeddings", None)
+        entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static, positions)
     entry.handed_over = True
     return entry
 

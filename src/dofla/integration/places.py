@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
+from dofla.integration.positions import positions_of
 from dofla.integration.surgery import linear_layers
 
 REACH = 4
@@ -37,7 +38,7 @@ def reach_of(student: PreTrainedModel, windows: TokenWindows | Images, reach: in
     hybrid = any(layer.is_hybrid for layer in linear_layers(student).values())
     if not (hybrid and student.can_generate() and _is_rotary(student) and isinstance(windows, TokenWindows)):
         return None
-    reach = min(REACH * windows.length, _positions(student) or REACH * windows.length)
+    reach = min(REACH * windows.length, positions_of(student) or REACH * windows.length)
     return reach if reach > windows.length else None
 
 
@@ -49,12 +50,8 @@ def whole_reach(model: PreTrainedModel, windows: TokenWindows | Images, reach: i
         DoflaError: as :func:`reach_of`.
     """
     if reach is None and isinstance(windows, TokenWindows) and _is_rotary(model):
-        reach = max(_positions(model) or 0, windows.length)
+        reach = max(positions_of(model) or 0, windows.length)
     return reach_of(model, windows, reach) if reach is not None else None
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:
@@ -68,7 +65,7 @@ def _check(model: PreTrainedModel, windows: TokenWindows | Images, reach: int) -
         raise DoflaError(
             f"reach is {reach}, less than the windows' {windows.length} tokens: give more, or leave it out"
         )
-    most = _positions(model)
+    most = positions_of(model)
     if most is not None and reach > most:
         raise DoflaError(f"reach is {reach}: the model has {most} positions")
     # Rotary positions are relative: the teacher does not notice where a window stands. Others are learnt one by one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from dofla.integration.cache import LinearCacheLayer, linear_entry
 from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
-
-logger = logging.getLogger(__name__)
 
 _FORMAT = "5"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer."""
@@ -40,13 +37,9 @@ def read_prompt(
         raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
     check_readable(model, input_ids, "the prompt")
     cache = DynamicCache(config=model.config) if cache is None else cache
-    before = int(cache.get_seq_length())
     with torch.inference_mode():
         for piece in input_ids.to(model.device).split(chunk, dim=1):
             model.base_model(piece, past_key_values=cache, use_cache=True)
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and before <= most < int(cache.get_seq_length()):
-        logger.warning("read past the %d positions that the model has: dofla.Stream begins anew before that", most)
     return cache
 
 
@@ -92,8 +85,8 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     input_ids = tensors.pop("input_ids")
     cache = DynamicCache(config=model.config)
     for layer in linear_layers(model).values():
-        index = model.get_submodule(layer.name).layer_idx
-        entry = linear_entry(cache, index, beside_softmax=False)
+        module = model.get_submodule(layer.name)
+        entry, index = linear_entry(cache, module), module.layer_idx
         entry.states = [_state(tensors, f"{index}.{n}", layer, n) for n in range(len(layer.groups))]
         entry.tokens, entry.is_initialized, entry.handed_over = input_ids.shape[1], True, False
     return input_ids, cache

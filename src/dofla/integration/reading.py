@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.positions import positions_of
 
 _TABLES = ("wpe", "embed_positions", "position_embeddings")
 """How transformers calls a table of positions of a text."""
@@ -38,7 +39,7 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
 
 def _learnt_positions(model: PreTrainedModel) -> int | None:
     """How many there are; None where positions are computed."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = positions_of(model)
     for path, module in model.named_modules():
         if most and isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
             # RoBERTa and its kin count from beyond the padding token, within the same number.

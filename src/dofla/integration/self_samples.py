@@ -13,6 +13,7 @@ from dofla.data import TokenWindows
 from dofla.data.documents import Source
 from dofla.data.packing import check_cut, membership, separator_id, stream_seed, text_windows
 from dofla.errors import DoflaError
+from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import as_teacher
 
@@ -129,7 +130,7 @@ def _check(
             raise DoflaError(f"{name}: {value}; give {least} or more")
     if not temperature > 0:
         raise DoflaError(f"temperature: {temperature}; give a number above 0")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model)
     if positions is not None and length > positions:
         raise DoflaError(
             f"length: {length}, and {type(model).__name__} has {positions} positions; give {positions} or less"

@@ -7,12 +7,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.positions import beginning, positions_of, read_again
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers
-
-_AGAIN = 4
-"""Of the positions, the part that is read again if nothing is said."""
 
 
 class Stream:
@@ -43,13 +41,13 @@ class Stream:
 
     def __init__(self, student: PreTrainedModel, overlap: int | None = None, positions: int | None = None) -> None:
         linear_layers(student)
-        known = getattr(student.config.get_text_config(), "max_position_embeddings", None)
+        known = positions_of(student)
         positions = known if positions is None else positions
         if positions is None:
             raise DoflaError(f"{type(student).__name__} does not say how many positions it has: give positions")
         if positions < 2 or positions > (known or positions):
             raise DoflaError(f"positions: {positions}; give 2 to {known}, which the model has")
-        overlap = positions // _AGAIN if overlap is None else overlap
+        overlap = read_again(positions) if overlap is None else overlap
         if not 0 < overlap < positions:
             raise DoflaError(f"overlap: {overlap}; give 1 to {positions - 1}, with {positions} positions")
         self.overlap, self.positions, self.tokens = overlap, positions, 0
@@ -76,8 +74,9 @@ class Stream:
 
     def _read(self, piece: Tensor) -> Tensor:
         """The same for what a new state has room for."""
-        if self.ids.shape[1] + piece.shape[1] > self.positions:
-            self.ids = self.ids[:, -self.overlap :]
+        read = self.ids.shape[1]
+        if begun := beginning(0, read, read + piece.shape[1], self.positions, self.overlap):
+            self.ids = self.ids[:, begun:]
             self.cache = read_prompt(self._student, self.ids)
         logits = self._student(piece, past_key_values=self.cache, use_cache=True).logits
         self.ids = torch.cat([self.ids, piece], dim=1)

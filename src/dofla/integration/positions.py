@@ -1,0 +1,32 @@
+"""How many positions a model has, and where the state of a text begins that is longer."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+_AGAIN = 4
+"""Of the positions, the part that is read again if nothing is said."""
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """How many a model has; None if it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def read_again(positions: int) -> int:
+    """Tokens that a new state begins with."""
+    return max(positions // _AGAIN, 1)
+
+
+def beginning(begun: int, read: int, length: int, positions: int, overlap: int) -> int:
+    """Which token of a text the state begins at that is to hold it up to ``length``: where that begins which is there
+    as long as positions last, then anew with the ``overlap`` tokens before the first that is not read yet, or as many
+    as fit.
+
+    Args:
+        begun: where the state that is there begins.
+        read: tokens of the text that have been read, those before ``begun`` too.
+    """
+    if length - begun <= positions:
+        return begun
+    return max(read - overlap, length - positions)
