@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
-from dofla.plans.shares import FACTORS, Shares
+from dofla.plans.shares import FACTORS, RUNG, Ladder, Shares
 
 EFFECT = st.floats(-1, 1, allow_nan=False)
 LAYERS = st.lists(
@@ -20,37 +19,44 @@ LAYERS = st.lists(
 )
 
 
-def better(layers, before=None):
-    effects = {f"layer.{n}": [0.0, *own] for n, (own, _) in enumerate(layers)}
-    shares = Shares(before or dict.fromkeys(effects, 1.0))
-    return shares.better(effects, {f"layer.{n}": size for n, (_, size) in enumerate(layers)})
+def climbed(layers, *steps):
+    """Shares after effects of each step, of layers of so many bytes."""
+    ladder, names = Ladder(dict(enumerate(layers))), range(len(layers))
+    return [list(ladder.climb({n: [0.0, *step[n]] for n in names}).values()) for step in steps]
 
 
-@given(LAYERS, st.integers(0, 2**32))
-def test_shares_take_the_bytes_of_an_even_split(layers, seed):
-    rng, sizes = random.Random(seed), [size for _, size in layers]
-    drawn = [rng.uniform(0.3, 3) for _ in layers]
-    spent = sum(share * size for share, size in zip(drawn, sizes, strict=True))
-    before = {f"layer.{n}": share * sum(sizes) / spent for n, share in enumerate(drawn)}
-    shares = better(layers, before)
-    spent = sum(share * size for share, size in zip(shares.layers.values(), sizes, strict=True))
-    assert spent == pytest.approx(sum(sizes), rel=1e-12)
-    # Steps are relative to what a layer had, and to one another at most the ratio of the factors.
-    ratios = [shares.layers[name] / share for name, share in before.items()]
-    assert max(ratios) <= min(ratios) * max(FACTORS) / min(FACTORS) * (1 + 1e-12)
+@given(LAYERS, st.integers(1, 4))
+def test_shares_take_the_bytes_of_an_even_split(layers, count):
+    sizes = [size for _, size in layers]
+    before = [1.0] * len(sizes)
+    for shares in climbed(sizes, *[[own for own, _ in layers]] * count):
+        spent = sum(share * size for share, size in zip(shares, sizes, strict=True))
+        assert spent == pytest.approx(sum(sizes), rel=1e-12)
+        # No layer is sent where nothing was measured: up or down by a rung beyond where it has been.
+        ratios = [after / share for after, share in zip(shares, before, strict=True)]
+        assert max(ratios) <= min(ratios) * RUNG ** (2 * count) * (1 + 1e-12)
+        before = shares
 
 
 def test_bytes_go_where_they_do_most():
     falls, flat = [0.4, -0.4], [0.01, -0.01]
-    shares = better([(falls, 1_000), (flat, 1_000), (flat, 1_000)])
-    assert shares.layers["layer.0"] == pytest.approx(2 * shares.layers["layer.1"])
-    assert shares.layers["layer.1"] == shares.layers["layer.2"] < 1
+    (shares,) = climbed([1_000] * 3, [falls, flat, flat])
+    assert shares[0] == pytest.approx(RUNG**2 * shares[1])
+    assert shares[1] == shares[2] < 1
 
 
 def test_what_costs_more_must_bring_more():
     same = [0.2, -0.2]
-    shares = better([(same, 1_000), (same, 8_000)])
-    assert shares.layers["layer.0"] > shares.layers["layer.1"]
+    (shares,) = climbed([1_000, 8_000], [same, same])
+    assert shares[0] > shares[1]
+
+
+def test_a_layer_keeps_what_it_was_given_for_a_reason():
+    much, little, some = [0.1, -0.5], [0.01, -0.01], [0.05, -0.05]
+    first, second = climbed([1_000] * 3, [much, little, little], [[0.0, 0.0], some, some])
+    assert first[0] > first[1] == first[2]
+    # Alone, the second step says that the first layer could do with less; of both together .25 nats speak against it.
+    assert second[0] == pytest.approx(first[0])
 
 
 def test_a_layer_that_nobody_measured_has_its_even_part():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import describe, linear_layers, linearize, restore
 from dofla.plans.plan import LayerPlan, Plan
-from dofla.plans.shares import FACTORS, Shares
+from dofla.plans.shares import FACTORS, Ladder, Shares
 
 WAYS = ("measured", "even")
 """How layers may share the bytes."""
@@ -139,11 +140,12 @@ def _measured(
         layers = linear_layers(student)
         sizes = {name: even[name].state_bytes(model.dtype.itemsize) for name in layers}
         made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source, "reach": reach}
-        shares = Shares(dict.fromkeys(layers, 1.0), {}, describe(model)["name"], made_by)
+        shares, ladder = Shares(dict.fromkeys(layers, 1.0), {}, describe(model)["name"], made_by), Ladder(sizes)
         for step in range(STEPS):
             plans = [_plan(model, budget, factor, shares, keep_softmax) for factor in FACTORS]
             tried = {name: [_resized(layer, plan[name]) for plan in plans] for name, layer in layers.items()}
-            shares = shares.better(_effects(student, tried, parts, _report(progress, step)), sizes)
+            effects = _effects(student, tried, parts, _report(progress, step))
+            shares = replace(shares, layers=ladder.climb(effects), effects=effects)
     finally:
         restore(model)
     return shares, {name: layer.fading.state_dict() for name, layer in layers.items()}
@@ -161,7 +163,7 @@ def _plan(model: PreTrainedModel, budget: int, factor: float, shares: Shares, ke
     try:
         return fading_plan(model, factor * budget, shares=shares, keep_softmax=keep_softmax)
     except DoflaError as error:
-        raise DoflaError(f"at {factor:g} of budget {budget}: {error}, or shares='even'") from None
+        raise DoflaError(f"at {factor:.2g} of budget {budget}: {error}, or shares='even'") from None
 
 
 def _report(progress: Callable[[str, int, int], None] | None, step: int) -> Callable[[int, int], None] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dofla.display import Part, Result, table
@@ -13,7 +14,9 @@ from dofla.errors import DoflaError
 from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.files import read_json, write_json
 
-FACTORS = (1.0, 0.7, 1.4)
+RUNG = 1.4
+"""From one size of a layer to the next."""
+FACTORS = (1.0, 1 / RUNG, RUNG)
 """Sizes of a layer that are tried, over the one it has."""
 
 _EXACT = 1e-9
@@ -38,32 +41,13 @@ class Shares(Result):
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
 
-    def better(self, effects: Mapping[str, list[float]], sizes: Mapping[str, int]) -> Shares:
-        """A step from here to less loss: each layer's share times one of :data:`FACTORS`, the bytes of all those of an
-        even split.
-
-        Args:
-            effects: as above, measured with these shares.
-            sizes: by name, bytes of the layer in an even split.
-        """
-        held = {name: self.layers[name] * sizes[name] for name in effects}
-        total = sum(sizes[name] for name in effects)
-        hulls = {
-            name: lower_hull([_Choice(factor, factor * held[name], x) for factor, x in _tried(own)])
-            for name, own in effects.items()
-        }
-        chosen = spend(hulls, sum(held.values()))
-        spare = total / sum(choice.bytes for choice in chosen.values())  # the last step that did not fit leaves some
-        layers = {name: spare * choice.factor * self.layers[name] for name, choice in chosen.items()}
-        return replace(self, layers=layers, effects=dict(effects))
-
     def budget(self, layer: str, budget: float) -> int:
         """Of a layer, in features per KV head, where all have ``budget`` in the mean."""
         return math.floor(self.layers.get(layer, 1.0) * budget + _EXACT)
 
     def parts(self) -> Iterator[Part]:
         """Share of each layer, and what fewer or more bytes did."""
-        shown = table("layer", "share", *(f"{factor:g} ×" for factor in FACTORS[1:]), gap=2, widest=40)
+        shown = table("layer", "share", *(f"{factor:.2g} ×" for factor in FACTORS[1:]), gap=2, widest=40)
         for name, share in self.layers.items():
             own = self.effects.get(name, [])[1:]
             shown.add_row(name, f"{share:.2f}", *(f"{x:+.4f}" for x in own or [math.nan] * 2))
@@ -93,12 +77,48 @@ class Shares(Result):
             raise DoflaError(f"{path} holds no shares ({what}): measure them again") from error
 
 
+class Ladder:
+    """What is known so far of all layers' sizes, each :data:`RUNG` times the one below: an even split at first.
+
+    What a step is worth changes with where all others stand, and chance has a part in it. So each rung that was
+    measured counts, from below and from above, and a layer that was given bytes does not lose them because it does well
+    with them.
+
+    Args:
+        sizes: by name, bytes of the layer in an even split.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes, self._rungs = sizes, dict.fromkeys(sizes, 0)
+        # By layer and rung, what the loss changes by from there to the next.
+        self._changes: dict[str, dict[int, list[float]]] = {name: {} for name in sizes}
+
+    def climb(self, effects: Mapping[str, list[float]]) -> dict[str, float]:
+        """Shares of least loss, as far as it is known; the bytes of all are those of an even split.
+
+        Args:
+            effects: by name and for each of :data:`FACTORS`, as of :class:`Shares`, measured with what was returned
+                last.
+        """
+        for name, (_, less, more) in effects.items():
+            rung, changes = self._rungs[name], self._changes[name]
+            changes.setdefault(rung - 1, []).append(-less)
+            changes.setdefault(rung, []).append(more)
+        total = sum(self._sizes.values())
+        chosen = spend({name: lower_hull(list(self._known(name))) for name in self._sizes}, total)
+        self._rungs = {name: choice.rung for name, choice in chosen.items()}
+        spare = total / sum(choice.bytes for choice in chosen.values())  # the last step that did not fit leaves some
+        return {name: spare * RUNG**rung for name, rung in self._rungs.items()}
+
+    def _known(self, name: str) -> Iterator[_Choice]:
+        changes, loss = self._changes[name], 0.0
+        for rung in range(min(changes), max(changes) + 2):
+            yield _Choice(rung, RUNG**rung * self._sizes[name], loss)
+            loss += fmean(changes.get(rung, [0.0]))
+
+
 @dataclass(frozen=True)
 class _Choice:
-    factor: float
+    rung: int
     bytes: float
     loss: float
-
-
-def _tried(effects: list[float]) -> Iterator[tuple[float, float]]:
-    return zip(FACTORS, effects, strict=True)
