@@ -199,7 +199,7 @@ def test_a_licence_can_be_given(base, tmp_path):
     assert front_matter(saved(model, tmp_path / "out", "adapter"))["license"] == "cc-by-4.0"
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m-measured", "smollm2-135m-fading"])
+@pytest.mark.parametrize("name", ["smollm2-135m-measured", "smollm2-135m-fading", "smollm2-135m-fading-256"])
 def test_students_in_the_repository_have_cards_made_of_their_plan_and_record(tmp_path, name):
     folder = Path(__file__).parents[2] / "docs" / "students" / name
     assert not by_hand(folder / "README.md")
