@@ -248,7 +248,7 @@ def coding() -> None:
     variance = [0.91**n + 0.015 for n in range(64)]
     means = [sum(variance[n : n + 16]) / 16 for n in range(0, 64, 16)]
     parts = [text(20, 26, "Bits go where errors matter", "title")]
-    parts += [text(326, 26, "64 levels of 3 bits, 8 at a time", "title")]
+    parts += [text(326, 26, "The 64 levels of 3 bits", "title")]
     for block, (mean, bits) in enumerate(zip(means, spread(means, 3), strict=True)):
         left = 24 + 66 * block
         for n in range(16):
@@ -262,16 +262,16 @@ def coding() -> None:
     parts += [text(50, floor + 58, "after the rotation in each", "small")]
 
     def place(x: float) -> float:
-        return 436 + 38 * x
+        return 446 + 34 * x
 
     for code, own in enumerate((levels(3) / UNIT).view(8, 8).tolist()):
         tall = floor - 6 - 11.5 * code
         parts += [line([(place(-3), tall), (place(3), tall)], GREY, 0.6)]
         parts += [dot(place(level), tall, 3, RED) for level in own]
         parts += [text(place(-3) - 8, tall + 4, f"{code:03b}", "small", "end")]
-    parts += [text(436, floor + 20, "numbers of a block, in its own unit", "small", "middle")]
-    parts += [text(436, floor + 42, "eight levels for a number's own bits in each row;", "small", "middle")]
-    parts += [text(436, floor + 58, "which row, say the bits before it", "small", "middle")]
+    parts += [text(446, floor + 20, "numbers of a block, in its own unit", "small", "middle")]
+    parts += [text(446, floor + 42, "the bits before say which row,", "small", "middle")]
+    parts += [text(446, floor + 58, "a number's own which level of it", "small", "middle")]
     picture("coding", 224, "Blocks of directions, and levels of a trellis", parts)
 
 
