@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from dofla.attention import FlatState, State
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
+from dofla.integration.positions import positions_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
         # One of them says when positions end; a static one's count is a tensor, which only its graph may ask.
         static = isinstance(entry, StaticLayer)
         silent = static or any(isinstance(other, LinearCacheLayer) for other in cache.layers)
-        positions = None if silent else getattr(module.config, "max_position_embeddings", None)
+        positions = None if silent else positions_of(module)
         entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static, positions)
     entry.handed_over = True
     return entry

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from torch import nn
 
 _AGAIN = 4
 """Of the positions, the part that is read again if nothing is said."""
 
 
-def positions_of(model: PreTrainedModel) -> int | None:
-    """How many a model has; None if it does not say."""
+def positions_of(model: nn.Module) -> int | None:
+    """How many a model has, or that of a module with its config; None if it does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -20,7 +20,8 @@ from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
 _FORMAT = "5"
-"""2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer."""
+"""2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer, 4 had levels by a
+number's own bits."""
 
 
 def read_prompt(

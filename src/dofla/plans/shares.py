@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -111,10 +112,10 @@ class Ladder:
         return {name: spare * RUNG**rung for name, rung in self._rungs.items()}
 
     def _known(self, name: str) -> Iterator[_Choice]:
-        changes, loss = self._changes[name], 0.0
-        for rung in range(min(changes), max(changes) + 2):
+        steps = sorted(self._changes[name].items())
+        losses = accumulate((fmean(changes) for _, changes in steps), initial=0.0)
+        for rung, loss in enumerate(losses, start=steps[0][0]):
             yield _Choice(rung, RUNG**rung * self._sizes[name], loss)
-            loss += fmean(changes.get(rung, [0.0]))
 
 
 @dataclass(frozen=True)

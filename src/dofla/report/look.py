@@ -18,6 +18,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.fading import measure_directions
+from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linearize, restore
 from dofla.report.maps import attention_maps, moved, packed, sentence, token_texts
@@ -135,7 +136,7 @@ def _of_teacher(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
     start, end = sentence(windows, pieces, heads, 1 + min(MOST, len(run.students)))
     ids = text[start:end]
     record: dict[str, Any] = {"ids": ids.tolist(), "pieces": token_texts(tokenizer, ids.tolist())}
-    record["longest"] = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    record["longest"] = positions_of(model)
     parts(record, "maps", lambda: packed(attention_maps(model, ids[None].to(model.device))[0]))
     return record
 

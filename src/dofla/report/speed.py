@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dofla.integration.cache import LinearCacheLayer
+from dofla.integration.positions import positions_of
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.recorder import run_body
 from dofla.integration.surgery import plan_of, softmax
@@ -68,8 +69,7 @@ def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
 
 
 def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LAST
-    most = min(LAST, most - spare)
+    most = min(LAST, (positions_of(model) or LAST) - spare)
     doubled = [FIRST * 2**n for n in range(int(math.log2(LAST // FIRST)) + 1)]
     return [length for length in doubled if length <= most] or [most]
 

@@ -186,13 +186,15 @@ inline float whole(float* x) {
   return power_of_two(exponent);
 }
 
-// Coder.encode of `Many` vectors in eight bits; `wide` has room for as many.
+// Coder.encode of `Many` vectors in eight bits, as bytes; `wide` has room for as many.
 template <int N, int Many>
-inline void encode(const Coder& coder, const std::int8_t* const* integers, const std::int8_t* const* exponents, std::int16_t* wide,
-                   std::uint8_t* const* codes, std::uint8_t* const* scales) {
-  for (int j = 0; j < Many; ++j) std::copy_n(integers[j], coder.dim, wide + j * coder.dim);
+inline void encode(const Coder& coder, const std::uint8_t* const* integers, const std::uint8_t* const* exponents,
+                   std::int16_t* wide, std::uint8_t* const* codes, std::uint8_t* const* scales) {
+  for (int j = 0; j < Many; ++j) {
+    std::copy_n(reinterpret_cast<const std::int8_t*>(integers[j]), coder.dim, wide + j * coder.dim);
+  }
   const auto turn = [&](int vector, std::int64_t b, float* x) {
-    const float power = power_of_two(*exponents[vector]);
+    const float power = power_of_two(static_cast<std::int8_t>(*exponents[vector]));
     const std::int16_t* __restrict numbers = wide + vector * coder.dim;
     for (int i = 0; i < N; ++i) {
       const std::int16_t* __restrict row = coder.turn + (b * N + i) * coder.dim;

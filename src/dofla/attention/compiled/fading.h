@@ -225,10 +225,7 @@ inline void enter(const Group& group, std::int64_t stage, const Tokens& from, st
     const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
     const std::uint8_t *codes[Many], *scales[Many];
     std::uint8_t *to_codes[Many], *to_scales[Many];
-    const std::int8_t *integers[Many], *exponents[Many];
     for (int m = 0; m < Many; ++m) {
-      integers[m] = from.row<std::int8_t>(part, n, h, i + m);
-      exponents[m] = from.row<std::int8_t>(part + 1, n, h, i + m);
       codes[m] = from.row<std::uint8_t>(part, n, h, i + m);
       scales[m] = from.row<std::uint8_t>(part + 1, n, h, i + m);
       to_codes[m] = to.row<std::uint8_t>(part, n, h, j + m);
@@ -238,7 +235,7 @@ inline void enter(const Group& group, std::int64_t stage, const Tokens& from, st
       if (stage > 0) {
         coding::age<block, Many>(coder, stage - 1, codes, scales, to_codes, to_scales);
       } else {
-        coding::encode<block, Many>(coder, integers, exponents, wide.data(), to_codes, to_scales);
+        coding::encode<block, Many>(coder, codes, scales, wide.data(), to_codes, to_scales);
       }
     });
   }
