@@ -1,5 +1,5 @@
-"""How a memory that fades spends its bytes, where nothing was measured: the newest tokens in eight bits, a few in
-four, all others in three, most of which stay as long as they draw attention."""
+"""How a memory that fades spends its bytes, where nothing was measured: the newest tokens in eight bits, all others in
+three, most of which stay as long as they draw attention."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from dofla.plans.hybrid import SINKS, HeadCost
 FADING = "fading"
 """Name of the strategy, in plans and recipes."""
 
-WINDOW_SHARE, NEAR_SHARE, NEWEST_SHARE = 0.12, 0.16, 0.12
-"""Of the bytes, what goes to tokens in eight bits, to those of the first stage, and to those of the second that
-are there for their age."""
-BITS = (4.0, 3.0)
-"""Of the two stages. On SmolLM2 at the bytes of 64 features (``docs/quality.md``)."""
+WINDOW_SHARE, NEWEST_SHARE = 0.24, 0.2
+"""Of the bytes, what goes to tokens in eight bits, and to those of the stage that are there for their age."""
+BITS = 3.0
+"""Of the stage. On SmolLM2 at the bytes of 64 features (``docs/quality.md``)."""
 
 
 @dataclass(frozen=True)
 class Faded:
-    """Tokens of one KV head: in eight bits the last and the first ones, and stages in between. The fields are those of
+    """Tokens of one KV head: in eight bits the last and the first ones, and a stage of others. The fields are those of
     :class:`dofla.plans.plan.LayerPlan`."""
 
     window: int
@@ -40,10 +39,9 @@ def fade_evenly(budget: float, head_dim: int, value_dim: int, cost: HeadCost) ->
     if head_dim % 8 or value_dim % 8:
         raise DoflaError(f"heads of {head_dim} and {value_dim} numbers: a fading memory needs multiples of 8")
     total = round(budget * cost.feature)
-    near, far = (stage_bytes(head_dim, value_dim, bits, scored=bits == BITS[-1]) for bits in BITS)
-    window, first = round(WINDOW_SHARE * total / cost.token), round(NEAR_SHARE * total / near)
-    left = (total - (window + SINKS) * cost.token - first * near) // far
-    newest = round(NEWEST_SHARE * total / far)
-    if min(window, first, newest, left - newest) < 1:
+    coded = stage_bytes(head_dim, value_dim, BITS, scored=True)
+    window, newest = round(WINDOW_SHARE * total / cost.token), round(NEWEST_SHARE * total / coded)
+    kept = (total - (window + SINKS) * cost.token) // coded - newest
+    if min(window, newest, kept) < 1:
         raise DoflaError(f"budget {budget} is too small for a memory that fades: give more")
-    return Faded(window, SINKS, [[first, BITS[0]], [newest, BITS[1]]], left - newest)
+    return Faded(window, SINKS, [[newest, BITS]], kept)
