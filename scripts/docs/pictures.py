@@ -215,15 +215,14 @@ def memory() -> None:
     dim, floor, per_token, per_bit = 64, 200, 1.55, 12
     cost = HeadCost.of(dim, dim, 4, "int8")
     found = fade_evenly(64, dim, dim, cost)
-    (first, near), (second, far) = found.stages
+    ((newest, far),) = found.stages
     old = stage_bytes(dim, dim, far, scored=True)
     parts = [text(20, 26, "A token loses bits as it ages, and its bytes make room for others", "title")]
     parts += [arrow((540, 50), (176, 50)), text(168, 54, "gone, or into features", "small", "end")]
     columns = [
         (540, found.window, 8, BLUE, "q₈(x)", found.window * cost.token),
-        (494, first, near, BLUE, "q₄(q₈(x))", first * stage_bytes(dim, dim, near)),
-        (402, second, far, BLUE, "q₃(q₄(q₈(x)))", second * old),
-        (332, found.kept, far, RED, "those that draw attention", found.kept * old),
+        (466, newest, far, BLUE, "q₃(q₈(x))", newest * old),
+        (340, found.kept, far, RED, "those that draw attention", found.kept * old),
     ]
     for right, tokens, bits, colour, formula, size in columns:
         width, height = per_token * tokens, per_bit * bits
