@@ -22,7 +22,7 @@ def test_a_model_fades_at_once(tmp_path, capsys):
     card = (tmp_path / "faded" / "README.md").read_text()
     assert "in ever fewer bits as they age, keeps of the old ones those that draw attention." in card
     assert "Nothing was trained: means, directions and bits" in card
-    assert "@ 4 bits" in card
+    assert "@ 3 bits" in card
     assert " kept" in card
     assert AutoTokenizer.from_pretrained(tmp_path / "faded").vocab_size > 1000
     assert call("generate", tmp_path / "faded", "--prompt", "Once upon a time", "--new-tokens", 4) == 0

@@ -264,30 +264,29 @@ def test_no_memory_fades_where_tokens_are_not_kept_or_heads_do_not_fit(browser, 
 
 def test_a_student_whose_memory_fades(browser, llama_run):
     plan = Plan.load(llama_run / "students" / "fading-seed0").layers[0]
-    (first, near), (second, far) = plan.coded_per_head[0]
-    near, far = f"{near:g} bits", f"{far:g} bits"
+    ((tokens, bits),) = plan.coded_per_head[0]
+    bits = f"{bits:g} bits"
     with opened(browser, llama_run / "report.html") as page:
         page.locator("#student").select_option(label="Fading")
         assert page.locator("input[value=fading]").is_checked()
         layers = page.locator("#layers")
         lead = layers.locator(".lead").inner_text()
-        assert "tokens lose bits as they age" in lead
-        assert "In the last one those stay that draw most attention." in lead
+        assert "What leaves the window is kept in fewer bits." in lead
+        assert "Of the oldest those stay that draw most attention." in lead
         assert "What is older is forgotten." in lead
         row = layers.locator("tbody tr").first.locator("td")
-        shown = f"{first} @ {near}, {second} @ {far}"
-        assert row.all_inner_texts()[:5] == ["0", "none", str(plan.window), shown, str(plan.sinks)]
-        assert layers.locator(".legend").first.inner_text().split("\n")[1:] == [far, near, "window and sinks"]
+        assert row.all_inner_texts()[:5] == ["0", "none", str(plan.window), f"{tokens} @ {bits}", str(plan.sinks)]
+        assert layers.locator(".legend").first.inner_text().split("\n")[1:] == [bits, "window and sinks"]
         row.nth(6).hover()
-        parts = list(plan.bytes_by_kind(4)[2].values())
-        assert page.locator("#tip").inner_text().startswith(f"{parts[1]} B in {far}, {parts[0]} B in {near}, ")
+        (coded,) = plan.bytes_by_kind(4)[2].values()
+        assert page.locator("#tip").inner_text().startswith(f"{coded} B in {bits}, ")
         # It sees nothing of the far past, so KL says nothing of its error.
         assert "what the layer’s attention gives" in layers.locator(".legend").last.inner_text()
         assert "∞" not in layers.locator("table").inner_text()
         assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
         page.locator("select#layer").select_option(index=0)
-        newest = 31 - plan.window  # that the query in row 31 sees in the first stage
-        for column, words in ((newest - first, far), (newest, near), (newest + 1, None), (plan.sinks - 1, None)):
+        newest = 31 - plan.window  # that the query in row 31 sees in the stage
+        for column, words in ((newest, bits), (newest + 1, None), (plan.sinks - 1, None)):
             page.locator("#attention canvas").nth(1).evaluate(
                 "(map, [x, y]) => { const r = map.getBoundingClientRect(), s = r.width / map.width;"
                 " map.dispatchEvent(new PointerEvent('pointermove',"

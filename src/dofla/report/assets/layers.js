@@ -21,11 +21,13 @@ const hasFeatures = (layer) => layer.parts[0] > 0,
   hasStages = (layer) => layer.parts[2].length > 0;
 
 function layersLead(layers) {
-  const [features, exact, stages] = [hasFeatures, hasExact, hasStages].map((has) => layers.some(has));
+  const [features, exact, stages] = [hasFeatures, hasExact, hasStages].map((has) => layers.some(has)),
+    several = layers.some((layer) => layer.stages?.some((own) => own.length > 1));
   return [
     exact && "The window and the sinks (the first tokens) are kept exactly.",
-    stages && "What leaves the window goes through stages, in which tokens lose bits as they age.",
-    layers.some((layer) => layer.kept) && "In the last one those stay that draw most attention.",
+    several && "What leaves the window goes through stages, in which tokens lose bits as they age.",
+    stages && !several && "What leaves the window is kept in fewer bits.",
+    layers.some((layer) => layer.kept) && "Of the oldest those stay that draw most attention.",
     features ? `Features sum up the ${exact || stages ? "far " : ""}past.` : "What is older is forgotten.",
   ]
     .filter(Boolean)
