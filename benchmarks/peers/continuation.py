@@ -138,11 +138,12 @@ def write_texts(folder: Path, texts: dict[str, Tensor], limits: list[int]) -> No
 
 
 def gaps(row: Row, softmax: Row) -> dict[str, tuple[float, list[float]]]:
-    """Of each text: the mean over the row's windows, which are the first of all, and its interval."""
+    """Of each text, in the order of ``softmax``: the mean over the row's windows, which are the first of all, and its
+    interval."""
     found = {}
-    for text, losses in row.losses.items():
-        differences = torch.tensor(losses, dtype=torch.float64)
-        differences -= torch.tensor(softmax.losses[text][: len(losses)], dtype=torch.float64)
+    for text, whole in softmax.losses.items():
+        differences = torch.tensor(row.losses[text], dtype=torch.float64)
+        differences -= torch.tensor(whole[: len(differences)], dtype=torch.float64)
         found[text] = differences.mean().item(), bootstrap_interval(differences, torch.ones_like(differences))
     return found
 

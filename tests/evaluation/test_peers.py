@@ -127,6 +127,16 @@ def test_gaps_are_differences_on_the_windows_that_a_row_has(continuation, judgin
     assert interval == [0.25, 0.5]
 
 
+def test_gaps_stand_in_the_order_of_the_first_row_whatever_that_of_another(continuation, judging):
+    softmax, other = row(judging, "softmax cache", 0), row(judging)
+    softmax.losses = {"stories": [1.0], "python": [2.0]}
+    other.losses = {"python": [2.5], "stories": [1.125]}
+    assert [(text, mean) for text, (mean, _) in continuation.gaps(other, softmax).items()] == [
+        ("stories", 0.125),
+        ("python", 0.5),
+    ]
+
+
 def test_the_table_has_all_rows_by_bytes_and_then_by_gap(continuation, judging, tmp_path):
     rows = [
         row(judging, "worse", losses=(1.5, 2.5, 3.5)),
