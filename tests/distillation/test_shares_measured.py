@@ -18,7 +18,7 @@ from dofla.integration.surgery import linear_layers, plan_of
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.shares import FACTORS, Shares
 
-BUDGET = 24
+BUDGET = 16
 MOST = BUDGET * HeadCost.of(8, 8, 4).feature * 4
 """Bytes of two layers of two KV heads."""
 
@@ -97,7 +97,7 @@ def test_a_student_spends_its_bytes_as_measured(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     shares = Shares({"model.layers.0.self_attn": 0.5, "model.layers.1.self_attn": 1.5})
     plan = plan_of(dofla.fade(model, tokens, budget=BUDGET, shares=shares))
-    alone = [fading_plan(tiny.llama(), budget).layers[0] for budget in (12, 36)]
+    alone = [fading_plan(tiny.llama(), budget).layers[0] for budget in (8, 24)]
     assert [x.state_bytes(4) for x in plan.layers] == [x.state_bytes(4) for x in alone]
     assert plan.state_bytes(model.dtype) <= MOST
     assert plan.made_by == {"strategy": "fading", "budget": BUDGET, "shares": shares.layers}
@@ -119,3 +119,18 @@ def test_refusals(tiny):
         dofla.fade(model, tokens, shares="odd")
     with pytest.raises(DoflaError, match=r"at 0\.71 of budget 3: budget 2 is too small .*: give more, or shares="):
         dofla.measure_shares(tiny.llama(head_dim=32), tokens, 3)
+
+
+def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_with(tiny):
+    model, tokens = tiny.llama(), windows(tiny, 1, 256)
+    held = [fading_plan(model, budget).layers[0] for budget in (32, 64)]
+    held = [layer.window + layer.sinks + layer.stages[0][0] + layer.kept for layer in held]
+    assert held[0] < 128 < held[1]
+    small, large = (dofla.measure_shares(model, tokens, budget) for budget in (32, 64))
+    assert small.made_by["budget"] == 32
+    assert large.made_by["budget"] == 64 * 128 // held[1]
+    assert plan_of(dofla.fade(model, tokens, budget=64)).made_by == {
+        "strategy": "fading",
+        "budget": 64,
+        "shares": large.layers,
+    }

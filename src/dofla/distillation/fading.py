@@ -9,6 +9,7 @@ go where they do most, in a few small steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,11 @@ WAYS = ("measured", "even")
 """How layers may share the bytes."""
 STEPS = 2
 """From an even split. First order says little of large steps, above all of small memories."""
+HELD = 0.5
+"""Of a window, the most that a memory holds with which shares are measured: one that forgets nothing of it would say
+where rounding does harm, and not where tokens are missed."""
+LEAST = 16
+"""Features per KV head with which they are measured however short windows are: less cannot be made smaller still."""
 
 
 def measure_shares(
@@ -55,7 +61,8 @@ def measure_shares(
     Args:
         model: as for :func:`dofla.fade`; it is linearised in between, and restored.
         tokens: a dozen windows, of any text.
-        budget: around which sizes are tried, in features per KV head.
+        budget: around which sizes are tried, in features per KV head; fewer where a memory of so many would hold more
+            than half of a window.
         keep_softmax: layers to leave out.
         batch_size: windows per pass, forward and backward.
         reach: as for :func:`dofla.fade`.
@@ -131,6 +138,7 @@ def _measured(
     """Shares; and by layer the directions that were measured on the way, which memories of all sizes have in common."""
     if is_streamed(model):
         raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
+    budget = _forgetting(fading_plan(model, budget, keep_softmax=keep_softmax), budget, windows)
     even = fading_plan(model, budget, keep_softmax=keep_softmax)
     student = linearize(model, even)
     try:
@@ -149,6 +157,12 @@ def _measured(
     finally:
         restore(model)
     return shares, {name: layer.fading.state_dict() for name, layer in layers.items()}
+
+
+def _forgetting(even: Plan, budget: int, windows: TokenWindows) -> int:
+    """The ``budget`` of this plan, or what leaves of it no more than :data:`HELD` of a window."""
+    held = [layer.window + layer.sinks + sum(n for n, _ in layer.coded_per_head[0]) for layer in even.layers]
+    return min(budget, max(LEAST, math.floor(budget * HELD * windows.input_ids.shape[1] / max(held, default=1))))
 
 
 def _resized(layer: AttachedLinearAttention, plan: LayerPlan) -> AttachedLinearAttention:
