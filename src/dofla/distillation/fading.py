@@ -44,6 +44,7 @@ HELD = 0.5
 where rounding does harm, and not where tokens are missed."""
 LEAST = 16
 """Features per KV head with which they are measured however short windows are: less cannot be made smaller still."""
+_REFERENCE = 64
 
 
 def measure_shares(
@@ -124,6 +125,13 @@ def fade(
     return model
 
 
+def measured_at(model: PreTrainedModel, budget: int, windows: TokenWindows, keep_softmax: Collection[str] = ()) -> int:
+    """The budget that shares of ``budget`` are measured with: one that holds no more than :data:`HELD` of a window."""
+    even = fading_plan(model, _REFERENCE, keep_softmax=keep_softmax)
+    held = [layer.window + layer.sinks + sum(n for n, _ in layer.coded_per_head[0]) for layer in even.layers]
+    return min(budget, max(LEAST, math.floor(_REFERENCE * HELD * windows.length / max(held, default=1))))
+
+
 @reports_progress("shares", Bar.stage)
 def _measured(
     model: PreTrainedModel,
@@ -138,7 +146,7 @@ def _measured(
     """Shares; and by layer the directions that were measured on the way, which memories of all sizes have in common."""
     if is_streamed(model):
         raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
-    budget = _forgetting(fading_plan(model, budget, keep_softmax=keep_softmax), budget, windows)
+    budget = measured_at(model, budget, windows, keep_softmax)
     even = fading_plan(model, budget, keep_softmax=keep_softmax)
     student = linearize(model, even)
     try:
@@ -157,12 +165,6 @@ def _measured(
     finally:
         restore(model)
     return shares, {name: layer.fading.state_dict() for name, layer in layers.items()}
-
-
-def _forgetting(even: Plan, budget: int, windows: TokenWindows) -> int:
-    """The ``budget`` of this plan, or what leaves of it no more than :data:`HELD` of a window."""
-    held = [layer.window + layer.sinks + sum(n for n, _ in layer.coded_per_head[0]) for layer in even.layers]
-    return min(budget, max(LEAST, math.floor(budget * HELD * windows.input_ids.shape[1] / max(held, default=1))))
 
 
 def _resized(layer: AttachedLinearAttention, plan: LayerPlan) -> AttachedLinearAttention:

@@ -15,7 +15,7 @@ FADING = "fading"
 WINDOW_SHARE, NEWEST_SHARE = 0.24, 0.2
 """Of the bytes, what goes to tokens in eight bits, and to those of the stage that are there for their age."""
 BITS = 3.0
-"""Of the stage. On SmolLM2 at the bytes of 64 features (``docs/quality.md``)."""
+"""Of the stage. On SmolLM2 at the bytes of 64 features (``docs/quality/fading.md``)."""
 
 
 @dataclass(frozen=True)

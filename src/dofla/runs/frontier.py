@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, as_windows
 from dofla.display import Bar, Part, Result, reports_progress, size, table
-from dofla.distillation import fade
+from dofla.distillation import fade, measure_shares
+from dofla.distillation.fading import measured_at
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of, restore
+from dofla.plans.shares import Shares
 from dofla.storage.files import new_folder, read_json, write_json
 
 BUDGETS = (16, 32, 64, 128, 256)
@@ -204,11 +206,14 @@ def frontier(
     made_from = {"source": windows.source, "length": windows.length, "windows": len(windows)}
     sources = {text: own[0].source for text, own in judged.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
+    shares: dict[int, Shares] = {}  # by the budget they were measured with, which large ones have in common
 
     with new_folder(out) if out is not None else nullcontext() as folder:
 
         def judge(budget: int) -> None:
-            student = fade(model, windows, budget=budget, batch_size=batch_size)
+            if (at := measured_at(model, budget, windows)) not in shares:
+                shares[at] = measure_shares(model, windows, at, batch_size=batch_size)
+            student = fade(model, windows, budget=budget, shares=shares[at], batch_size=batch_size)
             try:
                 plan = plan_of(student)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
