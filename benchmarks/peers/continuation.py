@@ -6,7 +6,8 @@
         --out runs/peers-2048 --kvpress build/peers/bin/python
 
 A row is a memory; its gap is what the last 512 tokens of a window lose against softmax attention, in nats per token: a
-mean over windows with an interval of 95 % by bootstrap. Windows are the ends of longer ones (``--longest``), so that at
+mean over windows with an interval of 95 % by bootstrap, and so is what it loses beyond dofla at the same bytes, over
+the windows of all texts. Windows are the ends of longer ones (``--longest``), so that at
 every ``--length`` the same tokens are judged, with more or less before them. Python source, the modules of the standard
 library of the interpreter that runs this, is always among the texts.
 
@@ -47,7 +48,7 @@ from dofla.storage.files import replacing
 sys.path.append(str(Path(__file__).parents[1] / "quality"))
 from fading import sources, window_alone
 
-SOFTMAX = "softmax cache"
+SOFTMAX, OURS = "softmax cache", "dofla.fade"
 CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2)}
 RESIDUAL = 128
 """Tokens that a QuantizedCache, as it comes, gathers before it codes them together."""
@@ -58,7 +59,7 @@ Make = Callable[[PreTrainedModel], PreTrainedModel]
 def students(budget: int, known: TokenWindows, own: TokenWindows | None) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
     made = {
-        "dofla.fade": lambda model: dofla.fade(model, known, budget=budget),
+        OURS: lambda model: dofla.fade(model, known, budget=budget),
         "window and sinks, 8 bits": lambda model: window_alone(budget, None)(model, known),
     }
     if own is not None:
@@ -148,17 +149,26 @@ def gaps(row: Row, softmax: Row) -> dict[str, tuple[float, list[float]]]:
     return found
 
 
+def beyond(row: Row, ours: Row) -> tuple[float, list[float]]:
+    """What a row loses more than ``ours``: the mean over all windows that both have, of all texts, and its interval."""
+    pairs = [pair for text, losses in row.losses.items() for pair in zip(losses, ours.losses[text], strict=False)]
+    differences = torch.tensor(pairs, dtype=torch.float64) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+    return differences.mean().item(), bootstrap_interval(differences, torch.ones_like(differences))
+
+
 def merged(rows: dict[str, Row]) -> Table:
     """The table of all rows there are: by the bytes they may take, and then by what they lose."""
     softmax = rows[f"{SOFTMAX}, 0"]
     found = {name: gaps(row, softmax) for name, row in rows.items()}
     order = sorted(rows, key=lambda name: (rows[name].limit, sum(mean for mean, _ in found[name].values())))
-    shown = table("memory", "its size", "after the prompt", "at the end", *softmax.losses, "windows")
+    shown = table("memory", "its size", "after the prompt", "at the end", *softmax.losses, "windows", f"beyond {OURS}")
     for name in order:
         row = rows[name]
-        cells = [f"{mean:.3f} ({low:.3f} to {high:.3f})" for mean, (low, high) in found[name].values()]
-        windows = str(min(map(len, row.losses.values())))
-        shown.add_row(row.memory, row.size, size(row.prompt_bytes), size(row.end_bytes), *cells, windows)
+        ours = rows.get(f"{OURS}, {row.limit}", row)
+        figures = [*found[name].values(), *([] if ours is row else [beyond(row, ours)])]
+        cells = [f"{mean:.3f} ({low:.3f} to {high:.3f})" for mean, (low, high) in figures]
+        cells.insert(len(softmax.losses), str(min(map(len, row.losses.values()))))
+        shown.add_row(row.memory, row.size, size(row.prompt_bytes), size(row.end_bytes), *cells)
     return shown
 
 

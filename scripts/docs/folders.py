@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePosixPath
+from posixpath import normpath
 
 from mkdocs.structure.files import File
 
@@ -23,8 +24,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown: str, page, files, **_) -> str:
     def indexed(match: re.Match) -> str:
-        index = PurePosixPath(page.file.src_uri).parent / match[1] / "index.md"
-        return f"]({match[1].rstrip('/')}/index.md)" if files.get_file_from_path(str(index)) else match[0]
+        index = normpath(PurePosixPath(page.file.src_uri).parent / match[1] / "index.md")
+        return f"]({match[1].rstrip('/')}/index.md)" if files.get_file_from_path(index) else match[0]
 
     return _LINK.sub(indexed, markdown)
 

@@ -137,6 +137,19 @@ def test_gaps_stand_in_the_order_of_the_first_row_whatever_that_of_another(conti
     ]
 
 
+def test_what_a_row_loses_beyond_ours_is_paired_over_the_windows_of_all_texts(continuation, judging):
+    ours, other = row(judging), row(judging, "a press")
+    ours.losses = {"stories": [1.0, 2.0], "python": [4.0]}
+    other.losses = {"python": [4.5], "stories": [1.25, 2.0]}
+    mean, (low, high) = continuation.beyond(other, ours)
+    assert mean == pytest.approx(0.25)
+    assert 0 <= low < mean < high <= 0.5
+    shown = continuation.merged(
+        {x.name: x for x in (row(judging, "softmax cache", 0), row(judging), row(judging, "p"))}
+    )
+    assert list(shown.columns[-1].cells) == ["", "", "0.000 (0.000 to 0.000)"]
+
+
 def test_the_table_has_all_rows_by_bytes_and_then_by_gap(continuation, judging, tmp_path):
     rows = [
         row(judging, "worse", losses=(1.5, 2.5, 3.5)),

@@ -44,7 +44,7 @@ HELD = 0.5
 where rounding does harm, and not where tokens are missed."""
 LEAST = 16
 """Features per KV head with which they are measured however short windows are: less cannot be made smaller still."""
-_REFERENCE = 64
+_REFERENCE = 64  # features whose memory is counted in tokens
 
 
 def measure_shares(
