@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import Coder, Moments, stage_bytes
@@ -186,6 +186,7 @@ def test_stages_lose_more_and_more():
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=16), st.sampled_from([1.0, 1.5, 2.5, 3.25, 5.0]))
+@example([0.0, 5e-324], 1.5)
 def test_bits_go_where_variance_is(variance, bits):
     found = spread(variance, bits)
     assert sum(found) == len(found) + round((bits - 1) * len(found))

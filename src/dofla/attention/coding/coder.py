@@ -280,7 +280,7 @@ def spread(variance: Sequence[float], bits: float) -> list[int]:
             size * (distortion(n) - distortion(n + 1)) if n < MOST_BITS else -1.0
             for size, n in zip(variance, found, strict=True)
         ]
-        found[max(range(len(found)), key=gains.__getitem__)] += 1
+        found[max(range(len(found)), key=lambda n: (gains[n], variance[n]))] += 1  # products round to 0
     return found
 
 
