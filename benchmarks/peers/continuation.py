@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -138,37 +138,35 @@ def write_texts(folder: Path, texts: dict[str, Tensor], limits: list[int]) -> No
         )
 
 
-def gaps(row: Row, softmax: Row) -> dict[str, tuple[float, list[float]]]:
-    """Of each text, in the order of ``softmax``: the mean over the row's windows, which are the first of all, and its
-    interval."""
-    found = {}
-    for text, whole in softmax.losses.items():
-        differences = torch.tensor(row.losses[text], dtype=torch.float64)
-        differences -= torch.tensor(whole[: len(differences)], dtype=torch.float64)
-        found[text] = differences.mean().item(), bootstrap_interval(differences, torch.ones_like(differences))
-    return found
-
-
-def beyond(row: Row, ours: Row) -> tuple[float, list[float]]:
-    """What a row loses more than ``ours``: the mean over all windows that both have, of all texts, and its interval."""
-    pairs = [pair for text, losses in row.losses.items() for pair in zip(losses, ours.losses[text], strict=False)]
-    differences = torch.tensor(pairs, dtype=torch.float64) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+def beyond(row: Row, other: Row, texts: Iterable[str]) -> tuple[float, list[float]]:
+    """What a row loses more than another: the mean over those windows of ``texts`` that both have, and its interval."""
+    pairs = [pair for text in texts for pair in zip(row.losses[text], other.losses[text], strict=False)]
+    differences = torch.tensor([ours - theirs for ours, theirs in pairs], dtype=torch.float64)
     return differences.mean().item(), bootstrap_interval(differences, torch.ones_like(differences))
+
+
+def gaps(row: Row, softmax: Row) -> dict[str, tuple[float, list[float]]]:
+    """:func:`beyond` the original on each text, in its order."""
+    return {text: beyond(row, softmax, [text]) for text in softmax.losses}
 
 
 def merged(rows: dict[str, Row]) -> Table:
     """The table of all rows there are: by the bytes they may take, and then by what they lose."""
+
+    def cell(figure: tuple[float, list[float]]) -> str:
+        mean, (low, high) = figure
+        return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
     softmax = rows[f"{SOFTMAX}, 0"]
     found = {name: gaps(row, softmax) for name, row in rows.items()}
     order = sorted(rows, key=lambda name: (rows[name].limit, sum(mean for mean, _ in found[name].values())))
     shown = table("memory", "its size", "after the prompt", "at the end", *softmax.losses, "windows", f"beyond {OURS}")
     for name in order:
         row = rows[name]
-        ours = rows.get(f"{OURS}, {row.limit}", row)
-        figures = [*found[name].values(), *([] if ours is row else [beyond(row, ours)])]
-        cells = [f"{mean:.3f} ({low:.3f} to {high:.3f})" for mean, (low, high) in figures]
-        cells.insert(len(softmax.losses), str(min(map(len, row.losses.values()))))
-        shown.add_row(row.memory, row.size, size(row.prompt_bytes), size(row.end_bytes), *cells)
+        ours, windows = rows.get(f"{OURS}, {row.limit}"), min(map(len, row.losses.values()))
+        more = "" if ours in (None, row) else cell(beyond(row, ours, row.losses))
+        held = size(row.prompt_bytes), size(row.end_bytes)
+        shown.add_row(row.memory, row.size, *held, *map(cell, found[name].values()), str(windows), more)
     return shown
 
 

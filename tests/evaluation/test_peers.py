@@ -141,7 +141,7 @@ def test_what_a_row_loses_beyond_ours_is_paired_over_the_windows_of_all_texts(co
     ours, other = row(judging), row(judging, "a press")
     ours.losses = {"stories": [1.0, 2.0], "python": [4.0]}
     other.losses = {"python": [4.5], "stories": [1.25, 2.0]}
-    mean, (low, high) = continuation.beyond(other, ours)
+    mean, (low, high) = continuation.beyond(other, ours, other.losses)
     assert mean == pytest.approx(0.25)
     assert 0 <= low < mean < high <= 0.5
     shown = continuation.merged(

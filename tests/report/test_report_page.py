@@ -325,6 +325,9 @@ def test_heads_with_stages_of_their_own(browser, tmp_path):
             assert (cell.inner_text(), tip.inner_text() if tip.is_visible() else "") == words[count]
         kinds = ["features", "2.5 bits", "3 bits", "4 bits", "window and sinks"]
         assert page.locator("#layers .legend").inner_text().split("\n")[1:] == kinds
+        assert (
+            "goes through stages, in which tokens lose bits as they age" in page.locator("#layers .lead").inner_text()
+        )
         assert "Features sum up the far past." in page.locator("#layers .lead").inner_text()
         assert page.locator("input[value=hybrid]").is_checked()  # as near as sliders come
 
