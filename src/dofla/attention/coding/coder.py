@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import MOST_BITS, distortion
+from dofla.attention.coding.levels import MOST_BITS, distortion, on_device
 from dofla.attention.eight_bits import pack, power_of_two
+from dofla.attention.gpu.codes import Codes
 from dofla.attention.rows import Rows
 
 _SUM = (2**24 - 1) / 127
@@ -248,6 +249,10 @@ class Coder(nn.Module):
             start = end
         numbers, units = zip(*found, strict=True)
         return torch.cat(numbers, -2), torch.cat(units, -2)
+
+    def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
+        """Codes of a stage as the Triton kernels take them."""
+        return Codes(codes, scales, self.bits[stage], self.block, *on_device(codes.device))
 
     def _runs(self, stage: int) -> Iterator[tuple[slice, int]]:
         """Neighbouring blocks of as many bits."""

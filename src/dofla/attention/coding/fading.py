@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder, token_bytes
-from dofla.attention.coding.kept import KeptTokens, chosen, keep, pieces
+from dofla.attention.coding.kept import KeptTokens, chosen, keep, pieces, seen
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.exact import exact_attention, merge
 from dofla.attention.kernel import exact_scores
@@ -91,27 +92,25 @@ class Fading(nn.Module):
         with torch.no_grad():
             moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
         unrounded = self._unrounded(leaving, turned.dtype)
-        seen, after = [], []
+        parts, after = [], []
         for stage, count in enumerate(self.counts):
             if self.kept and stage + 1 == len(self.counts):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
                 part, stays, moving, unrounded = self._attend_kept(
                     query, turned, real, held[stage], KeptTokens.of(moving), unrounded, scaling
                 )
-                seen.append(part)
+                parts.append(part)
                 after.append(stays)
                 break
             line = held[stage].then(moving)
             passing = _in_front(unrounded, count)
-            near = _through(self._decoded(line[1:], stage, turned.dtype), passing and passing[1:])
+            parts.append(self._see(turned, line, stage, passing, None, scaling))
             unrounded = passing and passing[:length]
-            near = replace(near, key=F.pad(near.key, (0, 1), value=1.0))
-            seen.append(exact_attention(turned, near, count - 1, 0, None, None, scaling))
             after.append(line[length:])
             moving = line[:length]
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
-        out, normaliser = reduce(merge, seen)
+        out, normaliser = reduce(merge, parts)
         left = self.straight(moving, len(self.counts) - 1, turned.dtype, unrounded)
         return (self.value.straight(out), normaliser), tuple(after), left
 
@@ -128,22 +127,47 @@ class Fading(nn.Module):
         """The last stage, where it keeps what draws attention: as :meth:`attend`, output still turned."""
         out, left, last = [], [], len(self.counts) - 1
         for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
-            line = held.then(entering[part])
+            line, passing = held.then(entering[part]), _in_front(unrounded, len(held))
             asking = self.key.asking(query[:, :, part].detach())
-            held, gone, sees = keep(asking, real[:, part], line, len(held), self.counts[last], self.key, scaling)
-            passing = _in_front(unrounded, len(held))
-            tokens = _through(self._decoded(line, last, turned.dtype), passing)
-            key = F.pad(tokens.key, (0, 1), value=1.0)
-            scores = exact_scores(turned[:, :, part], key, scaling).unflatten(1, (key.shape[1], -1))
-            scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
-            piece = scores.softmax(-1) @ tokens.value.unsqueeze(2) * sees.any(-1)[:, :, None, :, None]
-            out.append((piece.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)))
-            left.append(line.chosen(gone))
+            held, leaving, gone = keep(asking, real[:, part], line, self.counts[last], self.key, scaling)
+            out.append(self._see(turned[:, :, part], line, last, passing, gone, scaling))
+            left.append(line.chosen(leaving))
             if passing is not None:
-                unrounded = replace(passing, key=chosen(passing.key, gone), value=chosen(passing.value, gone))
+                unrounded = replace(passing, key=chosen(passing.key, leaving), value=chosen(passing.value, leaving))
         outputs, normalisers = zip(*out, strict=True)
         moving = reduce(KeptTokens.then, left).plain()
         return (torch.cat(outputs, 2), torch.cat(normalisers, 2)), held, moving, unrounded
+
+    def _see(
+        self,
+        turned: Tensor,
+        line: CodedTokens | KeptTokens,
+        stage: int,
+        unrounded: TokenBuffer | None,
+        gone: Tensor | None,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor]:
+        """What turned queries [B, H, L, d + 1] see of a stage: output, turned as well, and log-normaliser.
+
+        ``line`` is what it held and the L tokens that enter; ``gone`` as :func:`keep` gives it, or None where the first
+        that came is the first to go.
+        """
+        length = turned.shape[-2]
+        if unrounded is None and gpu.usable(turned):
+            from dofla.attention.gpu.stages import attend
+
+            key = self.key.for_kernels(line.key, line.key_scale, stage)
+            value = self.value.for_kernels(line.value, line.value_scale, stage)
+            return attend(turned, key, value, line.log_weight, gone, scaling)
+        tokens = _through(self._decoded(line, stage, turned.dtype), unrounded)
+        tokens = replace(tokens, key=F.pad(tokens.key, (0, 1), value=1.0))
+        if gone is None:
+            return exact_attention(turned, tokens[1:], len(line) - length - 1, 0, None, None, scaling)
+        sees = seen(line, gone, length)
+        scores = exact_scores(turned, tokens.key, scaling).unflatten(1, (sees.shape[1], -1))
+        scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
+        out = scores.softmax(-1) @ tokens.value.unsqueeze(2) * sees.any(-1)[:, :, None, :, None]
+        return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""

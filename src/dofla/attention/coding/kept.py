@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.state import LOG_ZERO, _Tensors
@@ -30,7 +31,9 @@ MOST_SCORE = 2**15 - 1
 FREE = -1
 """Score of a free place or of padding, which leave before any token."""
 _PIECE = 256
-_NEVER = 2**30
+NEVER = 2**30
+"""No call has so many queries."""
+_MOST_STEPS = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,6 @@ def keep(
     asking: tuple[Tensor, Tensor],
     real: Tensor,
     line: KeptTokens,
-    places: int,
     newest: int,
     coder: Coder,
     scaling: float,
@@ -92,25 +94,56 @@ def keep(
         asking: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.asking` gives them; query i asks once token i
             has entered.
         real: [B, L], which queries are not padding.
-        line: the ``places`` tokens that are there, and the L that enter.
-        places: of the stage.
+        line: the tokens that are there, and the L that enter: S tokens.
         newest: how many tokens cannot go.
         coder: of the keys; its last stage.
         scaling: of the scores of attention.
 
     Returns:
-        The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and
-        [B, Hkv, L, places + L], what each query saw.
+        The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
+        of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of those that stay.
     """
-    length = len(line) - places
-    steps = _steps(asking, line, coder, scaling)  # [B, Hkv, G, L, S]
-    heads = line.score.shape[:2]
-    weights, entered = WEIGHTS.to(steps.device), torch.arange(len(line), device=steps.device) - places
-    order, gone = torch.arange(places + 1, device=steps.device), torch.full_like(line.score, _NEVER, dtype=torch.int64)
-    index, score, left = order[:-1].expand(*heads, -1), line.score[:, :, :places].int(), []
+    per_step = scaling * math.log2(math.e) * OCTAVE
+    last = len(coder.stages) - 1
+    if gpu.usable(*asking):
+        from dofla.attention.gpu.kept import choose
+
+        keys = coder.for_kernels(line.key, line.key_scale, last)
+        index, score, left, gone = choose(asking, real, keys, line.score, newest, per_step, WEIGHTS)
+    else:
+        steps = _steps(asking, coder.numbers(line.key, line.key_scale, last), per_step)
+        index, score, left, gone = _choose(steps, real, line.score, newest)
+    return replace(line.chosen(index), score=score), left, gone
+
+
+def seen(line: KeptTokens, gone: Tensor, length: int) -> Tensor:
+    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`keep` says when they go."""
+    rows = torch.arange(length, device=gone.device).unsqueeze(-1)
+    entered = torch.arange(length - len(line), length, device=gone.device)
+    return (entered <= rows) & (rows < gone.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
+
+
+def _steps(asking: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step: float) -> Tensor:
+    """Logarithms of the weights of all pairs, in whole steps [B, Hkv, G, L, S]; exact, but for single roundings."""
+    keys, key_unit = keys
+    numbers, unit = (x.unflatten(1, (keys.shape[1], -1)) for x in asking)
+    scores = 0.0
+    for block in range(keys.shape[-2]):
+        products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
+        scores = scores + products * unit[..., block, :] * key_unit[..., block, :].mT.unsqueeze(2)
+    return (scores * per_step).round().clamp(-_MOST_STEPS, _MOST_STEPS)
+
+
+def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Places in the line of the tokens that stay, and their scores; then as :func:`keep` returns them, ``left`` and
+    ``gone``."""
+    heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
+    weights, order = WEIGHTS.to(steps.device), torch.arange(places + 1, device=steps.device)
+    gone = torch.full_like(score, NEVER, dtype=torch.int64)
+    index, entering, score, left = order[:-1].expand(*heads, -1), score[:, :, places:], score[:, :, :places].int(), []
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
-        score = torch.cat([score, line.score[:, :, places + n : places + n + 1].int()], -1)
+        score = torch.cat([score, entering[:, :, n : n + 1].int()], -1)
         rank = score.long() * (places + 1) + order  # no two alike
         least = rank[:, :, : places + 1 - newest].argmin(-1, keepdim=True)
         leaving = index.gather(-1, least)
@@ -119,27 +152,13 @@ def keep(
         stay = order[:-1] + (order[:-1] >= least)
         index, score = index.gather(-1, stay), score.gather(-1, stay)
         score = torch.where(real[:, None, n : n + 1], _drawn(score, steps[:, :, :, n], index, weights), score)
-    rows = torch.arange(length, device=steps.device).unsqueeze(-1)
-    seen = (entered <= rows) & (rows < gone.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
-    return replace(line.chosen(index), score=score.to(torch.int16)), torch.cat(left, -1), seen
-
-
-def _steps(asking: tuple[Tensor, Tensor], line: KeptTokens, coder: Coder, scaling: float) -> Tensor:
-    """Logarithms of the weights of all pairs, in whole steps [B, Hkv, G, L, S]; exact, but for single roundings."""
-    numbers, unit = asking
-    keys, key_unit = coder.numbers(line.key, line.key_scale, len(coder.stages) - 1)
-    numbers, unit = (x.unflatten(1, (keys.shape[1], -1)) for x in (numbers, unit))
-    scores = 0.0
-    for block in range(keys.shape[-2]):
-        products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
-        scores = scores + products * unit[..., block, :] * key_unit[..., block, :].mT.unsqueeze(2)
-    return (scores * (scaling * math.log2(math.e) * OCTAVE)).round().clamp(-_NEVER, _NEVER)
+    return index, score.to(torch.int16), torch.cat(left, -1), gone
 
 
 def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Scores [B, Hkv, n] after a query with ``steps`` [B, Hkv, G, S] to all tokens, of which ``index`` are there."""
     there = steps.gather(-1, index.unsqueeze(2).expand(-1, -1, steps.shape[2], -1))
-    there = there.masked_fill((score < 0).unsqueeze(2), -2.0 * _NEVER)
+    there = there.masked_fill((score < 0).unsqueeze(2), -2 * _MOST_STEPS)
     below = (there.amax(-1, keepdim=True) - there).clamp(max=len(weights) - 1)
     drawn = weights[below.long()].masked_fill((score < 0).unsqueeze(2), 0)
     share = drawn / drawn.sum(-1, keepdim=True).clamp_min(1)

@@ -56,6 +56,12 @@ def tables() -> Tensor:
     return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, torch.tensor([torch.inf])])
 
 
+@cache
+def on_device(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Levels by bits in rows of 64, and scales [256], as the Triton kernels take them."""
+    return torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)]).to(device), _SCALES.to(device)
+
+
 def scale_code(square: Tensor) -> Tensor:
     """Scales, of which the squares are given, as one byte."""
     return torch.bucketize(square.contiguous(), _SQUARE_BORDERS.to(square.device)).to(torch.uint8)

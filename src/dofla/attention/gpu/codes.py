@@ -1,0 +1,42 @@
+"""Vectors in few bits, as the Triton kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Codes:
+    """n vectors of a stage, and what their codes stand for.
+
+    Attributes:
+        codes: [B, Hkv, n, bytes], uint8.
+        scales: [B, Hkv, n, blocks], uint8.
+        bits: of each number of a block [blocks], uint8.
+        block: numbers of a block, 8 or 16.
+        levels: what windows stand for, by bits from one on, whole numbers [bits · 64], float32.
+        units: what the bytes of scales stand for [256], float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: Tensor
+    block: int
+    levels: Tensor
+    units: Tensor
+
+    @property
+    def blocks(self) -> int:
+        """Of a vector."""
+        return self.scales.shape[-1]
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        return self.blocks * self.block
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Codes and scales in one piece, bits, and bytes of a vector's codes."""
+        return self.codes.contiguous(), self.scales.contiguous(), self.bits, self.codes.shape[-1]
