@@ -10,33 +10,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def windows(bits, blocks, n, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where windows of the numbers ``n`` stand in a vector's codes: the bytes that have their lower and their higher
-    bits, and by how many bits to shift; and where levels of so many bits begin."""
-    block = n // BLOCK
-    every = tl.arange(0, BLOCKS)
-    sizes = tl.load(bits + every, mask=every < blocks, other=1).to(tl.int32)[None, :]
-    own = tl.sum(tl.where(every[None, :] == block[:, None], sizes, 0), axis=1)
-    own = tl.maximum(own, 1)  # of numbers that are not there
-    start = tl.sum(tl.where(every[None, :] < block[:, None], sizes, 0), axis=1) * (BLOCK // 8)
-    bit = (BLOCK - 1 - n % BLOCK) * own
-    low, ring = bit // 8, own * (BLOCK // 8)
-    return start + low, start + (low + 1) % ring, bit % 8, (own - 1) * 64
+LEAST = tl.constexpr(16)
+"""Numbers that a product of matrices takes at least: as many as a block has, or twice as many."""
 
 
 @triton.jit
-def whole_numbers(codes, low, high, shift, first, levels, mask):
-    """Levels at the places that :func:`windows` gave, of vectors whose codes begin at ``codes``: shapes are those of all
-    of these together; 0 where masked."""
-    lower = tl.load(codes + low, mask=mask, other=0).to(tl.int32)
-    higher = tl.load(codes + high, mask=mask, other=0).to(tl.int32)
-    window = ((lower | (higher << 8)) >> shift) & 63
-    return tl.load(levels + first + window, mask=mask, other=0.0)
+def levels_of(codes, n, bits, levels, mask, BLOCK: tl.constexpr):
+    """Whole numbers [T, N], 0 where masked.
+
+    ``codes`` [T, N or 1] is where the codes of their blocks begin, ``n`` [N] which numbers of a block they are,
+    ``bits`` [N] or a scalar those of each.
+    """
+    bit = (BLOCK - 1 - n) * bits
+    low, shift = bit // 8, bit % 8
+    high = (low + 1) % (bits * (BLOCK // 8))
+    lower = tl.load(codes + low[None, :], mask=mask, other=0).to(tl.int32)
+    higher = tl.load(codes + high[None, :], mask=mask, other=0).to(tl.int32)
+    window = ((lower | (higher << 8)) >> shift[None, :]) & 63
+    first = (bits - 1) * 64 + tl.zeros_like(n)
+    return tl.load(levels + first[None, :] + window, mask=mask, other=0.0)
 
 
 @triton.jit
 def units_of(scales, units, mask):
     """What one is worth where the byte of the scale is at ``scales``."""
     return tl.load(units + tl.load(scales, mask=mask, other=0).to(tl.int32), mask=mask, other=0.0)
+
+
+@triton.jit
+def products(queries, codes, bits, levels, is_token, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """Of queries [R, LEAST] and the whole numbers of a block of the keys at ``codes`` [T]: [R, T], float32."""
+    n = tl.arange(0, LEAST)
+    here = is_token[:, None] & (n < BLOCK)[None, :]
+    keys = levels_of(codes[:, None], n % BLOCK, bits, levels, here, BLOCK)
+    return tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)

@@ -1,7 +1,7 @@
 """Which tokens stay because they draw attention (coding/kept.py), as Triton kernels. Importing this file needs triton.
 
-All arithmetic is that of plain torch, bit for bit: products of whole numbers below 2²⁴ in sum, which also TF32 holds
-exactly, and single operations, each rounded by itself; so none may be fused with another.
+All arithmetic is that of plain torch, bit for bit: products of whole numbers, up to 256 and so exact in float16, that sum
+to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dofla.attention.gpu import _block
 from dofla.attention.gpu.codes import Codes
-from dofla.attention.gpu.decode import units_of, whole_numbers, windows
+from dofla.attention.gpu.decode import LEAST, products, units_of
 
 # As in coding/kept.py.
 _GAIN = tl.constexpr(4096.0)
@@ -84,7 +84,6 @@ def logarithms(asking: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Te
             *(numbers, unit, *key.arguments(), key.levels, key.units, steps),
             *(key.blocks, groups * length, tokens, per_step),
             BLOCK=key.block,
-            BLOCKS=triton.next_power_of_2(key.blocks),
             ROWS=rows,
             TOKENS=columns,
             enable_fp_fusion=False,
@@ -108,7 +107,6 @@ def _logarithms(
     tokens,
     per_step,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -116,27 +114,19 @@ def _logarithms(
     head = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    k = tl.arange(0, 16)  # the least a product takes
+    n = tl.arange(0, LEAST)
     is_row, is_token = i < rows, j < tokens
     row, token = head * rows + i, head * tokens + j
+    here = is_row[:, None] & (n < BLOCK)[None, :]
     scores = tl.zeros([ROWS, TOKENS], tl.float32)
+    codes = key + token * key_bytes
     for block in range(0, blocks):
-        here = is_row[:, None] & (k < BLOCK)[None, :]
-        own = tl.load(numbers + ((row * blocks + block) * BLOCK)[:, None] + k[None, :], mask=here, other=0.0)
-        low, high, shift, first = windows(key_bits, blocks, block * BLOCK + k, BLOCK, BLOCKS)
-        here = (k < BLOCK)[:, None] & is_token[None, :]
-        keys = whole_numbers(
-            key + (token * key_bytes)[None, :],
-            low[:, None],
-            high[:, None],
-            shift[:, None],
-            first[:, None],
-            levels,
-            here,
-        )
-        products = tl.dot(own, keys, input_precision="tf32")
-        products *= tl.load(unit + row * blocks + block, mask=is_row, other=0.0)[:, None]
-        scores += products * units_of(key_scale + token * blocks + block, scale_units, is_token)[None, :]
+        bits = tl.load(key_bits + block).to(tl.int32)
+        own = tl.load(numbers + ((row * blocks + block) * BLOCK)[:, None] + n[None, :], mask=here, other=0.0)
+        found = products(own.to(tl.float16), codes, bits, levels, is_token, BLOCK, "ieee")
+        found *= tl.load(unit + row * blocks + block, mask=is_row, other=0.0)[:, None]
+        scores += found * units_of(key_scale + token * blocks + block, scale_units, is_token)[None, :]
+        codes += bits * (BLOCK // 8)
     scores = rounded(scores * per_step)
     scores = tl.minimum(tl.maximum(scores, -_MOST_STEPS), _MOST_STEPS)
     tl.store(steps + row[:, None] * tokens + j[None, :], scores, mask=is_row[:, None] & is_token[None, :])
