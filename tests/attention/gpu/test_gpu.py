@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
+from device import DEVICE, INTERPRETED, needs_device
 
 from dofla.attention import FeatureState, chunked, gpu, naive_attention, recurrent
 from dofla.attention.coding.levels import MOST_BITS, UNIT, levels
 from dofla.attention.coding.trellis import FINE, search
 from dofla.attention.state import LOG_ZERO
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs triton and either a CUDA GPU or TRITON_INTERPRET=1, which runs the kernels on the CPU",
-)
+pytestmark = needs_device
 
 
 @pytest.fixture(autouse=True, scope="module")

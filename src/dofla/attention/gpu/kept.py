@@ -1,7 +1,7 @@
 """Which tokens stay because they draw attention (coding/kept.py), as Triton kernels. Importing this file needs triton.
 
-All arithmetic is that of plain torch, bit for bit: products of whole numbers, up to 256 and so exact in float16, that sum
-to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
+All arithmetic is that of plain torch, bit for bit: products of whole numbers, up to 256 and so exact in float16, that
+sum to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dofla.attention.gpu import _block
+from dofla.attention.gpu import _block, _blocks
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, products, units_of
 
@@ -80,7 +80,7 @@ def logarithms(asking: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Te
     steps = numbers.new_empty(batch, kv_heads, groups, length, tokens)
     rows, columns = _block(length * groups, 64), 64
     with torch.cuda.device_of(steps):
-        _logarithms[(batch * kv_heads, triton.cdiv(length * groups, rows), triton.cdiv(tokens, columns))](
+        _logarithms[(batch * kv_heads, _blocks(length * groups, rows), _blocks(tokens, columns))](
             *(numbers, unit, *key.arguments(), key.levels, key.units, steps),
             *(key.blocks, groups * length, tokens, per_step),
             BLOCK=key.block,

@@ -1,0 +1,47 @@
+"""Where the Triton kernels are tested: on a GPU, or on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from dofla.attention import gpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+needs_device = pytest.mark.skipif(
+    find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs triton and either a CUDA GPU or TRITON_INTERPRET=1, which runs the kernels on the CPU",
+)
+
+
+@contextlib.contextmanager
+def calls_of_kernels() -> Iterator[list[str]]:
+    """The kernels of a memory that fades are used, in the interpreter as well; gives their names as they are called."""
+    from dofla.attention.gpu import kept, stages
+
+    called: list[str] = []
+
+    def told(function):
+        def call(*args):
+            called.append(function.__name__)
+            return function(*args)
+
+        return call
+
+    def usable(*tensors: torch.Tensor) -> bool:
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return not gradients and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "attend", told(stages.attend))
+        patch.setattr(kept, "choose", told(kept.choose))
+        if INTERPRETED:
+            patch.setattr(gpu, "usable", usable)
+        yield called
