@@ -1,9 +1,11 @@
-"""Seconds of linear attention beside softmax attention on a GPU: prefill, and decoding beside a long key-value cache.
+"""Seconds of linear attention, and of a memory that fades, beside softmax attention on a GPU: prefill, and decoding
+beside a long key-value cache.
 
     python benchmarks/speed/gpu.py
 
-12 heads, d = M = 64, bfloat16, computing the features included, against torch's scaled_dot_product_attention (its flash
-kernel) in the same run. Ratios above 1 mean that linear attention is faster. Times are between CUDA events around many
+12 heads, d = M = 64, bfloat16, computing the features included, and as many heads that remember what `budget=64` does
+(docs/maths/fading.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run. Ratios above 1
+mean that softmax attention is slower. Times are between CUDA events around many
 calls, so that a call too short for Python to keep up with counts as long as Python takes.
 """
 
@@ -19,10 +21,11 @@ import typer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dofla.attention import attend, gpu
-from dofla.feature_maps import PRF
+from dofla.attention import gpu
+from dofla.feature_maps.layer import LinearAttention
 
 HEADS, DIM, FEATURES = 12, 64, 64
+MEMORY = {"window": 31, "sinks": 2, "token_dtype": "int8", "stages": [[(58, 3.0)]] * HEADS, "kept": [159] * HEADS}
 SCALING = DIM**-0.5
 
 
@@ -37,53 +40,62 @@ def main(
         print("There is no GPU here: nothing was measured.")
         return
     torch.manual_seed(0)
-    prf = PRF(HEADS, DIM, FEATURES)
-    prf.reset_parameters()
-    prf.cuda()
+    layers = {
+        "linear": LinearAttention("prf", [FEATURES] * HEADS, DIM),
+        "fading": LinearAttention("none", [0] * HEADS, DIM, **MEMORY),
+    }
+    for layer in layers.values():
+        layer.reset_parameters()
+        layer.cuda()
     kernels = gpu.obstacle()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("kernels: Triton" if kernels is None else f"kernels: plain torch, because {kernels}")
     with torch.inference_mode(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        print(f"{'tokens':>7} {'prefill':>10} {'softmax':>10} {'ratio':>7}")
-        rows = [prefill(prf, length, repeats) for length in lengths or [2**n for n in range(10, 17)]]
-        step = decode(prf, batch, cache, repeats)
+        print(f"{'tokens':>7} {'softmax':>10}" + "".join(f" {name:>10} {'ratio':>7}" for name in layers))
+        rows = [prefill(layers, length, repeats) for length in lengths or [2**n for n in range(10, 17)]]
+        steps = decode(layers, batch, cache, repeats)
     if out:
         report = {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "obstacle": kernels,
             "prefill": rows,
-            "decode": step,
+            "decode": steps,
         }
         with open(out, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
 
 
-def prefill(prf: PRF, length: int, repeats: int) -> dict[str, float]:
+def prefill(layers: dict[str, LinearAttention], length: int, repeats: int) -> dict[str, object]:
     q, k, v = vectors(1, length), vectors(1, length), vectors(1, length)
-    linear = seconds(lambda: attend(q, k, v, prf, scaling=SCALING), repeats)
     softmax = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), repeats)
-    print(f"{length:>7} {linear * 1e3:>7.3f} ms {softmax * 1e3:>7.3f} ms {softmax / linear:>6.2f}x", flush=True)
-    return {"tokens": length, "seconds": linear, "softmax_seconds": softmax, "ratio": softmax / linear}
+    print(f"{length:>7} {softmax * 1e3:>7.3f} ms", end="", flush=True)
+    row: dict[str, object] = {"tokens": length, "softmax_seconds": softmax}
+    for name, layer in layers.items():
+        taken = seconds(lambda layer=layer: layer(q, k, v, scaling=SCALING), repeats)
+        print(f" {taken * 1e3:>7.3f} ms {softmax / taken:>6.2f}x", end="", flush=True)
+        row[name] = {"seconds": taken, "ratio": softmax / taken}
+    print()
+    return row
 
 
-def decode(prf: PRF, batch: int, cache: int, repeats: int) -> dict[str, float]:
+def decode(layers: dict[str, LinearAttention], batch: int, cache: int, repeats: int) -> dict[str, object]:
     """One token for each sequence."""
-    # The state is as large after a thousand tokens as after all of them.
-    _, state = attend(vectors(batch, 1024), vectors(batch, 1024), vectors(batch, 1024), prf, scaling=SCALING)
     q, k, v = vectors(batch, 1), vectors(batch, 1), vectors(batch, 1)
-    linear = seconds(lambda: attend(q, k, v, prf, scaling=SCALING, state=state), 10 * repeats)
     keys, values = vectors(batch, cache), vectors(batch, cache)
     softmax = seconds(lambda: F.scaled_dot_product_attention(q, keys, values), repeats)
     held = keys.nbytes + values.nbytes
+    row: dict[str, object] = {"batch": batch, "cache_tokens": cache, "softmax_seconds": softmax, "cache_bytes": held}
     print(f"\ndecoding {batch} sequences, one token each, {cache} tokens before it")
-    print(f"  state {linear * 1e6:.0f} us, KV cache {softmax * 1e6:.0f} us: {softmax / linear:.2f}x")
-    print(f"  state {state.bytes / 2**20:.1f} MiB, KV cache {held / 2**20:.1f} MiB: {held / state.bytes:.1f}x")
-    return (
-        {"batch": batch, "cache_tokens": cache, "seconds": linear, "softmax_seconds": softmax}
-        | {"ratio": softmax / linear}
-        | {"state_bytes": state.bytes, "cache_bytes": held, "bytes_ratio": held / state.bytes}
-    )
+    print(f"  KV cache {softmax * 1e6:.0f} us, {held / 2**20:.1f} MiB")
+    for name, layer in layers.items():
+        # The state is as large after a thousand tokens as after all of them.
+        _, states = layer(vectors(batch, 1024), vectors(batch, 1024), vectors(batch, 1024), scaling=SCALING)
+        taken = seconds(lambda layer=layer, states=states: layer(q, k, v, scaling=SCALING, states=states), 10 * repeats)
+        size = sum(state.bytes for state in states)
+        print(f"  {name} {taken * 1e6:.0f} us, {softmax / taken:.2f}x; {size / 2**20:.1f} MiB, {held / size:.1f}x")
+        row[name] = {"seconds": taken, "ratio": softmax / taken, "state_bytes": size, "bytes_ratio": held / size}
+    return row
 
 
 def vectors(batch: int, length: int) -> Tensor:

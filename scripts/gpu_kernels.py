@@ -1,0 +1,107 @@
+"""Compile the Triton kernels as a GPU would be given them, without one: registers, spills and shared memory of each.
+
+    python scripts/gpu_kernels.py                       # compute capabilities 8.0, 9.0 and 10.0
+    python scripts/gpu_kernels.py 90 --dim 128
+
+The functions of dofla.attention.gpu are called with tensors of the CPU, and what they would launch is compiled, with
+the options and the constants of that launch. Needs triton, on Linux.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import triton
+import typer
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from dofla.attention import Coder, FeatureState, gpu
+from dofla.attention.coding.kept import WEIGHTS
+from dofla.attention.coding.levels import UNIT, levels
+from dofla.attention.coding.trellis import FINE
+from dofla.attention.gpu.kept import choose
+from dofla.attention.gpu.search import search
+from dofla.attention.gpu.stages import attend
+
+
+class _Absent:
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # what is compiled for one is not taken for another
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def main(
+    capabilities: Annotated[list[int] | None, typer.Argument(help="Compute capabilities, ten times.")] = None,
+    dim: Annotated[int, typer.Option(help="Size of a head, and features.")] = 64,
+    groups: Annotated[int, typer.Option(help="Query heads of a KV head.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Of the stage.")] = 217,
+) -> None:
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args, grid, warmup, **options):
+        report(kernel.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    for capability in capabilities or [80, 90, 100]:
+        driver.set_active(_Absent(capability))
+        print(f"\ncompute capability {capability / 10}: heads of {dim}, groups of {groups}")
+        print(f"{'kernel':<22} {'warps':>5} {'registers':>9} {'stack':>7} {'shared':>9}")
+        for length in (1, 256):
+            print(f"{length} token{'s' * (length > 1)}")
+            for call in calls(length, dim, groups, tokens):
+                call()
+
+
+def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], object]]:
+    """Of all kernels, for ``length`` tokens."""
+    a, b, value = torch.zeros(1, groups, length, dim), torch.zeros(1, 1, length, dim), torch.zeros(1, 1, length, dim)
+    state = FeatureState.empty(1, 1, dim, dim)
+    coder = Coder(1, dim, [3.0])
+    coder.reset()
+    line = torch.zeros(1, 1, tokens + length, dim)
+    codes = coder.for_kernels(*coder.encode(line), 0)
+    turned, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
+    score, gone = log_weight.to(torch.int16), log_weight.int()
+    return [
+        lambda: gpu.linear_attention(a, b, value, state=state),
+        lambda: gpu.linear_attention(a, b, value.bfloat16(), state=state),
+        lambda: search(FINE * UNIT * torch.zeros(length, coder.block), levels(3), 3, FINE),
+        lambda: choose(coder.asking(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS),
+        lambda: attend(turned, codes, codes, log_weight[0], None, 1.0),
+        lambda: attend(turned, codes, codes, log_weight, gone, 1.0),
+    ]
+
+
+def report(name: str, kernel) -> None:
+    """What the assembler says of a kernel; the stack is what did not fit into registers."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        found = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", found).groups()
+    print(
+        f"{name:<22} {kernel.metadata.num_warps:>5} {registers:>9} {stack:>7} {kernel.metadata.shared:>9}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
