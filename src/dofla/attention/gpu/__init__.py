@@ -1,5 +1,6 @@
-"""Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors;
-and the search for codes of tokens that fade (search.py), which in plain torch is some two hundred small operations.
+"""Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors.
+And of a memory that fades what in plain torch is hundreds of small operations: the search for codes (search.py), which
+tokens stay (kept.py), and attention to a stage from its codes (stages.py; codes.py, decode.py).
 
 The kernels of linear attention (kernels.py) are two phases over chunks of 64 tokens, as in compiled/features.h, and one
 for decoding:
