@@ -58,7 +58,7 @@ def test_logarithms_and_choice_are_those_of_plain_torch(dim, bits, scale, groups
     own, (numbers, unit) = copy.deepcopy(coder).to(DEVICE), (x.to(DEVICE) for x in asking)
     keys = own.for_kernels(*(x.to(DEVICE) for x in codes), 0)
     assert torch.equal(logarithms((numbers, unit), keys, PER_STEP).cpu(), steps)
-    found = choose((numbers, unit), real.to(DEVICE), keys, score.to(DEVICE), newest, PER_STEP, WEIGHTS)
+    found = choose((numbers, unit), real.to(DEVICE), keys, score.to(DEVICE), newest, PER_STEP, WEIGHTS.to(DEVICE))
     for mine, plain in zip(found, _choose(steps, real, score, newest), strict=True):
         assert torch.equal(mine.cpu().to(plain.dtype), plain)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofla.attention.coding.levels import UNIT, levels, scale_code, scale_of
+from dofla.attention.coding.levels import UNIT, levels, placed, scale_code, scale_of
 from dofla.attention.coding.trellis import FINE, search, windows
 from dofla.attention.eight_bits import power_of_two
 
@@ -29,7 +29,7 @@ def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     squares = numbers.square().sum(-1, keepdim=True)
     size = (squares / numbers.shape[-1]).sqrt()
-    known = levels(bits).to(numbers.device)
+    known = placed(levels(bits), numbers.device)
     codes = search((numbers * (FINE * UNIT) / size.clamp_min(1e-3)).round(), known, bits)
     found = known[windows(codes, bits)]
     return codes, scale_code(squares / found.square().sum(-1, keepdim=True) * unit.square())
@@ -37,7 +37,7 @@ def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Whole numbers [..., n] and their unit [..., 1], as :func:`encode` takes them."""
-    return levels(bits).to(codes.device)[windows(codes, bits)], scale_of(scale)
+    return placed(levels(bits), codes.device)[windows(codes, bits)], scale_of(scale)
 
 
 _PLACES = 2 ** torch.arange(8)
@@ -47,11 +47,11 @@ def to_bytes(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., n] of a few bits as bytes [..., bits · n / 8], the last code first: so a code has those before it in
     the bits above its own."""
     digits = codes.flip(-1).unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8) & 1
-    return (digits.flatten(-2).unflatten(-1, (-1, 8)) * _PLACES.to(codes.device)).sum(-1).to(torch.uint8)
+    return (digits.flatten(-2).unflatten(-1, (-1, 8)) * placed(_PLACES, codes.device)).sum(-1).to(torch.uint8)
 
 
 def from_bytes(packed: Tensor, bits: int) -> Tensor:
     """The reverse of :func:`to_bytes`."""
     digits = packed.unsqueeze(-1) >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1
-    places = _PLACES[:bits].to(packed.device)
+    places = placed(_PLACES, packed.device)[:bits]
     return (digits.flatten(-2).unflatten(-1, (-1, bits)) * places).sum(-1).to(torch.uint8).flip(-1)

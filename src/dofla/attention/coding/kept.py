@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder
+from dofla.attention.coding.levels import placed
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.state import LOG_ZERO, _Tensors
 
@@ -108,8 +109,8 @@ def keep(
     if gpu.usable(*asking):
         from dofla.attention.gpu.kept import choose
 
-        keys = coder.for_kernels(line.key, line.key_scale, last)
-        index, score, left, gone = choose(asking, real, keys, line.score, newest, per_step, WEIGHTS)
+        keys, weights = coder.for_kernels(line.key, line.key_scale, last), placed(WEIGHTS, real.device)
+        index, score, left, gone = choose(asking, real, keys, line.score, newest, per_step, weights)
     else:
         steps = _steps(asking, coder.numbers(line.key, line.key_scale, last), per_step)
         index, score, left, gone = _choose(steps, real, line.score, newest)
@@ -138,7 +139,7 @@ def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Te
     """Places in the line of the tokens that stay, and their scores; then as :func:`keep` returns them, ``left`` and
     ``gone``."""
     heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
-    weights, order = WEIGHTS.to(steps.device), torch.arange(places + 1, device=steps.device)
+    weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)
     gone = torch.full_like(score, NEVER, dtype=torch.int64)
     index, entering, score, left = order[:-1].expand(*heads, -1), score[:, :, places:], score[:, :, :places].int(), []
     for n in range(length):

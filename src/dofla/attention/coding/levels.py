@@ -56,17 +56,28 @@ def tables() -> Tensor:
     return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, torch.tensor([torch.inf])])
 
 
+def placed(table: Tensor, device: torch.device) -> Tensor:
+    """A table that does not change, on a device."""
+    return table if table.device == device else _copied(table, device)
+
+
+@cache
+def _copied(table: Tensor, device: torch.device) -> Tensor:
+    """Once, for the CPU waits for a GPU while it copies something there."""
+    return table.to(device)
+
+
 @cache
 def on_device(device: torch.device) -> tuple[Tensor, Tensor]:
     """Levels by bits in rows of 64, and scales [256], as the Triton kernels take them."""
-    return torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)]).to(device), _SCALES.to(device)
+    return torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)]).to(device), placed(_SCALES, device)
 
 
 def scale_code(square: Tensor) -> Tensor:
     """Scales, of which the squares are given, as one byte."""
-    return torch.bucketize(square.contiguous(), _SQUARE_BORDERS.to(square.device)).to(torch.uint8)
+    return torch.bucketize(square.contiguous(), placed(_SQUARE_BORDERS, square.device)).to(torch.uint8)
 
 
 def scale_of(code: Tensor) -> Tensor:
     """The reverse of :func:`scale_code`, float32."""
-    return _SCALES.to(code.device)[code.int()]
+    return placed(_SCALES, code.device)[code.int()]

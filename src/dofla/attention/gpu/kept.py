@@ -61,7 +61,7 @@ def choose(
     tile = triton.next_power_of_2(groups) * lanes
     with torch.cuda.device_of(score):  # Triton launches on the current device
         _choose[(batch * kv_heads,)](
-            *(steps, real.contiguous(), score.contiguous(), weights.to(score.device), index, after, left, gone),
+            *(steps, real.contiguous(), score.contiguous(), weights, index, after, left, gone),
             *(kv_heads, groups, length, tokens, newest, weights.numel() - 1),
             GROUPS=triton.next_power_of_2(groups),
             TOKENS=lanes,
