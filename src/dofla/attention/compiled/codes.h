@@ -7,20 +7,16 @@ namespace dofla::coding {
 
 constexpr std::int64_t kTile = kLanes;  // tokens whose sums are one vector
 
-// The sum of the numbers of each of 16 vectors.
+// The sum of the numbers of each of a tile's vectors.
 inline Lanes sums(Lanes* rows) {
-  constexpr auto lanes = std::make_integer_sequence<int, 16>{};
-  exchange<8>(rows, lanes);
-  exchange<4>(rows, lanes);
-  exchange<2>(rows, lanes);
-  exchange<1>(rows, lanes);
+  transpose_tile(rows, kEachLane);
   Lanes total = rows[0];
-  for (int i = 1; i < 16; ++i) total += rows[i];
+  for (int i = 1; i < kTile; ++i) total += rows[i];
   return total;
 }
 
 // Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(t, g, sum)` adds up those of vector t.
-// A tile of 16 is written whole.
+// A tile is written whole.
 template <int N, int G, typename Of>
 inline void products(std::int64_t count, float* to, std::int64_t stride, const Of& of) {
   for (std::int64_t first = 0; first < count; first += kTile) {
@@ -28,7 +24,7 @@ inline void products(std::int64_t count, float* to, std::int64_t stride, const O
     for (std::int64_t t = 0; t < std::min(kTile, count - first); ++t) {
       Floats<N> sum[G] = {};
       of(first + t, sum);
-      for (int g = 0; g < G; ++g) std::memcpy(&rows[g][t], &sum[g], sizeof sum[g]);
+      for (int g = 0; g < G; ++g) rows[g][t] = sum[g].lanes();
     }
     for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g]));
   }
@@ -41,7 +37,7 @@ inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int
   products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
     for (std::int64_t i = 0; i < dim; i += N) {
       const Floats<N> x = floats<N>(integers + t * dim + i);
-      for (int g = 0; g < G; ++g) sum[g] += floats<N>(queries + g * dim + i) * x;
+      for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(queries + g * dim + i) * x;
     }
     for (int g = 0; g < G; ++g) sum[g] *= power_of_two(exponents[t]);
   });
@@ -58,7 +54,7 @@ inline void scores(const Coder& coder, std::int64_t stage, const std::uint8_t* c
     for (std::int64_t b = 0; b < blocks; ++b) {
       with_bits(bits[b], [&](auto n) {
         const Floats<N> x = levels_of<N, n>(code, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
-        for (int g = 0; g < G; ++g) sum[g] += floats<N>(queries + g * coder.dim + b * N) * x;
+        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(queries + g * coder.dim + b * N) * x;
         code += n * N / 8;
       });
     }
@@ -71,12 +67,12 @@ inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::in
                     const float* weights, std::int64_t stride, float* to) {
   for (std::int64_t i = 0; i < dim; i += N) {
     Floats<N> sum[G];
-    for (int g = 0; g < G; ++g) sum[g] = floats<N>(to + g * dim + i);
+    for (int g = 0; g < G; ++g) sum[g] = Floats<N>::load(to + g * dim + i);
     for (std::int64_t t = 0; t < count; ++t) {
       const Floats<N> x = floats<N>(integers + t * dim + i) * power_of_two(exponents[t]);
-      for (int g = 0; g < G; ++g) sum[g] += weights[g * stride + t] * x;
+      for (int g = 0; g < G; ++g) sum[g] += x * weights[g * stride + t];
     }
-    for (int g = 0; g < G; ++g) std::memcpy(to + g * dim + i, &sum[g], sizeof sum[g]);
+    for (int g = 0; g < G; ++g) sum[g].store(to + g * dim + i);
   }
 }
 
@@ -88,13 +84,13 @@ inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* 
   for (std::int64_t b = 0; b < blocks; ++b) {
     with_bits(coder.bits_of(stage)[b], [&](auto n) {
       Floats<N> sum[G];
-      for (int g = 0; g < G; ++g) sum[g] = floats<N>(to + g * coder.dim + b * N);
+      for (int g = 0; g < G; ++g) sum[g] = Floats<N>::load(to + g * coder.dim + b * N);
       for (std::int64_t t = 0; t < count; ++t) {
         const Floats<N> x =
             levels_of<N, n>(codes + t * bytes, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
-        for (int g = 0; g < G; ++g) sum[g] += weights[g * stride + t] * x;
+        for (int g = 0; g < G; ++g) sum[g] += x * weights[g * stride + t];
       }
-      for (int g = 0; g < G; ++g) std::memcpy(to + g * coder.dim + b * N, &sum[g], sizeof sum[g]);
+      for (int g = 0; g < G; ++g) sum[g].store(to + g * coder.dim + b * N);
       codes += n * N / 8;
     });
   }
@@ -104,17 +100,18 @@ inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* 
 template <int N, int G>
 inline void against(const Coder& coder, const float* queries, float* turned, float* beside) {
   const std::int64_t dim = coder.dim;
+  constexpr int kSums = G * Floats<N>::kParts > 6 ? 1 : G * Floats<N>::kParts > 3 ? 2 : 4;
   for (std::int64_t j = 0; j < dim; j += N) {
-    Floats<N> sum[4][G] = {};  // four, so that additions need not wait for each other
-    for (std::int64_t i = 0; i < dim; i += 4) {
-      for (int n = 0; n < 4; ++n) {
-        const Floats<N> row = floats<N>(coder.back + (i + n) * dim + j);
-        for (int g = 0; g < G; ++g) sum[n][g] += queries[g * dim + i + n] * row;
+    Floats<N> sum[kSums][G] = {};  // several, so that additions need not wait for each other
+    for (std::int64_t i = 0; i < dim; i += kSums) {
+      for (int n = 0; n < kSums; ++n) {
+        const auto row = Floats<N>::load(coder.back + (i + n) * dim + j);
+        for (int g = 0; g < G; ++g) sum[n][g] += row * queries[g * dim + i + n];
       }
     }
     for (int g = 0; g < G; ++g) {
-      const Floats<N> total = (sum[0][g] + sum[1][g]) + (sum[2][g] + sum[3][g]);
-      std::memcpy(turned + g * dim + j, &total, sizeof total);
+      for (int n = 1; n < kSums; ++n) sum[0][g] += sum[n][g];
+      sum[0][g].store(turned + g * dim + j);
     }
   }
   for (int g = 0; g < G; ++g) {
@@ -134,8 +131,8 @@ inline void straighten(const Coder& coder, const float* turned, const float* mas
     const std::int64_t rows = std::min(kTile, dim - first);
     products<N, G>(rows, found[0], kTile, [&](std::int64_t i, Floats<N>* sum) {
       for (std::int64_t j = 0; j < dim; j += N) {
-        const Floats<N> row = floats<N>(coder.back + (first + i) * dim + j);
-        for (int g = 0; g < G; ++g) sum[g] += floats<N>(turned + g * dim + j) * row;
+        const Floats<N> row = Floats<N>::load(coder.back + (first + i) * dim + j);
+        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(turned + g * dim + j) * row;
       }
     });
     for (int g = 0; g < G; ++g) {

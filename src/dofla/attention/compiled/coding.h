@@ -199,7 +199,6 @@ inline void encode(const Coder& coder, const std::uint8_t* const* integers, cons
     for (int i = 0; i < N; ++i) {
       const std::int16_t* __restrict row = coder.turn + (b * N + i) * coder.dim;
       std::int32_t turned = 0;
-#pragma omp simd reduction(+ : turned)
       for (std::int64_t j = 0; j < coder.dim; ++j) turned += static_cast<std::int32_t>(row[j]) * numbers[j];
       x[i] = static_cast<float>(turned);
     }
@@ -218,8 +217,7 @@ inline void age(const Coder& coder, std::int64_t stage, const std::uint8_t* cons
   std::int64_t at[Many] = {};
   const auto decode = [&](int j, std::int64_t b, float* x) {
     with_bits(coder.bits_of(stage)[b], [&](auto n) {
-      const Floats<N> levels = levels_of<N, n>(codes[j] + at[j], coder.tables.levels(n));
-      std::memcpy(x, &levels, sizeof levels);
+      levels_of<N, n>(codes[j] + at[j], coder.tables.levels(n)).store(x);
       at[j] += n * N / 8;
     });
     return coder.tables.scales()[scales[j][b]];
@@ -232,8 +230,7 @@ template <int N>
 inline void decode(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
     with_bits(coder.bits_of(stage)[b], [&](auto n) {
-      const Floats<N> found = levels_of<N, n>(codes, coder.tables.levels(n)) * coder.tables.scales()[scales[b]];
-      std::memcpy(to + b * N, &found, sizeof found);
+      (levels_of<N, n>(codes, coder.tables.levels(n)) * coder.tables.scales()[scales[b]]).store(to + b * N);
       codes += n * N / 8;
     });
   }

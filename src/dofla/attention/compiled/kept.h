@@ -4,8 +4,6 @@
 
 #include "fading.h"
 
-#include <ATen/Parallel.h>
-
 #include <cmath>
 #include <numeric>
 
@@ -13,16 +11,6 @@ namespace dofla::fading {
 
 constexpr std::int32_t kFree = -1, kGone = -2, kMostScore = 32767, kFades = 64;  // as in kept.py, but for kGone
 constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
-
-// x, which the compiler cannot fuse with the sum it goes into.
-inline Lanes rounded(Lanes x) {
-#ifdef __AVX512F__
-  asm("" : "+v"(x));
-#else
-  asm("" : "+m"(x));
-#endif
-  return x;
-}
 
 // The place of the least score among the first `count`, the foremost of several; gone tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
@@ -41,7 +29,7 @@ inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
 class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
-      : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count)),
+      : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_((count + kAside * kLanes - 1) / (kAside * kLanes) * (kAside * kLanes)),
         power_(rows), beside_(rows), integers_(rows * dim_), asking_(rows * dim_), units_(rows * blocks_),
         tile_(kLanes * dim_), numbers_(dim_ * stride_), key_units_(blocks_ * stride_), steps_(rows * stride_),
         drawn_(stride_), gain_(stride_), bytes_(dim_) {}
@@ -61,7 +49,7 @@ class Drawing {
     coding::with_block(coder.block, [&](auto block) {
       ask<block>(h, rows);
       unpack<block>(coder, tokens, n, h, count, token);
-      for (std::int64_t t = 0; t < count; t += kLanes) {
+      for (std::int64_t t = 0; t < count; t += kAside * kLanes) {
         coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, t); });
       }
     });
@@ -129,8 +117,7 @@ class Drawing {
         const auto* scales = tokens.row<std::uint8_t>(1, n, h, place);
         for (std::int64_t b = 0; b < blocks_; ++b) {
           coding::with_bits(coder.bits_of(stage)[b], [&](auto bits) {
-            const coding::Floats<N> levels = coding::levels_of<N, bits>(codes, coder.tables.levels(bits));
-            std::memcpy(&tile_[t * dim_ + b * N], &levels, sizeof levels);
+            coding::levels_of<N, bits>(codes, coder.tables.levels(bits)).store(&tile_[t * dim_ + b * N]);
             codes += bits * N / 8;
           });
           key_units_[b * stride_ + first + t] = coder.tables.scales()[scales[b]];
@@ -140,27 +127,38 @@ class Drawing {
     }
   }
 
-  // kept._steps of R queries and the tokens from t on that are one vector.
+  // kept._steps of R queries and the tokens from t on, kAside vectors of them: what is loaded serves several products.
   template <int N, int R>
   void count_steps(std::int64_t first, std::int64_t t) {
     const float* asking = &asking_[first * dim_];
-    Lanes total[R] = {};
+    Lanes total[R][kAside];
+    for (auto& row : total) std::fill_n(row, kAside, Lanes{});
     for (std::int64_t b = 0; b < blocks_; ++b) {
-      Lanes sum[R] = {};
+      Lanes sum[R][kAside];
+      for (auto& row : sum) std::fill_n(row, kAside, Lanes{});
       for (std::int64_t i = b * N; i < (b + 1) * N; ++i) {
-        const Lanes x = load(&numbers_[i * stride_ + t]);
-        for (int r = 0; r < R; ++r) sum[r] += asking[r * dim_ + i] * x;
+        Lanes x[kAside];
+        for (int v = 0; v < kAside; ++v) x[v] = in_register(load(&numbers_[i * stride_ + t + v * kLanes]));
+        for (int r = 0; r < R; ++r) {
+          for (int v = 0; v < kAside; ++v) sum[r][v] += asking[r * dim_ + i] * x[v];
+        }
       }
-      const Lanes unit = load(&key_units_[b * stride_ + t]);
-      for (int r = 0; r < R; ++r) total[r] += rounded(sum[r] * units_[(first + r) * blocks_ + b] * unit);
+      for (int v = 0; v < kAside; ++v) {
+        const Lanes unit = load(&key_units_[b * stride_ + t + v * kLanes]);
+        for (int r = 0; r < R; ++r) total[r][v] += in_register(sum[r][v] * units_[(first + r) * blocks_ + b] * unit);
+      }
     }
     for (int r = 0; r < R; ++r) {
       float* __restrict to = &steps_[(first + r) * stride_ + t];
-      store(to, total[r] * group_.kept->step);
+      for (int v = 0; v < kAside; ++v) store(to + v * kLanes, total[r][v] * group_.kept->step);
 #pragma omp simd
-      for (std::int64_t i = 0; i < kLanes; ++i) to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
+      for (std::int64_t i = 0; i < kAside * kLanes; ++i) {
+        to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
+      }
     }
   }
+
+  static constexpr std::int64_t kAside = 2;
 
   const Group& group_;
   std::int64_t dim_, blocks_, stride_;
@@ -229,16 +227,6 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
   std::copy_n(score.begin(), count, after.scores(n, h));
   float* leaving = &kept.left[unit * length];
   for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
-}
-
-inline std::optional<Fates> keep(const Group& group, const Tokens& line, std::int64_t block) {
-  if (!group.kept) return std::nullopt;
-  Fates fates(group, std::min(block, group.length));
-  at::parallel_for(0, group.units(), 1, [&](std::int64_t begin, std::int64_t end) {
-    Drawing drawing(group, fates.block * group.groups, fates.places + fates.block);
-    for (std::int64_t unit = begin; unit < end; ++unit) keep(group, line, unit / line.heads, unit % line.heads, drawing, fates);
-  });
-  return fates;
 }
 
 }  // namespace dofla::fading

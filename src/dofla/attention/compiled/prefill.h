@@ -5,7 +5,9 @@
 
 #include <ATen/Parallel.h>
 
+#include <atomic>
 #include <cmath>
+#include <thread>
 
 namespace dofla::fading {
 
@@ -224,8 +226,7 @@ class Reader {
     const std::int8_t* integers = tokens.row<std::int8_t>(part, n, h, token);
     const float power = coding::power_of_two(*tokens.row<std::int8_t>(part + 1, n, h, token));
     for (std::int64_t i = 0; i < tokens.widths[part]; i += N) {
-      const coding::Floats<N> x = coding::floats<N>(integers + i) * power;
-      std::memcpy(to + i, &x, sizeof x);
+      (coding::floats<N>(integers + i) * power).store(to + i);
     }
   }
 
@@ -319,23 +320,73 @@ class Reader {
   std::vector<std::int32_t> until_;
 };
 
+// What threads do of a prompt once it is coded. Of each KV head somebody has to let tokens enter its last stage one after
+// the other, where it keeps what draws attention, before blocks of its queries can be read. Whoever is free takes what
+// comes next: all of the former, then the latter.
+class Work {
+ public:
+  Work(const Group& group, const Lines& lines, const std::vector<std::int64_t>& sound, const Result& result)
+      : group_(group), lines_(lines), sound_(sound), result_(result), blocks_((group.length + kRows - 1) / kRows),
+        chosen_(group.units()) {
+    if (group.kept) fates_.emplace(group, std::min(kRows, group.length));
+  }
+
+  // One thread's share.
+  void take() {
+    const std::int64_t units = group_.units(), choices = fates_ ? units : 0;
+    std::int64_t place = next_++;
+    if (place < choices) {
+      Drawing drawing(group_, fates_->block * group_.groups, fates_->places + fates_->block);
+      for (; place < choices; place = next_++) choose(place, drawing);
+    }
+    if (place >= choices + units * blocks_) return;
+    Reader reader(group_, lines_, fates_ ? &*fates_ : nullptr);
+    for (; place < choices + units * blocks_; place = next_++) read(place - choices, reader);
+  }
+
+ private:
+  // Says that a KV head is done, whatever happens: others wait for it.
+  struct Done {
+    std::atomic<bool>& flag;
+    ~Done() { flag.store(true, std::memory_order_release); }
+  };
+
+  void choose(std::int64_t unit, Drawing& drawing) {
+    const Done done{chosen_[unit]};
+    const Tokens& line = lines_.stages.back();
+    keep(group_, line, unit / line.heads, unit % line.heads, drawing, *fates_);
+  }
+
+  void read(std::int64_t place, Reader& reader) {
+    const std::int64_t unit = place / blocks_, n = unit / group_.keys.heads, h = unit % group_.keys.heads;
+    const std::int64_t first = place % blocks_ * kRows;
+    while (fates_ && !chosen_[unit].load(std::memory_order_acquire)) std::this_thread::yield();
+    reader.attend(n, h, first, sound_[unit], result_);
+    if (!result_.behind()) return;
+    std::vector<float> turned(std::max(group_.keys.dim, group_.values.dim)), straight(turned.size());
+    for (std::int64_t i = first; i < std::min(first + kRows, group_.length); ++i) {
+      const std::int64_t from = fates_ ? fates_->left_by(unit)[i] : i;
+      leave(group_, lines_.stages.back(), from, n, h, result_.rows[1], result_.rows[2], i, turned, straight);
+    }
+  }
+
+  const Group& group_;
+  const Lines& lines_;
+  const std::vector<std::int64_t>& sound_;
+  const Result& result_;
+  std::int64_t blocks_;
+  std::optional<Fates> fates_;
+  std::vector<std::atomic<bool>> chosen_;
+  std::atomic<std::int64_t> next_ = 0;
+};
+
 inline Tensors prefill(const Group& group, at::ScalarType type, bool behind) {
   const Result result(group, type, behind);
   const Lines lines(group);
   const std::vector<std::int64_t> sound = code(group, lines);
-  std::optional<Fates> fates = keep(group, lines.stages.back(), kRows);
-  const std::int64_t heads = group.keys.heads, blocks = (group.length + kRows - 1) / kRows;
-  at::parallel_for(0, group.units() * blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-    Reader reader(group, lines, fates ? &*fates : nullptr);
-    std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
-    for (std::int64_t place = begin; place < end; ++place) {
-      const std::int64_t unit = place / blocks, n = unit / heads, h = unit % heads, first = place % blocks * kRows;
-      reader.attend(n, h, first, sound[unit], result);
-      for (std::int64_t i = first; behind && i < std::min(first + kRows, group.length); ++i) {
-        const std::int64_t from = fates ? fates->left_by(unit)[i] : i;
-        leave(group, lines.stages.back(), from, n, h, result.rows[1], result.rows[2], i, turned, straight);
-      }
-    }
+  Work work(group, lines, sound, result);
+  at::parallel_for(0, at::get_num_threads(), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (; begin < end; ++begin) work.take();
   });
   return result.with(group);
 }

@@ -12,25 +12,16 @@ namespace dofla::coding {
 constexpr int kMostBits = 5, kWindow = 6, kWindows = 1 << kWindow, kUnit = 45, kFine = 4;  // as in levels.py and trellis.py
 
 template <int N>
-struct Vectors {
-  typedef float Floats __attribute__((vector_size(4 * N)));
-  typedef std::int8_t Bytes __attribute__((vector_size(N)));
-};
-template <int N>
-using Floats = typename Vectors<N>::Floats;
-
-template <int N>
-inline Floats<N> floats(const float* from) {
-  Floats<N> found;
-  std::memcpy(&found, from, sizeof found);
-  return found;
-}
-
-template <int N>
 inline Floats<N> floats(const std::int8_t* from) {
-  typename Vectors<N>::Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(bytes, Floats<N>);
+  constexpr int kPart = Floats<N>::kPart;
+  typedef std::int8_t Bytes __attribute__((vector_size(kPart)));
+  Floats<N> found;
+  for (int p = 0; p < Floats<N>::kParts; ++p) {
+    Bytes bytes;
+    std::memcpy(&bytes, from + p * kPart, sizeof bytes);
+    found.parts[p] = __builtin_convertvector(bytes, typename Floats<N>::Part);
+  }
+  return found;
 }
 
 // What windows of `bits` bits stand for, twice.
@@ -74,7 +65,7 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
     const auto among = [&](int from) {  // by the lower five bits
       return _mm512_permutex2var_ps(_mm512_loadu_ps(levels.floats + from), window, _mm512_loadu_ps(levels.floats + from + 16));
     };
-    return _mm512_mask_blend_ps(_mm256_movepi16_mask(found), among(0), among(32));
+    return {_mm512_mask_blend_ps(_mm256_movepi16_mask(found), among(0), among(32))};
   }
 #endif
 #ifdef __AVX2__
@@ -89,17 +80,21 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
   const __m128i fifth = _mm_slli_epi16(window, 3), sixth = _mm_slli_epi16(window, 2);  // the highest of their bytes
   const __m128i found =
       _mm_blendv_epi8(_mm_blendv_epi8(among(0), among(16), fifth), _mm_blendv_epi8(among(32), among(48), fifth), sixth);
-  float wide[16];
-  _mm256_storeu_ps(wide, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(found)));
-  if (N == 16) _mm256_storeu_ps(wide + 8, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(found, 8))));
-  return floats<N>(wide);
+  const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); };
+  if constexpr (N == 8) {
+    return {wide(found)};
+  } else if constexpr (kLanes == 8) {
+    return {wide(found), wide(_mm_srli_si128(found, 8))};
+  } else {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(found))};
+  }
 #else
   float found[N];
   for (int i = 0; i < N; ++i) {
     const int pair = codes[kPlaces.bytes[2 * i]] | codes[kPlaces.bytes[2 * i + 1]] << 8;
     found[i] = levels.floats[(pair * kPlaces.factors[i] & 0xffff) >> (16 - kWindow)];
   }
-  return floats<N>(found);
+  return Floats<N>::load(found);
 #endif
 }
 
@@ -115,11 +110,7 @@ inline void pack_codes(const std::int32_t* windows, std::uint8_t* to) {
   }
 }
 
-#ifdef __AVX512F__
-constexpr int kWide = 16;  // costs of a vector
-#else
-constexpr int kWide = 8;
-#endif
+constexpr int kWide = kLanes;  // costs of a vector
 typedef std::int32_t Costs __attribute__((vector_size(4 * kWide)));
 
 // Viterbi's algorithm for `Many` blocks of whole numbers at once: their steps wait for each other within a block only.
@@ -128,9 +119,9 @@ class Search {
  public:
   explicit Search(const float* levels) {
     for (int v = 0; v < kTotals; ++v) {
-      const Costs level = __builtin_convertvector(floats<kWide>(levels + kWide * v), Costs);
+      const Costs level = __builtin_convertvector(load(levels + kWide * v), Costs);
       slope_[v] = -2 * kBranches * level;
-      start_[v] = kBranches * kFine * level * level + (kWide * v + order(kLanes)) / kStates;
+      start_[v] = kBranches * kFine * level * level + (kWide * v + order(kEachLane)) / kStates;
     }
   }
 
@@ -146,7 +137,7 @@ class Search {
       for (int i = N - 1; i >= N - N / 2; --i) state = before(j, i, state) >> Bits;
       ends[j] = state;
       for (int v = 0; v < kVectors; ++v) {
-        cost[j][v] = (kWide * v + order(kLanes)) % kStates == state ? Costs{} : kNowhere - Costs{};
+        cost[j][v] = (kWide * v + order(kEachLane)) % kStates == state ? Costs{} : kNowhere - Costs{};
       }
     }
     for (int i = 0; i < N; ++i) step(x, i, i, cost);
@@ -160,7 +151,6 @@ class Search {
   static constexpr int kStates = kWindows >> Bits, kTotals = kWindows / kWide;
   static constexpr int kVectors = std::max(kStates / kWide, 1);  // fewer states than lanes stand there again
   static constexpr std::int32_t kBranches = 32, kNowhere = 1 << 29;
-  static constexpr auto kLanes = std::make_integer_sequence<int, kWide>{};
 
   // The window of number i on the path to `state` behind it.
   std::int32_t before(int j, int i, std::int32_t state) const {
@@ -191,13 +181,13 @@ class Search {
     if constexpr (Apart < kStates) {
       return x;
     } else {
-      return folded<Apart / 2>(lesser(x, moved<Apart>(x, kLanes)));
+      return folded<Apart / 2>(lesser(x, moved<Apart>(x, kEachLane)));
     }
   }
 
   template <int... V>
   void extend(std::int32_t x, Costs* cost, Costs* ways, std::integer_sequence<int, V...>) const {
-    const Costs totals[] = {begun<V>(cost, kLanes) + (start_[V] + slope_[V] * x)...};
+    const Costs totals[] = {begun<V>(cost, kEachLane) + (start_[V] + slope_[V] * x)...};
     for (int v = 0; v < kVectors; ++v) {
       Costs least = totals[v];
       for (int from = v + kVectors; from < kTotals; from += kVectors) least = lesser(least, totals[from]);

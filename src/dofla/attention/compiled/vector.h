@@ -36,8 +36,16 @@ inline float exp_of_negative(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
-typedef float Lanes __attribute__((vector_size(64)));
+// As many floats as the processor takes at once: compilers are bad at vectors that are longer.
+#if defined(__AVX512F__)
 constexpr std::int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr std::int64_t kLanes = 8;
+#else
+constexpr std::int64_t kLanes = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+constexpr auto kEachLane = std::make_integer_sequence<int, kLanes>{};
 
 inline Lanes load(const float* from) {
   Lanes lanes;
@@ -46,6 +54,27 @@ inline Lanes load(const float* from) {
 }
 
 inline void store(float* to, const Lanes& lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+// x in a register, where the compiler can neither fuse what made it with what comes after, nor load it anew for each use.
+inline Lanes in_register(Lanes x) {
+#ifdef __AVX512F__
+  asm("" : "+v"(x));
+#else
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
+// All lanes brought together by `both`, in each of them.
+template <int Apart = kLanes / 2, typename Both, int... Lane>
+inline Lanes folded(const Lanes& x, const Both& both, std::integer_sequence<int, Lane...> lanes) {
+  const Lanes half = both(x, __builtin_shufflevector(x, x, (Lane ^ Apart)...));
+  if constexpr (Apart == 1) {
+    return half;
+  } else {
+    return folded<Apart / 2>(half, both, lanes);
+  }
+}
 
 // x[0..n) brought together by `both`, lane by lane: left to themselves, compilers keep the order of float operations.
 template <typename Both>
@@ -58,11 +87,7 @@ inline float reduce(const float* x, std::int64_t n, float start, const Both& bot
     std::memcpy(&rest, x + i, (n - i) * sizeof(float));
     all = both(all, rest);
   }
-  all = both(all, __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  all = both(all, __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15));
-  all = both(all, __builtin_shufflevector(all, all, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  all = both(all, __builtin_shufflevector(all, all, 1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  return all[0];
+  return folded(all, both, kEachLane)[0];
 }
 
 // The largest of `start` and x[0..n).
@@ -96,32 +121,30 @@ inline void matmul(std::int64_t rows, std::int64_t columns, std::int64_t inner, 
   at::native::cpublas::brgemm(rows, columns, inner, a_stride, b_stride, c_stride, accumulate, a, b, c, false);
 }
 
-// One step of a 16 x 16 transposition: rows i and i + S exchange their off-diagonal blocks of width S.
-template <int S, int... Lane>
-inline void exchange(Lanes* rows, std::integer_sequence<int, Lane...>) {
+// The steps from S on of the transposition of a square tile: rows i and i + S exchange their off-diagonal blocks of width S.
+template <int S = kLanes / 2, int... Lane>
+inline void transpose_tile(Lanes* rows, std::integer_sequence<int, Lane...> lanes) {
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kLanes; ++i) {
     if (i & S) continue;
     const Lanes upper = rows[i], lower = rows[i + S];
-    rows[i] = __builtin_shufflevector(upper, lower, ((Lane & S) ? 16 + Lane - S : Lane)...);
-    rows[i + S] = __builtin_shufflevector(upper, lower, ((Lane & S) ? 16 + Lane : Lane + S)...);
+    rows[i] = __builtin_shufflevector(upper, lower, ((Lane & S) ? kLanes + Lane - S : Lane)...);
+    rows[i + S] = __builtin_shufflevector(upper, lower, ((Lane & S) ? kLanes + Lane : Lane + S)...);
   }
+  if constexpr (S > 1) transpose_tile<S / 2>(rows, lanes);
 }
 
-// to [columns, to_stride] = from [rows, columns] transposed; up to 15 zeros may be written behind each row.
+// to [columns, to_stride] = from [rows, columns] transposed; zeros may be written behind each row, less
+// than a vector of them.
 inline void transpose(const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns, float* to,
                       std::int64_t to_stride) {
-  constexpr auto lanes = std::make_integer_sequence<int, 16>{};
   const std::int64_t whole = columns / kLanes * kLanes;
   for (std::int64_t i0 = 0; i0 < rows; i0 += kLanes) {
     for (std::int64_t j0 = 0; j0 < whole; j0 += kLanes) {
       Lanes tile[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) tile[i] = i0 + i < rows ? load(from + (i0 + i) * from_stride + j0) : Lanes{};
-      exchange<8>(tile, lanes);
-      exchange<4>(tile, lanes);
-      exchange<2>(tile, lanes);
-      exchange<1>(tile, lanes);
+      transpose_tile(tile, kEachLane);
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) store(to + (j0 + j) * to_stride + i0, tile[j]);
     }
@@ -130,5 +153,50 @@ inline void transpose(const float* from, std::int64_t from_stride, std::int64_t 
     }
   }
 }
+
+// N numbers, N being 8 or 16, in as few vectors as hold them.
+template <int N>
+struct Floats {
+  static constexpr int kPart = std::min<int>(N, kLanes), kParts = N / kPart;
+  typedef float Part __attribute__((vector_size(4 * kPart)));
+  Part parts[kParts];
+
+  static Floats load(const float* from) {
+    Floats found;
+    for (int p = 0; p < kParts; ++p) std::memcpy(&found.parts[p], from + p * kPart, sizeof(Part));
+    return found;
+  }
+
+  void store(float* to) const {
+    for (int p = 0; p < kParts; ++p) std::memcpy(to + p * kPart, &parts[p], sizeof(Part));
+  }
+
+  // Sums of some of the numbers, zeros where there are none.
+  Lanes lanes() const {
+    Lanes total{};
+    if constexpr (kPart < kLanes) {
+      std::memcpy(&total, parts, sizeof parts);
+    } else {
+      for (const Part& part : parts) total += part;
+    }
+    return total;
+  }
+
+  Floats& operator+=(const Floats& other) {
+    for (int p = 0; p < kParts; ++p) parts[p] += other.parts[p];
+    return *this;
+  }
+  Floats& operator*=(const Floats& other) {
+    for (int p = 0; p < kParts; ++p) parts[p] *= other.parts[p];
+    return *this;
+  }
+  Floats& operator*=(float x) {
+    for (Part& part : parts) part *= x;
+    return *this;
+  }
+  friend Floats operator+(Floats a, const Floats& b) { return a += b; }
+  friend Floats operator*(Floats a, const Floats& b) { return a *= b; }
+  friend Floats operator*(Floats a, float x) { return a *= x; }
+};
 
 }  // namespace dofla
