@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import dofla
+from dofla.integration import precision
 from dofla.integration.surgery import linear_layers
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -112,3 +113,22 @@ def test_a_double_precision_model_computes_in_double_precision():
         layer.register_forward_hook(lambda layer, args, out: seen.extend([args[0].dtype, out[0].dtype]))
     assert model(tokens(1, 9)).logits.dtype == torch.float64
     assert set(seen) == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times", "said"), [(torch.bfloat16, 50.0, 1), (torch.bfloat16, 1.2, 0), (torch.float32, 50.0, 0)]
+)
+def test_a_processor_without_products_in_half_precision_is_named_once(dtype, times, said, monkeypatch, caplog):
+    precision._warn.cache_clear()
+    monkeypatch.setattr(precision, "times_as_long", lambda _: times)
+    for _ in range(2):
+        dofla.linearize(dofla.restore(own_student("llama")).to(dtype))
+    found = [record.getMessage() for record in caplog.records if record.name == precision.__name__]
+    assert len(found) == said
+    assert all("bfloat16 50 times" in line and "--dtype float32" in line for line in found)
+    precision._warn.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_products_are_timed_in_every_precision(dtype):
+    assert precision.times_as_long(dtype) > 0

@@ -17,6 +17,7 @@ from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
 from dofla.integration.packages import packaged_name, packaged_path
+from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
@@ -296,4 +297,5 @@ def load_model(
     if loaded["mismatched_keys"] and not resize:
         key, found, expected = min(loaded["mismatched_keys"])
         raise DoflaError(f"cannot load model {str(name)!r}: {key} is {list(found)}, not {list(expected)}")
+    warn_of_slow_products(model)
     return model.eval()

@@ -14,6 +14,7 @@ from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation
 from dofla.integration.hub import origin
 from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
+from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.record import Record
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept
@@ -41,6 +42,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) first")
     plan = even_plan(model, budget) if plan is None else renamed(plan, model)
+    warn_of_slow_products(model)
     _check(plan, attention_sites(model))
     before = softmax_implementation(model)
     generator = torch.Generator().manual_seed(seed)

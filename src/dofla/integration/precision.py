@@ -1,0 +1,49 @@
+"""Whether a processor multiplies numbers of half precision at all, or takes them apart one by one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import lru_cache
+
+import torch
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+HALF = (torch.bfloat16, torch.float16)
+TOO_SLOW = 5.0
+"""Times as long as in float32: about once where there are instructions for them, without them some fifty times."""
+
+
+def warn_of_slow_products(model: PreTrainedModel) -> None:
+    """Say so, once, if a model of half precision stands on a processor that is many times quicker in float32."""
+    if model.device.type == "cpu" and model.dtype in HALF and times_as_long(model.dtype) > TOO_SLOW:
+        _warn(model.dtype)
+
+
+@lru_cache
+def _warn(dtype: torch.dtype) -> None:
+    logger.warning(
+        "this processor takes products in %s %.0f times as long as in float32: open the model with dtype=torch.float32 "
+        "(--dtype float32), which takes twice the memory for weights",
+        str(dtype).removeprefix("torch."),
+        times_as_long(dtype),
+    )
+
+
+@lru_cache
+@torch.no_grad()
+def times_as_long(dtype: torch.dtype) -> float:
+    """How long a product of matrices takes in ``dtype``, for 1 in float32: by the least of several small ones."""
+    rows, weight = torch.ones(64, 256), torch.ones(256, 256)
+
+    def seconds(dtype: torch.dtype) -> float:
+        a, b, taken = rows.to(dtype), weight.to(dtype), []
+        for _ in range(4):
+            started = time.perf_counter()
+            torch.mm(a, b)
+            taken.append(time.perf_counter() - started)
+        return min(taken)
+
+    return seconds(dtype) / seconds(torch.float32)
