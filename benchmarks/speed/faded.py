@@ -83,7 +83,7 @@ def main(
 
 
 def both(name: str, dtype: str, budget: int, longest: int) -> dict[str, PreTrainedModel]:
-    shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest, "features": 0, "window": 0, "sinks": 0}
+    shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest}
     job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
     models = {kind: build(job) for kind in KINDS}
     dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares="even")

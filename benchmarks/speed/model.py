@@ -1,10 +1,12 @@
 """Whole models with linear attention beside softmax attention: prefill, decoding, peak memory and cache, by prompt.
 
     python benchmarks/speed/model.py
+    python benchmarks/speed/model.py --fading 64 --models smollm2-135m --batches 1      # what dofla.fade makes
 
 Models in the shapes of GPT-2-small, SmolLM2-135M and Llama-3.2-1B, with random weights, once as they are (transformers'
 "sdpa" attention and its default dynamic cache) and once linearised: the same number of prf features for every KV head
-of every layer. For each model, batch and prompt, in turn:
+of every layer, or, with --fading, a memory that fades of as many bytes as so many features take. For each model, batch
+and prompt, in turn:
 
 - prefill: prompt tokens per second, over all sequences, read through the cache --chunk tokens at a time (again over all
   sequences, for both kinds alike), so that activations do not dominate memory; logits of the last position only. From
@@ -77,13 +79,14 @@ class Job:
     tokens: int
     new_tokens: int
     chunk: int
-    features: int
-    window: int
-    sinks: int
     dtype: str
     device: str
     seconds: float
     memory_gib: float
+    features: int = 0
+    window: int = 0
+    sinks: int = 0
+    fading: int = 0
 
 
 def main(
@@ -95,6 +98,7 @@ def main(
     features: Annotated[int, typer.Option(help="Per KV head.")] = 64,
     window: int = 0,
     sinks: int = 0,
+    fading: Annotated[int, typer.Option(help="Budget of a memory that fades, instead of features; 0 for none.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (bf16).")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Limit of one measurement, building the model not included.")] = 60,
@@ -108,12 +112,12 @@ def main(
         raise typer.BadParameter(f"no model {sorted(unknown)[0]!r}: there are {', '.join(MODELS)}")
     dtype = {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype)
     shared = {"new_tokens": new_tokens, "chunk": chunk, "features": features, "window": window, "sinks": sinks}
-    shared |= {"dtype": dtype, "device": device, "seconds": seconds, "memory_gib": memory_gib}
+    shared |= {"fading": fading, "dtype": dtype, "device": device, "seconds": seconds, "memory_gib": memory_gib}
     report: dict[str, Any] = {"machine": machine(device), "settings": shared, "rows": [], "crossings": []}
     print(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for model in models or MODELS:
         for batch in batches or [1, 16]:
-            print_head(model, batch, dtype, features, window, sinks)
+            print_head(Job(model, KINDS[0], batch, 0, **shared))
             rows = []
             for tokens in sorted(prompts or PROMPTS):
                 jobs = {kind: Job(model, kind, batch, tokens, **shared) for kind in KINDS}
@@ -238,7 +242,11 @@ def build(job: Job) -> PreTrainedModel:
             for part in parameter.view(-1).split(len(block)):
                 part.copy_(block[: len(part)])
     model.to(job.device)
-    return dofla.linearize(model, uniform_plan(config, job)) if job.kind == "linear" else model
+    if job.kind == "softmax":
+        return model
+    if job.fading:
+        return dofla.fade(model, random_tokens(model, job, 256)[:1], budget=job.fading, shares="even")
+    return dofla.linearize(model, uniform_plan(config, job))
 
 
 def prefill(model: PreTrainedModel, job: Job, total: int, chunk: int) -> tuple[DynamicCache, float]:
@@ -330,9 +338,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 # What is printed.
 
 
-def print_head(model: str, batch: int, dtype: str, features: int, window: int, sinks: int) -> None:
-    beside = f", window {window}, {sinks} sinks" if window or sinks else ""
-    print(f"\n{model}, batch {batch}, {dtype}, {features} features{beside}")
+def print_head(job: Job) -> None:
+    beside = f", window {job.window}, {job.sinks} sinks" if job.window or job.sinks else ""
+    state = f"a memory that fades of {job.fading} features' bytes" if job.fading else f"{job.features} features{beside}"
+    print(f"\n{job.model}, batch {job.batch}, {job.dtype}, {state}")
     print(f"{'':6}{'prefill, tokens/s':>22}{'decode, tokens/s':>22}{'peak, MiB':>15}{'cache, MiB':>15}")
     titles = f"{'linear':>7}{'softmax':>8}{'ratio':>7}"
     print(f"{'tokens':>6}{titles * 2}{'linear':>7}{'softm.':>8}{'linear':>7}{'softm.':>8}", flush=True)
