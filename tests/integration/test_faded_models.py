@@ -73,6 +73,35 @@ def test_it_is_saved_and_opened_with_what_was_measured(model, tmp_path):
     assert torch.equal(dofla.load(tmp_path / "adapter", dtype=torch.float64)(ids).logits, wanted)
 
 
+def _not_a_number(coder):
+    coder.back.fill_(torch.nan)
+
+
+def _other_bits(coder):
+    coder.bits[0] = 200
+
+
+def _bits_moved(coder):
+    coder.bits[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [(_not_a_number, "back holds NaN"), (_other_bits, r"bits of blocks are \[200"), (_bits_moved, "in the mean")],
+)
+def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
+    teacher("llama").save_pretrained(tmp_path / "base")
+    student = faded(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    damage(next(iter(linear_layers(student).values())).fading["0"].value)
+    student.save_pretrained(tmp_path / "student")
+    dofla.save_adapter(student, tmp_path / "adapter")
+    for name in ("student", "adapter"):
+        with pytest.raises(DoflaError, match=match):
+            dofla.load(tmp_path / name)
+    with pytest.raises(DoflaError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+
+
 @torch.no_grad()
 def test_a_saved_prompt_goes_on(model, tmp_path):
     student, document = faded(model), tokens(1, 100)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dofla.attention import State
+from dofla.attention import Coder, State
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import hand_over_cache
@@ -98,3 +98,10 @@ def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
         names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
         layers.append(replace(layer, name=next((name for name in names if name in modules), layer.name)))
     return replace(plan, layers=layers)
+
+
+def check_coders(model: nn.Module, where: str) -> None:
+    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it."""
+    for name, module in model.named_modules():
+        if isinstance(module, Coder) and (fault := module.fault()):
+            raise DoflaError(f"{where} is damaged ({name}: {fault}): make the student again, or fetch it again")

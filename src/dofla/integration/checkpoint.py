@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.errors import DoflaError, about
+from dofla.integration.attaching import check_coders
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
@@ -48,7 +49,7 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], where: str) -> None:
-    """The reverse of :func:`feature_map_tensors`; DoflaError naming ``where`` unless names and shapes all fit."""
+    """The reverse of :func:`feature_map_tensors`; DoflaError naming ``where`` unless names, shapes and bits all fit."""
     own = feature_map_tensors(model)
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[0]
@@ -60,6 +61,7 @@ def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor],
             raise DoflaError(f"{where} does not fit its plan: {name} is {shapes}")
     for name, layer in linear_layers(model).items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
+    check_coders(model, where)
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:

@@ -14,7 +14,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.errors import DoflaError
-from dofla.integration.attaching import attach, renamed, softmax_implementation
+from dofla.integration.attaching import attach, check_coders, renamed, softmax_implementation
 from dofla.integration.interface import LINEAR
 from dofla.integration.record import Record
 from dofla.plans.plan import Plan
@@ -61,6 +61,7 @@ class DoflaQuantizer(HfQuantizer):
             missing = f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
             if missing or tensor.shape != self._shapes[name]:
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
+        check_coders(model, "the checkpoint")
         model.set_attn_implementation(LINEAR)
         # transformers forbids .half() and .to(dtype) on quantised models; this one is none.
         model.is_quantized = False

@@ -169,6 +169,16 @@ class Coder(nn.Module):
         """Whether directions were measured, and with them the mean, which otherwise is 0."""
         return bool(self.mean.any())
 
+    def fault(self) -> str | None:
+        """What of the constants, as a file has them, cannot be; None if nothing."""
+        for name in ("fineness", "back", "mean", "middle"):
+            if not getattr(self, name).isfinite().all():
+                return f"{name} holds NaN or infinity"
+        for own, bits in zip(self.bits.tolist(), self.stages, strict=True):
+            if not all(1 <= n <= MOST_BITS for n in own) or sum(own) != whole_bits(len(own), bits):
+                return f"bits of blocks are {own}, not {bits} in the mean and 1 to {MOST_BITS} each"
+        return None
+
     def bytes_per_token(self, stage: int) -> int:
         """Of one vector of one head."""
         return token_bytes(self.dim, self.stages[stage])
@@ -280,7 +290,7 @@ def block_size(dim: int) -> int:
 def spread(variance: Sequence[float], bits: float) -> list[int]:
     """Bits of each block, one at least and ``bits`` in the mean: each goes to where it takes away most error."""
     found = [1] * len(variance)
-    for _ in range(round((bits - 1) * len(variance))):
+    for _ in range(whole_bits(len(variance), bits) - len(variance)):
         gains = [
             size * (distortion(n) - distortion(n + 1)) if n < MOST_BITS else -1.0
             for size, n in zip(variance, found, strict=True)
@@ -293,7 +303,12 @@ def token_bytes(dim: int, bits: float) -> int:
     """Of a vector's codes and scales."""
     block = block_size(dim)
     blocks = dim // block
-    return (blocks + round((bits - 1) * blocks)) * block // 8 + blocks  # as they are spread
+    return whole_bits(blocks, bits) * block // 8 + blocks
+
+
+def whole_bits(blocks: int, bits: float) -> int:
+    """The sum of the bits of blocks that have ``bits`` in the mean, as nearly as whole ones can."""
+    return blocks + round((bits - 1) * blocks)
 
 
 def _hadamard(size: int) -> Tensor:
