@@ -132,7 +132,9 @@ def _attend_causally(
     near, stages = None, ()
     if fading:
         real = line.log_weight[:, -length:] > LOG_ZERO
-        near, stages, kept = fading.attend(query, kept, state.stages, scaling, real)
+        asked = features.features > 0
+        near, stages, left = fading.attend(query, kept, state.stages, scaling, real, behind=asked)
+        kept = left if asked else kept
     out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact, near=near)
     return out, State(after, line[length:] if window else None, buffer if sinks else None, stages)
 

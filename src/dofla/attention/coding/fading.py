@@ -72,7 +72,9 @@ class Fading(nn.Module):
         held: Sequence[CodedTokens | KeptTokens],
         scaling: float,
         real: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens | KeptTokens, ...], TokenBuffer]:
+        *,
+        behind: bool = True,
+    ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens | KeptTokens, ...], TokenBuffer | None]:
         """Attention to the stages while tokens move through them; gradients pass as if nothing were rounded.
 
         Args:
@@ -81,10 +83,11 @@ class Fading(nn.Module):
             held: what the stages hold before; nothing at the beginning of a sequence.
             scaling: of the scores.
             real: [B, L], which queries are not padding; default all.
+            behind: whether somebody asks for what leaves the last stage.
 
         Returns:
             Output [B, H, L, dv] and log-normaliser [B, H, L]; what the stages hold after; and the L tokens that leave
-            the last one.
+            the last one, or None.
         """
         turned, beside = self.key.against(accumulable(query))
         turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
@@ -111,7 +114,7 @@ class Fading(nn.Module):
             if stage + 1 < len(self.counts):
                 moving = self.aged(moving, stage)
         out, normaliser = reduce(merge, parts)
-        left = self.straight(moving, len(self.counts) - 1, turned.dtype, unrounded)
+        left = self.straight(moving, len(self.counts) - 1, turned.dtype, unrounded) if behind else None
         return (self.value.straight(out), normaliser), tuple(after), left
 
     def _attend_kept(
