@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +20,10 @@ _SUM = (2**24 - 1) / 127
 """Of the absolute values of a row of the turn at most: its products with seven-bit integers then add up exactly."""
 _REGULAR = 1e-3
 """Of the mean eigenvalue of what errors are weighed with: no direction counts for less."""
+
+Numbers = tuple[Tensor, Tensor]
+"""Vectors in blocks: whole numbers [B, Hkv, L, blocks, block], and what one is worth in each block
+[B, Hkv, L, blocks, 1]."""
 
 
 @dataclass
@@ -186,15 +191,18 @@ class Coder(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, Hkv, L, d] as the first stage keeps them: codes [B, Hkv, L, bytes] and scales
         [B, Hkv, L, blocks], both uint8."""
-        integers, exponent = pack(x)
-        turned = integers.float() @ self.turn.float().mT  # exact: whole numbers below 2²⁴
-        unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
-        numbers, unit = whole((turned * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
-        return self._encode(numbers, unit, 0)
+        return encode_together([self], [self.exactly_turned(x)], 0)[0]
 
     def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
         """What stage ``stage`` kept, as the stage after it does."""
-        return self._encode(*self.numbers(codes, scales, stage), stage + 1)
+        return encode_together([self], [self.numbers(codes, scales, stage)], stage + 1)[0]
+
+    def exactly_turned(self, x: Tensor) -> Numbers:
+        """Vectors [B, Hkv, L, d] turned, in numbers that do not depend on the order of sums."""
+        integers, exponent = pack(x)
+        turned = integers.float() @ self.turn.float().mT  # exact: whole numbers below 2²⁴
+        unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
+        return whole((turned * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
 
     def decode(self, codes: Tensor, scales: Tensor, stage: int) -> Tensor:
         """Turned vectors [B, Hkv, L, d], float32, of codes of a stage; see :meth:`straight` and :meth:`against`."""
@@ -239,17 +247,8 @@ class Coder(nn.Module):
         unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
         return whole((turned * unit).unflatten(-1, (-1, self.block)))
 
-    def _encode(self, numbers: Tensor, unit: Tensor, stage: int) -> tuple[Tensor, Tensor]:
-        codes, scales = [], []
-        for blocks, bits in self._runs(stage):
-            code, scale = encode(numbers[..., blocks, :], unit[..., blocks, :], bits)
-            codes.append(to_bytes(code, bits).flatten(-2))
-            scales.append(scale.flatten(-2))
-        return torch.cat(codes, -1), torch.cat(scales, -1)
-
-    def numbers(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
-        """What codes of a stage stand for: whole numbers [B, Hkv, L, blocks, block], and what one is worth in each
-        block [B, Hkv, L, blocks, 1]."""
+    def numbers(self, codes: Tensor, scales: Tensor, stage: int) -> Numbers:
+        """What codes of a stage stand for."""
         found, start = [], 0
         for blocks, bits in self._runs(stage):
             size = bits * self.block // 8
@@ -271,6 +270,22 @@ class Coder(nn.Module):
             last = first + len(list(run))
             yield slice(first, last), bits
             first = last
+
+
+def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], stage: int) -> list[tuple[Tensor, Tensor]]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a stage keeps them, for each
+    coder. Blocks of as many bits are searched for together: a search is some hundred operations, however many they are.
+    """
+    places, found = defaultdict(list), {}
+    for n, coder in enumerate(coders):
+        for block, bits in enumerate(coder.bits[stage].tolist()):
+            places[bits, coder.block].append((n, block))
+    for (bits, _), alike in places.items():
+        numbers, unit = (torch.stack([vectors[n][part][..., block, :] for n, block in alike], -2) for part in (0, 1))
+        codes, scales = encode(numbers, unit, bits)
+        found |= zip(alike, zip(to_bytes(codes, bits).unbind(-2), scales.unbind(-2), strict=True), strict=True)
+    together = [[found[n, block] for block in range(vectors[n][0].shape[-2])] for n in range(len(coders))]
+    return [tuple(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)) for blocks in together]
 
 
 def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:

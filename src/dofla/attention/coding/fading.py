@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dofla.attention import gpu
-from dofla.attention.coding.coder import Coder, token_bytes
+from dofla.attention.coding.coder import Coder, Numbers, encode_together, token_bytes
 from dofla.attention.coding.kept import KeptTokens, chosen, keep, pieces, seen
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.exact import exact_attention, merge
@@ -174,12 +174,17 @@ class Fading(nn.Module):
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""
-        return CodedTokens(*self.key.encode(tokens.key), *self.value.encode(tokens.value), tokens.log_weight)
+        return self._kept_by(0, [self.key.exactly_turned(tokens.key), self.value.exactly_turned(tokens.value)], tokens)
 
     def aged(self, tokens: CodedTokens, stage: int) -> CodedTokens:
         """Tokens of a stage as the next one keeps them."""
-        key = self.key.age(tokens.key, tokens.key_scale, stage)
-        return CodedTokens(*key, *self.value.age(tokens.value, tokens.value_scale, stage), tokens.log_weight)
+        key = self.key.numbers(tokens.key, tokens.key_scale, stage)
+        value = self.value.numbers(tokens.value, tokens.value_scale, stage)
+        return self._kept_by(stage + 1, [key, value], tokens)
+
+    def _kept_by(self, stage: int, vectors: list[Numbers], tokens: TokenBuffer | CodedTokens) -> CodedTokens:
+        key, value = encode_together([self.key, self.value], vectors, stage)
+        return CodedTokens(*key, *value, tokens.log_weight)
 
     def straight(
         self,
