@@ -5,6 +5,7 @@ whose tokens all go by their age, and one whose layers are all of one size.
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz --windows 24
     python benchmarks/quality/fading.py models/smollm2-135m --student trained --length 512 --length 2048 ...
+    python benchmarks/quality/fading.py models/smollm2-135m --student trained --trained-length 2048 --rate 3e-4 ...
 
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and shares are measured
@@ -17,6 +18,7 @@ from __future__ import annotations
 import sysconfig
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -37,14 +39,14 @@ from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import SINKS, HeadCost
 from dofla.storage.files import write_json
 
-Student = Callable[[PreTrainedModel, TokenWindows], PreTrainedModel]
+Student = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
 Figures = dict[str, float | list[float]]
 
 
 def window_alone(budget: int, _: int | None) -> Student:
     """A window and sinks in eight bits, of the bytes of so many features per KV head."""
 
-    def make(model: PreTrainedModel, _: TokenWindows) -> PreTrainedModel:
+    def make(model: PreTrainedModel, *_: object) -> PreTrainedModel:
         layers = []
         for site in attention_sites(model).values():
             cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
@@ -58,18 +60,18 @@ def window_alone(budget: int, _: int | None) -> Student:
 
 def fading(budget: int, reach: int | None) -> Student:
     """:func:`dofla.fade`."""
-    return lambda model, tokens: dofla.fade(model, tokens, budget=budget, reach=reach)
+    return lambda model, tokens, _: dofla.fade(model, tokens, budget=budget, reach=reach)
 
 
 def even(budget: int, reach: int | None) -> Student:
     """:func:`dofla.fade` with the same size for all layers."""
-    return lambda model, tokens: dofla.fade(model, tokens, budget=budget, reach=reach, shares="even")
+    return lambda model, tokens, _: dofla.fade(model, tokens, budget=budget, reach=reach, shares="even")
 
 
 def by_age(budget: int, reach: int | None) -> Student:
     """:func:`even` with no token kept for the attention it draws, and more that are there for their age."""
 
-    def make(model: PreTrainedModel, tokens: TokenWindows) -> PreTrainedModel:
+    def make(model: PreTrainedModel, tokens: TokenWindows, _: object) -> PreTrainedModel:
         plan = fading_plan(model, budget)
         for layer in plan.layers:
             before = layer.state_bytes(model.dtype.itemsize)
@@ -84,20 +86,25 @@ def by_age(budget: int, reach: int | None) -> Student:
     return make
 
 
-def trained(budget: int, reach: int | None) -> Student:
-    """:func:`dofla.fade`, and then 60 steps end to end on two windows each of the text that it was measured on."""
+def trained(budget: int, reach: int | None, rate: float | None = None) -> Student:
+    """:func:`dofla.fade`, and then end to end, :data:`AT_ONCE` tokens a step, on the text that it was measured on."""
 
-    def make(model: PreTrainedModel, tokens: TokenWindows) -> PreTrainedModel:
-        student = dofla.fade(model, tokens.take(MEASURED), budget=budget, reach=reach)
-        dofla.distill_end_to_end(student, tokens, steps=60, reach=reach)
+    def make(model: PreTrainedModel, tokens: TokenWindows, training: TokenWindows) -> PreTrainedModel:
+        student = dofla.fade(model, tokens, budget=budget, reach=reach)
+        size = max(1, AT_ONCE // training.length)
+        options = {"steps": len(training) // size, "batch_size": size, "reach": reach}
+        rates = {} if rate is None else {"weights": rate}
+        dofla.distill_end_to_end(student, training, learning_rates=rates, **options)
         return student
 
     return make
 
 
 STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "fading": fading, "trained": trained}
-MEASURED, TRAINED = 12, 120
-"""Windows that students are measured, and trained, on."""
+MEASURED = 12
+"""Windows that students are measured on."""
+TRAINED, AT_ONCE = 120 * 512, 2 * 512
+"""Tokens that they are trained on, and of a step, one window at least."""
 
 
 def sources(paths: list[Path]) -> dict[str, object]:
@@ -118,6 +125,8 @@ def main(
         list[str] | None, typer.Option(help="Of " + ", ".join(STUDENTS) + "; repeatable; default window and fading.")
     ] = None,
     measured_length: Annotated[int, typer.Option(help="Tokens of the windows that students are made from.")] = 512,
+    trained_length: Annotated[int, typer.Option(help="Of those that they are trained on; as many in all.")] = 512,
+    rate: Annotated[float | None, typer.Option(help="Learning rate of weights, instead of the default.")] = None,
     reach: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
@@ -130,15 +139,16 @@ def main(
         each: {name: _windows(where, tokenizer, each, windows) for name, where in texts.items()}
         for each in length or [512]
     }
-    count = TRAINED if "trained" in names else MEASURED
-    pool = dofla.token_windows(calibrate, tokenizer, length=measured_length, windows=count * seeds, model=teacher)
+    students = STUDENTS | {"trained": partial(trained, rate=rate)}
+    pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
+    if "trained" in names:
+        pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
     shown, rows = table("student", "tokens", "state", *texts, "made in", gap=2), []
     for each, name in product(budget or [64], names):
         found: dict[tuple[int, str], list[Figures]] = {}
         for seed in range(1 if name == "window" else seeds):
-            own = TokenWindows(pool.input_ids[count * seed : count * (seed + 1)])
             started = time.perf_counter()
-            made = STUDENTS[name](each, reach)(teacher, own if name == "trained" else own.take(MEASURED))
+            made = students[name](each, reach)(teacher, *(pool[seed] for pool in pools))
             seconds = time.perf_counter() - started
             for tokens, kinds in judged.items():
                 for kind, held_out in kinds.items():
@@ -154,6 +164,14 @@ def main(
     if out is not None:
         write_json(out, {"rows": rows})
     Console(width=200).print(shown)
+
+
+def _pool(
+    text: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, length: int, count: int, seeds: int
+) -> list[TokenWindows]:
+    """Windows for each seed."""
+    windows = dofla.token_windows(text, tokenizer, length=length, windows=count * seeds, model=model)
+    return [TokenWindows(windows.input_ids[count * seed : count * (seed + 1)]) for seed in range(seeds)]
 
 
 def _windows(where: object, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> TokenWindows:
