@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import dofla
 from dofla.integration import precision
 from dofla.integration.surgery import linear_layers
+from dofla.runs import teacher as runs
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -132,3 +133,10 @@ def test_a_processor_without_products_in_half_precision_is_named_once(dtype, tim
 @pytest.mark.parametrize("dtype", HALVES)
 def test_products_are_timed_in_every_precision(dtype):
     assert precision.times_as_long(dtype) > 0
+
+
+@pytest.mark.parametrize(("slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_the_command_line_opens_models_as_they_are_where_that_is_not_slow(slow, dtype, monkeypatch):
+    monkeypatch.setattr(runs, "half_is_slow", lambda: slow)
+    assert runs.load_teacher("demo")[0].dtype == dtype
+    assert runs.load_teacher("demo", "bfloat16")[0].dtype == torch.bfloat16

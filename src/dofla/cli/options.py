@@ -31,7 +31,9 @@ Length = Annotated[int, typer.Option(help="Tokens per window.")]
 Windows = Annotated[int, typer.Option(help="Windows at most.")]
 BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
 Padded = Annotated[bool, typer.Option("--padded", help="One text per window, padded: for encoders.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's, where that is not slow.")
+]
 Stream = Annotated[bool, typer.Option("--stream", help="Leave the layers on disk: for models larger than memory.")]
 Seed = Annotated[int, typer.Option(callback=_seed, help="Seed of everything random.")]
 Lambda = Annotated[float, typer.Option("--lambda", help="Tolerance of the degrees of freedom.")]

@@ -16,6 +16,12 @@ TOO_SLOW = 5.0
 """Times as long as in float32: about once where there are instructions for them, without them some fifty times."""
 
 
+def half_is_slow() -> bool:
+    """Whether models are better opened in float32 here, however they are saved: no GPU, and a processor that is many
+    times quicker in it."""
+    return not torch.cuda.is_available() and times_as_long(torch.bfloat16) > TOO_SLOW
+
+
 def warn_of_slow_products(model: PreTrainedModel) -> None:
     """Say so, once, if a model of half precision stands on a processor that is many times quicker in float32."""
     if model.device.type == "cpu" and model.dtype in HALF and times_as_long(model.dtype) > TOO_SLOW:

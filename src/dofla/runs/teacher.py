@@ -13,6 +13,7 @@ from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import load, load_any, load_model
 from dofla.integration.packages import packaged_path
+from dofla.integration.precision import half_is_slow
 from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
 from dofla.runs.demo import teacher_path
@@ -56,7 +57,7 @@ def open_student(
 
     Args:
         name: of the student.
-        dtype: to load it in; default that of the checkpoint.
+        dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
         base_model: where an adapter's base is, if not where the adapter says; any name that :func:`load_teacher` takes.
 
     Raises:
@@ -86,7 +87,12 @@ def _opened(
 
 
 def _options(dtype: str | None) -> dict[str, torch.dtype]:
-    return {} if dtype is None else {"dtype": dtype_of(dtype)}
+    if dtype is not None:
+        return {"dtype": dtype_of(dtype)}
+    if half_is_slow():
+        logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
+        return {"dtype": torch.float32}
+    return {}
 
 
 def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
