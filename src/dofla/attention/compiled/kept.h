@@ -29,7 +29,7 @@ inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
 class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
-      : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_((count + kAside * kLanes - 1) / (kAside * kLanes) * (kAside * kLanes)),
+      : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
         power_(rows), beside_(rows), integers_(rows * dim_), asking_(rows * dim_), units_(rows * blocks_),
         tile_(kLanes * dim_), numbers_(dim_ * stride_), key_units_(blocks_ * stride_), steps_(rows * stride_),
         drawn_(stride_), gain_(stride_), bytes_(dim_) {}

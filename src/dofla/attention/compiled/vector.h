@@ -99,8 +99,11 @@ inline float sum(const float* x, std::int64_t n) {
   return reduce(x, n, 0.0f, [](const Lanes& a, const Lanes& b) { return a + b; });
 }
 
-// The next multiple of a vector's length.
-inline std::int64_t whole_lanes(std::int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+// The next multiple of the length of so many vectors.
+inline std::int64_t whole_lanes(std::int64_t n, std::int64_t vectors = 1) {
+  const std::int64_t size = vectors * kLanes;
+  return (n + size - 1) / size * size;
+}
 
 struct Rows {
   const float* data;
