@@ -15,6 +15,7 @@ from torch import Tensor
 from dofla.attention.gpu import _block, _blocks
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, levels_of, products, units_of
+from dofla.attention.state import LOG_ZERO
 
 ROWS = 64
 """Queries of a program at most, those of all heads of a group counted."""
@@ -25,7 +26,7 @@ VALUES = 64
 _PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 """Of products: three of TF32 are as good as one of float32, on the matrix units."""
 
-_NOTHING = tl.constexpr(-(2.0**100))  # LOG_ZERO, the logarithm of what nobody sees
+_NOTHING = tl.constexpr(LOG_ZERO)
 
 
 def attend(
