@@ -101,7 +101,8 @@ def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 def check_coders(model: nn.Module, where: str) -> None:
-    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it."""
+    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it.
+    Constants that were left on disk are not looked at."""
     for name, module in model.named_modules():
-        if isinstance(module, Coder) and (fault := module.fault()):
+        if isinstance(module, Coder) and not module.constants.is_meta and (fault := module.fault()):
             raise DoflaError(f"{where} is damaged ({name}: {fault}): make the student again, or fetch it again")
