@@ -106,7 +106,7 @@ def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
 def test_constants_may_stay_on_disk(tmp_path):
     student, ids = faded(teacher("llama")), tokens(1, 60)
     student.save_pretrained(tmp_path / "student")
-    places = {name: "cpu" for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")}
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     options = {"device_map": places, "offload_folder": tmp_path / "offloaded", "offload_buffers": True}
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **options)
