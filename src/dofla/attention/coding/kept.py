@@ -34,8 +34,7 @@ FREE = -1
 _PIECE = 256
 NEVER = 2**30
 """No call has so many queries."""
-MOST_STEPS = 2.0**30
-"""Of a logarithm, either way."""
+_MOST_STEPS = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _steps(asking: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step:
     for block in range(keys.shape[-2]):
         products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
         scores = scores + products * unit[..., block, :] * key_unit[..., block, :].mT.unsqueeze(2)
-    return (scores * per_step).round().clamp(-MOST_STEPS, MOST_STEPS)
+    return (scores * per_step).round().clamp(-_MOST_STEPS, _MOST_STEPS)
 
 
 def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,7 +159,7 @@ def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Te
 def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Scores [B, Hkv, n] after a query with ``steps`` [B, Hkv, G, S] to all tokens, of which ``index`` are there."""
     there = steps.gather(-1, index.unsqueeze(2).expand(-1, -1, steps.shape[2], -1))
-    there = there.masked_fill((score < 0).unsqueeze(2), -2 * MOST_STEPS)
+    there = there.masked_fill((score < 0).unsqueeze(2), -2 * _MOST_STEPS)
     below = (there.amax(-1, keepdim=True) - there).clamp(max=len(weights) - 1)
     drawn = weights[below.long()].masked_fill((score < 0).unsqueeze(2), 0)
     share = drawn / drawn.sum(-1, keepdim=True).clamp_min(1)

@@ -11,13 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dofla.attention.coding.kept import FADES, GAIN, MOST_SCORE, MOST_STEPS, NEVER
 from dofla.attention.gpu import _block, _blocks
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, products, units_of
 
-_GAIN, _FADES, _MOST_SCORE = tl.constexpr(float(GAIN)), tl.constexpr(FADES), tl.constexpr(MOST_SCORE)
-_NEVER, _MOST_STEPS = tl.constexpr(NEVER), tl.constexpr(MOST_STEPS)
+# As in coding/kept.py.
+_GAIN = tl.constexpr(4096.0)
+_FADES = tl.constexpr(64)
+_MOST_SCORE = tl.constexpr(2**15 - 1)
+_NEVER = tl.constexpr(2**30)
+_MOST_STEPS = tl.constexpr(2.0**30)
 
 _LAST = tl.constexpr(2**62)
 """Behind all ranks."""
