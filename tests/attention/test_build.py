@@ -22,10 +22,11 @@ from forms import KernelCalls, needs_kernels, sample
 from dofla.attention import attend, compiled
 from dofla.attention.compiled import SWITCH, build
 
-MAY_BUILD = platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
+MAY_BUILD = platform.system() == "Linux" and platform.machine() in build.FLAGS
+needs_linux = pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 or ARM Linux")
 can_build = pytest.mark.skipif(
     not MAY_BUILD or shutil.which("c++") is None or build._ninja_folder() is None,
-    reason="no x86-64 Linux with a C++ compiler and ninja",
+    reason="no x86-64 or ARM Linux with a C++ compiler and ninja",
 )
 
 ATTEND = """
@@ -89,16 +90,16 @@ def test_the_switch_turns_the_kernels_off(fresh, monkeypatch, caplog):
     assert left_in(fresh) == []
 
 
-@pytest.mark.parametrize(("machine", "system"), [("aarch64", "Linux"), ("arm64", "Darwin"), ("AMD64", "Windows")])
+@pytest.mark.parametrize(("machine", "system"), [("riscv64", "Linux"), ("arm64", "Darwin"), ("AMD64", "Windows")])
 def test_other_platforms_are_not_tried(fresh, monkeypatch, machine, system):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(platform, "system", lambda: system)
-    assert compiled.obstacle() == f"made for x86-64 Linux, not {machine} {system}"
+    assert compiled.obstacle() == f"made for x86-64 and ARM Linux (aarch64), not {machine} {system}"
     assert_attention_is_plain_torch()
     assert left_in(fresh) == []
 
 
-@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+@needs_linux
 def test_without_a_compiler_the_reason_says_so(fresh, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, **options: None)
     assert compiled.obstacle() == "no C++ compiler found"
@@ -106,13 +107,13 @@ def test_without_a_compiler_the_reason_says_so(fresh, monkeypatch):
     assert left_in(fresh) == []
 
 
-@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+@needs_linux
 def test_a_compiler_named_by_the_user_that_is_not_there_is_no_compiler(fresh, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert compiled.obstacle() == "no C++ compiler found"
 
 
-@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+@needs_linux
 def test_without_ninja_the_reason_says_how_to_get_it(fresh, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, **options: "/usr/bin/c++" if name == "c++" else None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -197,11 +198,31 @@ def test_losing_the_race_for_the_folder_is_no_failure(fresh, monkeypatch, caplog
     assert left_in(fresh) == [folder.name]
 
 
-@pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 Linux")
+@needs_linux
 def test_an_empty_cache_variable_means_the_usual_folder(monkeypatch):
     """As the XDG specification has it; otherwise the cache would be wherever the program was started."""
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert build.cache_folder().is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "other"),
+    [
+        ("x86_64", "flags\t\t: fpu avx2\n", "flags\t\t: fpu avx2 avx512f\n"),
+        ("aarch64", "Features\t: fp asimd\nCPU part\t: 0xd0c\n", "Features\t: fp asimd sve\nCPU part\t: 0xd0c\n"),
+        ("aarch64", "Features\t: fp asimd\nCPU part\t: 0xd0c\n", "Features\t: fp asimd\nCPU part\t: 0xd40\n"),
+    ],
+)
+def test_each_kind_of_processor_has_a_library_of_its_own(fresh, monkeypatch, machine, cpuinfo, other):
+    """Whatever else /proc/cpuinfo tells, and of however many cores."""
+
+    def folder(of):
+        with monkeypatch.context() as patched:
+            patched.setattr(platform, "machine", lambda: machine)
+            patched.setattr(build, "_cpuinfo", lambda: of)
+            return build.cache_folder()
+
+    assert folder(cpuinfo) == folder(f"cpu MHz : 2445\n{cpuinfo}\n{cpuinfo}") != folder(other)
 
 
 @needs_kernels

@@ -196,7 +196,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
   return {out, normaliser, mean_after, log_mass_after};
 }
 
-// Whether torch's small products run here: they need AVX2 or better, and torch built with oneDNN.
+// Whether small products run here: torch's need AVX2 or better, and torch built with oneDNN.
 bool supported() {
   float a[256] = {}, b[256] = {}, c[256];
   try {

@@ -20,10 +20,15 @@ from dofla.storage.files import new_folder
 _HERE = Path(__file__).parent
 _SOURCES = ("attention.cpp", "fading.cpp")
 _HEADERS = (
-    *("vector.h", "features.h", "exact.h", "trellis.h", "coding.h", "codes.h"),
+    *("vector.h", "product.h", "matmul.h", "features.h", "exact.h", "trellis.h", "coding.h", "codes.h"),
     *("rows.h", "fading.h", "kept.h", "decoding.h", "prefill.h"),
 )
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_COMMON = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = {
+    "x86_64": (*_COMMON, "-march=native", "-mprefer-vector-width=512"),
+    "aarch64": (*_COMMON, "-mcpu=native"),
+}
+"""What the compiler is told, by machine."""
 _LIBRARY = "dofla_kernels"
 
 logger = logging.getLogger(__name__)
@@ -50,7 +55,8 @@ def load() -> str | None:
 def cache_folder() -> Path:
     """Where the library of these sources, this torch and this processor is or will be."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    digest = hashlib.sha256("\0".join((torch.__version__, *_FLAGS, _processor())).encode())
+    flags = FLAGS[platform.machine()]
+    digest = hashlib.sha256("\0".join((torch.__version__, *flags, _processor())).encode())
     for name in (*_SOURCES, *_HEADERS):
         digest.update((_HERE / name).read_bytes())
     return root / "dofla" / f"kernels-{digest.hexdigest()[:16]}"
@@ -59,8 +65,8 @@ def cache_folder() -> Path:
 def _obstacle() -> str | None:
     if os.environ.get(SWITCH, "1") == "0":
         return f"switched off by {SWITCH}=0"
-    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
-        return f"made for x86-64 Linux, not {platform.machine()} {platform.system()}"
+    if platform.machine() not in FLAGS or platform.system() != "Linux":
+        return f"made for x86-64 and ARM Linux (aarch64), not {platform.machine()} {platform.system()}"
     if (cache_folder() / f"{_LIBRARY}.so").exists():
         return None
     if shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None:
@@ -90,7 +96,7 @@ def _compile_and_load(folder: Path) -> None:
             load(
                 _LIBRARY,
                 [str(_HERE / name) for name in _SOURCES],
-                extra_cflags=list(_FLAGS),
+                extra_cflags=list(FLAGS[platform.machine()]),
                 build_directory=str(building),
                 is_python_module=False,
             )
@@ -105,9 +111,13 @@ def _compile_and_load(folder: Path) -> None:
 
 
 def _processor() -> str:
-    """The instruction set, since the compiler uses all of it and home folders are shared between machines."""
+    """The instruction sets, since the compiler uses all of them and home folders are shared between machines."""
+    names = ("flags", "Features", "CPU implementer", "CPU part")  # the first on x86-64, the others on ARM
+    return "\n".join(sorted({line for line in _cpuinfo().splitlines() if line.startswith(names)}))
+
+
+def _cpuinfo() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("flags")), platform.processor())
+        return f"flags {platform.processor()}"

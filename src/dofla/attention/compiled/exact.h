@@ -2,6 +2,7 @@
 // into what the features gave.
 #pragma once
 
+#include "matmul.h"
 #include "vector.h"
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 // log-features, or as vectors with an affine map (affine.py) that is then applied chunk by chunk.
 #pragma once
 
+#include "matmul.h"
 #include "vector.h"
 
 #include <algorithm>
@@ -11,9 +12,9 @@ namespace dofla::features {
 
 constexpr float kSmallestTrustedMass = 1e-28f;  // as in chunked.py
 
-// A product is compiled once for every size it meets, so sizes are few.
+// Rows of a product for so many tokens.
 inline std::int64_t padded(std::int64_t length) {
-  std::int64_t size = 16;
+  std::int64_t size = kFewRows;
   while (size < length) size *= 2;
   return size;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kept.h"
+#include "matmul.h"
 
 #include <ATen/Parallel.h>
 

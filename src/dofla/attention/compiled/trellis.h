@@ -3,8 +3,10 @@
 
 #include "vector.h"
 
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace dofla::coding {
@@ -13,6 +15,11 @@ constexpr int kMostBits = 5, kWindow = 6, kWindows = 1 << kWindow, kUnit = 45, k
 
 template <int N>
 inline Floats<N> floats(const std::int8_t* from) {
+#ifdef __aarch64__
+  float found[N];  // as a loop, of which the compiler makes vectors: those of four bytes it would take apart
+  for (int i = 0; i < N; ++i) found[i] = from[i];
+  return Floats<N>::load(found);
+#else
   constexpr int kPart = Floats<N>::kPart;
   typedef std::int8_t Bytes __attribute__((vector_size(kPart)));
   Floats<N> found;
@@ -22,6 +29,7 @@ inline Floats<N> floats(const std::int8_t* from) {
     found.parts[p] = __builtin_convertvector(bytes, typename Floats<N>::Part);
   }
   return found;
+#endif
 }
 
 // What windows of `bits` bits stand for, twice.
@@ -68,7 +76,7 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
     return {_mm512_mask_blend_ps(_mm256_movepi16_mask(found), among(0), among(32))};
   }
 #endif
-#ifdef __AVX2__
+#if defined(__AVX2__)
   const __m128i all = load_bytes(codes);
   const auto eight = [&](int i) {
     const __m128i pairs = _mm_shuffle_epi8(all, load_bytes(kPlaces.bytes + 2 * i));
@@ -88,6 +96,16 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
   } else {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(found))};
   }
+#elif defined(__aarch64__)
+  const uint8x16_t all = vld1q_u8(codes);
+  const auto eight = [&](int i) {
+    const uint16x8_t pairs = vreinterpretq_u16_u8(vqtbl1q_u8(all, vld1q_u8(kPlaces.bytes + 2 * i)));
+    const auto* factors = reinterpret_cast<const std::uint16_t*>(kPlaces.factors + i);
+    return vmovn_u16(vshrq_n_u16(vmulq_u16(pairs, vld1q_u16(factors)), 16 - kWindow));
+  };
+  std::int8_t found[16];
+  vst1q_s8(found, vqtbl4q_s8(vld1q_s8_x4(levels.bytes), vcombine_u8(eight(0), eight(N - 8))));
+  return floats<N>(found);
 #else
   float found[N];
   for (int i = 0; i < N; ++i) {

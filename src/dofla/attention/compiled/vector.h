@@ -1,7 +1,5 @@
-// What both kernels need: an exponential the compiler can vectorise, and a matrix product for small matrices.
+// What both kernels need: vectors as long as the processor's, and an exponential the compiler can vectorise.
 #pragma once
-
-#include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -57,8 +55,10 @@ inline void store(float* to, const Lanes& lanes) { std::memcpy(to, &lanes, sizeo
 
 // x in a register, where the compiler can neither fuse what made it with what comes after, nor load it anew for each use.
 inline Lanes in_register(Lanes x) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
 #else
   asm("" : "+x"(x));
 #endif
@@ -116,12 +116,6 @@ inline Rows zero_padded(Rows rows, std::int64_t length, std::int64_t size, std::
   for (std::int64_t j = 0; j < length; ++j) std::copy_n(rows.data + j * rows.stride, dim, &copy[j * dim]);
   std::fill(copy.begin() + length * dim, copy.begin() + size * dim, 0.0f);
   return {copy.data(), dim};
-}
-
-// c [rows, columns] = a [rows, inner] @ b [inner, columns] (+ c), all row-major with the given strides between rows.
-inline void matmul(std::int64_t rows, std::int64_t columns, std::int64_t inner, const float* a, std::int64_t a_stride,
-                   const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride, bool accumulate) {
-  at::native::cpublas::brgemm(rows, columns, inner, a_stride, b_stride, c_stride, accumulate, a, b, c, false);
 }
 
 // The steps from S on of the transposition of a square tile: rows i and i + S exchange their off-diagonal blocks of width S.
