@@ -87,7 +87,7 @@ def exact_attention(
     outside = (column < row) | (column > row + before + after)
     logits = (q @ k).view(batch, kv_heads, blocks, groups, block, span)
     logits = (logits + log_weight[:, None, :, None, None, :]).masked_fill(outside, LOG_ZERO)
-    if sinks is not None:
+    if sinks:  # not of length 0 either, which older versions of torch do not pad
         hidden = F.pad(sink_hidden, (0, 0, 0, spare), value=True).view(batch, 1, blocks, 1, block, len(sinks))
         to_sinks = (q @ accumulable(sinks.key).mT.unsqueeze(2)).view(batch, kv_heads, blocks, groups, block, len(sinks))
         to_sinks = (to_sinks + sinks.log_weight[:, None, None, None, None, :]).masked_fill(hidden, LOG_ZERO)
@@ -96,7 +96,7 @@ def exact_attention(
     normaliser = torch.logsumexp(logits, dim=-1)
     weights = torch.softmax(logits, dim=-1).flatten(3, 4)  # [B, Hkv, blocks, groups·block, span + s]
     out = weights[..., :span] @ v
-    if sinks is not None:
+    if sinks:
         out = out + weights[..., span:] @ accumulable(sinks.value).unsqueeze(2)
     out = out.view(batch, kv_heads, blocks, groups, block, -1).transpose(2, 3).reshape(batch, heads, blocks * block, -1)
     normaliser = normaliser.transpose(2, 3).reshape(batch, heads, blocks * block)
