@@ -129,7 +129,7 @@ inline void pack_codes(const std::int32_t* windows, std::uint8_t* to) {
 }
 
 constexpr int kWide = kLanes;  // costs of a vector
-typedef std::int32_t Costs __attribute__((vector_size(4 * kWide)));
+using Costs = Integers;
 
 // Viterbi's algorithm for `Many` blocks of whole numbers at once: their steps wait for each other within a block only.
 template <int N, int Bits, int Many>
@@ -184,12 +184,12 @@ class Search {
   template <int V, int... Lane>
   static Costs begun(const Costs* cost, std::integer_sequence<int, Lane...>) {
     const Costs& states = cost[(kWide * V >> Bits) / kWide];
-    return __builtin_shufflevector(states, states, (((kWide * V + Lane) >> Bits) % kWide)...);
+    return shuffled<(((kWide * V + Lane) >> Bits) % kWide)...>(states, states);
   }
 
   template <int Apart, int... Lane>
   static Costs moved(const Costs& x, std::integer_sequence<int, Lane...>) {
-    return __builtin_shufflevector(x, x, ((Lane + Apart) % kWide)...);
+    return shuffled<((Lane + Apart) % kWide)...>(x, x);
   }
 
   static Costs lesser(const Costs& a, const Costs& b) { return a < b ? a : b; }

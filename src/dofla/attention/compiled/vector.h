@@ -43,6 +43,7 @@ constexpr std::int64_t kLanes = 8;
 constexpr std::int64_t kLanes = 4;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef std::int32_t Integers __attribute__((vector_size(4 * kLanes)));
 constexpr auto kEachLane = std::make_integer_sequence<int, kLanes>{};
 
 inline Lanes load(const float* from) {
@@ -65,10 +66,20 @@ inline Lanes in_register(Lanes x) {
   return x;
 }
 
+// Lanes of x and y: those of y are numbered from kLanes on. GCC has clang's name for it from version 12 on only.
+template <int... Lane, typename Vector>
+inline Vector shuffled(const Vector& x, const Vector& y) {
+#ifdef __clang__
+  return __builtin_shufflevector(x, y, Lane...);
+#else
+  return __builtin_shuffle(x, y, Integers{Lane...});
+#endif
+}
+
 // All lanes brought together by `both`, in each of them.
 template <int Apart = kLanes / 2, typename Both, int... Lane>
 inline Lanes folded(const Lanes& x, const Both& both, std::integer_sequence<int, Lane...> lanes) {
-  const Lanes half = both(x, __builtin_shufflevector(x, x, (Lane ^ Apart)...));
+  const Lanes half = both(x, shuffled<(Lane ^ Apart)...>(x, x));
   if constexpr (Apart == 1) {
     return half;
   } else {
@@ -125,8 +136,8 @@ inline void transpose_tile(Lanes* rows, std::integer_sequence<int, Lane...> lane
   for (int i = 0; i < kLanes; ++i) {
     if (i & S) continue;
     const Lanes upper = rows[i], lower = rows[i + S];
-    rows[i] = __builtin_shufflevector(upper, lower, ((Lane & S) ? kLanes + Lane - S : Lane)...);
-    rows[i + S] = __builtin_shufflevector(upper, lower, ((Lane & S) ? kLanes + Lane : Lane + S)...);
+    rows[i] = shuffled<((Lane & S) ? kLanes + Lane - S : Lane)...>(upper, lower);
+    rows[i + S] = shuffled<((Lane & S) ? kLanes + Lane : Lane + S)...>(upper, lower);
   }
   if constexpr (S > 1) transpose_tile<S / 2>(rows, lanes);
 }
