@@ -18,7 +18,7 @@ import dofla
 from dofla.cli import main
 from dofla.errors import DoflaError
 from dofla.plans.curves import Curves, LayerCurve, Point
-from dofla.plans.fading import fade_evenly
+from dofla.plans.fading import PER_HEAD, fade_evenly
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.plans.shares import Shares
@@ -133,14 +133,22 @@ def fading_agrees(page, profile, budgets, shares=None):
         costs = [HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8") for x in profile.layers]
         try:
             sizes = [
-                fade_evenly(shares.budget(x.name, budget), x.head_dim, x.value_dim, c)
+                [
+                    asdict(fade_evenly(own, x.head_dim, x.value_dim, c))
+                    for own in shares.budgets(x.name, x.kv_heads, budget)
+                ]
                 for x, c in zip(profile.layers, costs, strict=True)
             ]
         except DoflaError:
             assert found["words"] == "No such planThe budget is too small for a memory that fades."
             continue
         layers = [
-            LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, feature_map="none", **asdict(own))
+            LayerPlan(
+                *(x.name, x.kv_heads, x.head_dim, x.value_dim),
+                feature_map="none",
+                token_dtype="int8",
+                **{name: [size[name] for size in own] for name in PER_HEAD},
+            )
             for x, own in zip(profile.layers, sizes, strict=True)
         ]
         assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers]
@@ -157,8 +165,8 @@ def test_sliders_make_the_plans_of_allocate(browser, llama_run):
         fading_agrees(page, profile, [1, 2, 12, 33, 128])
 
 
-def test_sliders_know_the_shares_of_layers(browser, llama_run, tmp_path):
-    shares = {"model.layers.0.self_attn": 0.6, "model.layers.1.self_attn": 1.4}  # those of so small a model may be even
+def test_sliders_know_the_shares_of_heads(browser, llama_run, tmp_path):
+    shares = {"model.layers.0.self_attn": [0.6, 2.0], "model.layers.1.self_attn": [0.7, 0.7]}  # its own may be even
     before, rest = (llama_run / "report.html").read_text().split('id="data">')
     data, after = rest.split("</script>", 1)
     data = json.loads(data)
@@ -264,7 +272,9 @@ def test_no_memory_fades_where_tokens_are_not_kept_or_heads_do_not_fit(browser, 
 
 def test_a_student_whose_memory_fades(browser, llama_run):
     plan = Plan.load(llama_run / "students" / "fading-seed0").layers[0]
-    ((tokens, bits),) = plan.coded_per_head[0]
+    ((_, bits),) = plan.coded_per_head[0]
+    _, window, sinks = ("–".join(map(str, sorted(set(sizes)))) for sizes in zip(*plan.sizes, strict=True))
+    tokens = "–".join(map(str, sorted({count for ((count, _),) in plan.coded_per_head})))
     bits = f"{bits:g} bits"
     with opened(browser, llama_run / "report.html") as page:
         page.locator("#student").select_option(label="Fading")
@@ -275,7 +285,7 @@ def test_a_student_whose_memory_fades(browser, llama_run):
         assert "Of the oldest those stay that draw most attention." in lead
         assert "What is older is forgotten." in lead
         row = layers.locator("tbody tr").first.locator("td")
-        assert row.all_inner_texts()[:5] == ["0", "none", str(plan.window), f"{tokens} @ {bits}", str(plan.sinks)]
+        assert row.all_inner_texts()[:5] == ["0", "none", window, f"{tokens} @ {bits}", sinks]
         assert layers.locator(".legend").first.inner_text().split("\n")[1:] == [bits, "window and sinks"]
         row.nth(6).hover()
         (coded,) = plan.bytes_by_kind(4)[2].values()
@@ -285,8 +295,10 @@ def test_a_student_whose_memory_fades(browser, llama_run):
         assert "∞" not in layers.locator("table").inner_text()
         assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
         page.locator("select#layer").select_option(index=0)
-        newest = 31 - plan.window  # that the query in row 31 sees in the stage
-        for column, words in ((newest, bits), (newest + 1, None), (plan.sinks - 1, None)):
+        page.locator("select#head").select_option(index=0)
+        _, window, sinks = plan.sizes[0]
+        newest = 31 - window  # that the query in row 31 sees in the stage
+        for column, words in ((newest, bits), (newest + 1, None), (sinks - 1, None)):
             page.locator("#attention canvas").nth(1).evaluate(
                 "(map, [x, y]) => { const r = map.getBoundingClientRect(), s = r.width / map.width;"
                 " map.dispatchEvent(new PointerEvent('pointermove',"

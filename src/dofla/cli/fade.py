@@ -19,7 +19,7 @@ def fade(
     ] = "self",
     shares: Annotated[
         str,
-        typer.Option(help="Of the bytes, by layer: measured, on the same text; even; or a file that was measured."),
+        typer.Option(help="Of the bytes, by KV head: measured, on the same text; even; or a file that was measured."),
     ] = "measured",
     windows: Annotated[int, typer.Option(help="Windows of it.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,

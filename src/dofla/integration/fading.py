@@ -20,7 +20,7 @@ from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_by_site
-from dofla.plans.fading import FADING, fade_evenly
+from dofla.plans.fading import FADING, PER_HEAD, fade_evenly
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
@@ -32,12 +32,12 @@ WINDOWS = 12
 def fading_plan(
     model: PreTrainedModel, budget: float = 64, *, shares: Shares | None = None, keep_softmax: Collection[str] = ()
 ) -> Plan:
-    """What :func:`dofla.fade` makes of a model: stages of tokens, no features, all heads of a layer alike.
+    """What :func:`dofla.fade` makes of a model: stages of tokens, no features.
 
     Args:
         model: a causal one.
         budget: bytes, as so many features per KV head.
-        shares: of the layers; default the same for all.
+        shares: of the KV heads; default the same for all.
         keep_softmax: layers to leave as they are.
 
     Raises:
@@ -48,8 +48,11 @@ def fading_plan(
         if not site.causal:
             raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
         cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
-        own = budget if shares is None else shares.budget(site.name, budget)
-        return {**asdict(fade_evenly(own, site.head_dim, site.value_dim, cost)), "feature_map": "none"}
+        budgets = [budget] * site.kv_heads if shares is None else shares.budgets(site.name, site.kv_heads, budget)
+        sizes = [asdict(fade_evenly(own, site.head_dim, site.value_dim, cost)) for own in budgets]
+        alike = len(set(budgets)) == 1
+        fields = {name: sizes[0][name] if alike else [own[name] for own in sizes] for name in PER_HEAD}
+        return {**sizes[0], **fields, "feature_map": "none"}
 
     made_by = {"strategy": FADING, "budget": budget}
     return plan_by_site(model, size, keep_softmax, made_by | ({} if shares is None else {"shares": shares.layers}))

@@ -30,6 +30,10 @@ class Faded:
     token_dtype: str = "int8"
 
 
+PER_HEAD = ("window", "sinks", "stages", "kept")
+"""Fields of which KV heads may have their own."""
+
+
 def fade_evenly(budget: float, head_dim: int, value_dim: int, cost: HeadCost) -> Faded:
     """At most the bytes of ``budget`` features, in tokens alone.
 

@@ -1,25 +1,26 @@
-"""How much of the bytes of a memory that fades each layer gets, by what more or fewer of them do to the model."""
+"""How much of the bytes of a memory that fades each KV head gets, by what its forgetting does to the model."""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
-from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.files import read_json, write_json
 
-RUNG = 1.4
-"""From one size of a layer to the next."""
-FACTORS = (1.0, 1 / RUNG, RUNG)
-"""Sizes of a layer that are tried, over the one it has."""
+RUNG = math.sqrt(2)
+"""From one size of a KV head to the next: few heads of a layer then differ, and those of one size are one call."""
+LEAST, MOST = 1 / RUNG, 4 * RUNG
+"""Bytes of a KV head over those of an even split. With half of it, too many heads that seemed to need little missed it
+(``docs/quality/fading.md``)."""
 
+_FORMAT = 2
+"""1 had one share for all heads of a layer."""
 _EXACT = 1e-9
 """So that a third of 96 is 32."""
 
@@ -29,36 +30,42 @@ class Shares(Result):
     """How the bytes of a memory that fades are shared. JSON that a person can read.
 
     Attributes:
-        layers: by name, bytes over those of an even split.
-        effects: by name and for each of :data:`FACTORS`, what the model's loss changes by if that layer alone has so
-            many times the bytes it had when this was last measured: nats of KL of the next-token distribution, to first
-            order.
+        layers: by name and for each KV head, bytes over those of an even split.
+        costs: by name and for each KV head, what its forgetting and rounding did to the model's loss where all had the
+            same size: nats of KL of the next-token distribution, to first order.
         model: its name.
         made_by: budget and text it was measured with.
     """
 
-    layers: dict[str, float]
-    effects: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    layers: dict[str, list[float]]
+    costs: dict[str, list[float]] = field(default_factory=dict, repr=False)
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
 
-    def budget(self, layer: str, budget: float) -> int:
-        """Of a layer, in features per KV head, where all have ``budget`` in the mean."""
-        return math.floor(self.layers.get(layer, 1.0) * budget + _EXACT)
+    def budgets(self, layer: str, heads: int, budget: float) -> list[int]:
+        """Of each KV head of a layer, in features, where all of the model have ``budget`` in the mean.
+
+        Raises:
+            DoflaError: the layer has other heads than those that were measured.
+        """
+        own = self.layers.get(layer, [1.0] * heads)
+        if len(own) != heads:
+            raise DoflaError(f"layer {layer} has {heads} KV heads, its shares are of {len(own)}: measure them again")
+        return [math.floor(share * budget + _EXACT) for share in own]
 
     def parts(self) -> Iterator[Part]:
-        """Share of each layer, and what fewer or more bytes did."""
-        shown = table("layer", "share", *(f"{factor:.2g} ×" for factor in FACTORS[1:]), gap=2, widest=40)
-        for name, share in self.layers.items():
-            own = self.effects.get(name, [])[1:]
-            shown.add_row(name, f"{share:.2f}", *(f"{x:+.4f}" for x in own or [math.nan] * 2))
+        """Shares of each layer, and what forgetting does in it."""
+        shown = table("layer", "share", "least", "most", "cost", gap=2, widest=40)
+        for name, own in self.layers.items():
+            figures = (sum(own) / len(own), min(own), max(own))
+            shown.add_row(name, *(f"{x:.2f}" for x in figures), f"{sum(self.costs.get(name, [math.nan])):+.4f}")
         yield shown
-        yield "share: bytes over those of an even split; then, before the last step, the change of the model's"
-        yield "KL, in nats, if this layer alone had so many times its bytes"
+        yield "share: bytes over those of an even split; least, most: of the KV heads;"
+        yield "cost: what forgetting does to the model's KL where all have the same, in nats"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"format": 1, **asdict(self)}
+        return {"format": _FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, replacing what was there."""
@@ -66,60 +73,50 @@ class Shares(Result):
 
     @classmethod
     def load(cls, path: str | Path) -> Shares:
-        """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
+        """Read what :meth:`save` wrote; DoflaError naming the file if it is missing, damaged, or of an older version,
+        which had shares of layers."""
         data = read_json(Path(path), "shares")
         try:
-            layers = {name: float(share) for name, share in data["layers"].items()}
-            if not layers or not all(0 < share < math.inf for share in layers.values()):
+            layers = {name: [float(share) for share in own] for name, own in data["layers"].items()}
+            if not layers or not all(own and all(0 < share < math.inf for share in own) for own in layers.values()):
                 raise ValueError("a share that is no positive number")
-            return cls(layers, dict(data.get("effects", {})), data.get("model", ""), dict(data.get("made_by", {})))
+            return cls(layers, dict(data.get("costs", {})), data.get("model", ""), dict(data.get("made_by", {})))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{path} holds no shares ({what}): measure them again") from error
+            raise DoflaError(f"{path} holds no shares of KV heads ({what}): measure them again") from error
 
 
-class Ladder:
-    """What is known so far of all layers' sizes, each :data:`RUNG` times the one below: an even split at first.
+def shared(sizes: Mapping[str, int], costs: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Shares of KV heads whose bytes are those of an even split.
 
-    What a step is worth changes with where all others stand, and chance has a part in it. So each rung that was
-    measured counts, from below and from above, and a layer that was given bytes does not lose them because it does well
-    with them.
+    All begin with :data:`LEAST`, and again and again that head goes up a :data:`RUNG` to which the next byte is worth
+    most. If what a head forgets costs the less the more it holds, as one over its bytes n, that is cost / n²: sizes go
+    by the root of what was measured, as nearly as rungs do.
 
     Args:
-        sizes: by name, bytes of the layer in an even split.
+        sizes: by name of the layer, bytes of one of its KV heads in an even split.
+        costs: by name, of each KV head, as of :class:`Shares`.
     """
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes, self._rungs = sizes, dict.fromkeys(sizes, 0)
-        # By layer and rung, what the loss changes by from there to the next.
-        self._changes: dict[str, dict[int, list[float]]] = {name: {} for name in sizes}
-
-    def climb(self, effects: Mapping[str, list[float]]) -> dict[str, float]:
-        """Shares of least loss, as far as it is known; the bytes of all are those of an even split.
-
-        Args:
-            effects: by name and for each of :data:`FACTORS`, as of :class:`Shares`, measured with what was returned
-                last.
-        """
-        for name, (_, less, more) in effects.items():
-            rung, changes = self._rungs[name], self._changes[name]
-            changes.setdefault(rung - 1, []).append(-less)
-            changes.setdefault(rung, []).append(more)
-        total = sum(self._sizes.values())
-        chosen = spend({name: lower_hull(list(self._known(name))) for name in self._sizes}, total)
-        self._rungs = {name: choice.rung for name, choice in chosen.items()}
-        spare = total / sum(choice.bytes for choice in chosen.values())  # the last step that did not fit leaves some
-        return {name: spare * RUNG**rung for name, rung in self._rungs.items()}
-
-    def _known(self, name: str) -> Iterator[_Choice]:
-        steps = sorted(self._changes[name].items())
-        losses = accumulate((fmean(changes) for _, changes in steps), initial=0.0)
-        for rung, loss in enumerate(losses, start=steps[0][0]):
-            yield _Choice(rung, RUNG**rung * self._sizes[name], loss)
+    rungs = {name: [0] * len(own) for name, own in costs.items()}
+    total = sum(sizes[name] * len(own) for name, own in costs.items())
+    left = total * (1 - LEAST)
+    waiting = [(-cost / sizes[name], name, head) for name, own in costs.items() for head, cost in enumerate(own)]
+    waiting = [x for x in waiting if x[0] < 0]
+    heapq.heapify(waiting)
+    while waiting:
+        worth, name, head = heapq.heappop(waiting)
+        more = _share(rungs[name][head] + 1) - _share(rungs[name][head])
+        if more * sizes[name] <= left:
+            left -= more * sizes[name]
+            rungs[name][head] += 1
+            if rungs[name][head] < _RUNGS:
+                heapq.heappush(waiting, (worth / RUNG**2, name, head))
+    spare = total / (total - left)  # what was too little for another rung
+    return {name: [spare * _share(rung) for rung in own] for name, own in rungs.items()}
 
 
-@dataclass(frozen=True)
-class _Choice:
-    rung: int
-    bytes: float
-    loss: float
+def _share(rung: int) -> float:
+    return LEAST * RUNG**rung
+
+
+_RUNGS = round(math.log(MOST / LEAST, RUNG))

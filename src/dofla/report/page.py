@@ -73,8 +73,9 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
 def sliders(run: RunRecord, where: str) -> dict[str, Any]:
     """Tables for the sliders of a run, and the command that they make."""
     curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
-    shares = [share for x in run.students for share in x.plan.made_by.get("shares", {}).values()]
-    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(shares, default=1.0)}
+    shares = [own for x in run.students for own in x.plan.made_by.get("shares", {}).values()]
+    largest = max((max(own) if isinstance(own, list) else own for own in shares), default=1.0)
+    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": largest}
     tables = slider_tables(run.profile, curves, **known)
     tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
     return tables | {"length": run.students[0].evaluations[0].get("length")}

@@ -35,14 +35,14 @@ def slider_tables(
         profile: of the teacher.
         curves: by the file they stand in; those that do not know all layers are left out.
         budget, lam: where the sliders start.
-        largest_share: that any layer has of the bytes of a memory that fades (:class:`dofla.Shares`).
+        largest_share: that any KV head has of the bytes of a memory that fades (:class:`dofla.Shares`).
 
     Returns:
         ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
         ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
         and ``largest``, the exact maximum over heads;
         ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``fading``, likewise
-        (window, sinks, stages) or None, see :func:`_faded`, up to the largest budget that a single layer may have;
+        (window, sinks, stages) or None, see :func:`_faded`, up to the largest budget that a single head may have;
         and ``curves``, for each file and layer the choices of
         strategy ``measured``: (bytes, loss, sizes of each head).
     """

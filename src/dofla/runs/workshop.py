@@ -126,7 +126,7 @@ class Workshop:
         return Curves.load(path)
 
     def shares(self, spec: StudentSpec, budget: int) -> Shares:
-        """How layers share the bytes of a memory that fades, measured once per budget and layers kept softmax."""
+        """How KV heads share the bytes of a memory that fades, measured once per budget and layers kept softmax."""
         left_out = "".join(f"-without-{name}" for name in sorted(spec.keep_softmax))
         path = self.folder / f"shares-{budget}{left_out}.json"
         if not path.exists():

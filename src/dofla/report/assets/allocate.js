@@ -86,7 +86,14 @@ function knapsack(names, choices, total) {
   return choices.map((own, layer) => own[at[layer]][2]);
 }
 
-// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes}}
+// Stages [tokens, bits, bytes] of all heads of a layer → [bits, bytes], most bits first.
+function byBits(stages) {
+  const found = new Map();
+  for (const [, bits, size] of stages) found.set(bits, (found.get(bits) || 0) + size);
+  return [...found].sort((a, b) => b[0] - a[0]);
+}
+
+// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes, by head}}
 // → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
 // window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
 function allocate(tables, wanted) {
@@ -98,15 +105,17 @@ function allocate(tables, wanted) {
   const price = layers.map((layer) => layer.cost[kept(layer)]);
   const full = budget * sum(layers.map((layer, n) => layer.heads * price[n][0]));
   let sizes,
-    stages = layers.map(() => []);
+    stages = layers.map(({ heads }) => Array(heads).fill([]));
   if (strategy === "fading") {
     const own = tables.shapes.map((shape, n) => {
-      const share = (wanted.shares || {})[layers[n].name] ?? 1;
-      return tables.fading[shape][Math.floor(share * budget + 1e-9) - 1];
+      const { name, heads } = layers[n];
+      const found = (wanted.shares || {})[name] ?? 1; // one number for all heads in runs of older versions
+      const shares = Array.isArray(found) ? found : Array(heads).fill(found);
+      return shares.map((share) => tables.fading[shape][Math.floor(share * budget + 1e-9) - 1]);
     });
-    if (!own.every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
-    sizes = layers.map((layer, n) => Array(layer.heads).fill([0, own[n][0], own[n][1]]));
-    stages = own.map((each) => each[2]);
+    if (!own.flat().every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
+    sizes = own.map((heads) => heads.map(([window, sinks]) => [0, window, sinks]));
+    stages = own.map((heads) => heads.map((each) => each[2]));
   } else if (strategy === "measured") {
     sizes = knapsack(
       layers.map((layer) => layer.name),
@@ -126,12 +135,12 @@ function allocate(tables, wanted) {
     );
     sizes = rounded(costs, wishes, BigInt(budget)).map((count, n) => Array(layers[n].heads).fill([count, 0, 0]));
   }
-  const made = layers.map(({ name, heads }, n) => {
+  const made = layers.map(({ name }, n) => {
     const [feature, token] = price[n],
       features = sum(sizes[n].map((size) => size[0])) * feature,
       exact = sum(sizes[n].map((size) => size[1] + size[2])) * token,
-      coded = stages[n].map(([, bits, size]) => [bits, heads * size]);
-    const own = Array(heads).fill(stages[n].map(([tokens, bits]) => [tokens, bits]));
+      coded = byBits(stages[n].flat());
+    const own = stages[n].map((each) => each.map(([tokens, bits]) => [tokens, bits]));
     const all = features + exact + sum(coded.map((each) => each[1]));
     const kept = strategy === "fading",
       parts = [features, exact, coded];

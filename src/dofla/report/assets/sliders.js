@@ -136,7 +136,7 @@ function drawSliders(host, run, student) {
 const GOES_BY = {
   fixed: "nothing",
   hybrid: "nothing: all layers are alike",
-  fading: "shares of the layers, if the student shown has any",
+  fading: "shares of the KV heads, if the student shown has any",
   measured: "the error curves",
 };
 

@@ -1,0 +1,75 @@
+"""How KV heads share the bytes of a memory that fades."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dofla.errors import DoflaError
+from dofla.plans.shares import LEAST, MOST, RUNG, Shares, shared
+
+COST = st.floats(-1, 1) | st.floats(-1e-6, 1e-6)
+LAYERS = st.lists(st.tuples(st.lists(COST, min_size=1, max_size=8), st.integers(100, 9_000)), min_size=1, max_size=12)
+
+
+@given(LAYERS)
+def test_shares_take_the_bytes_of_an_even_split(layers):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    found = shared(sizes, costs)
+    spent = sum(share * sizes[name] for name, own in found.items() for share in own)
+    assert spent == pytest.approx(sum(sizes[name] * len(own) for name, own in costs.items()))
+    lowest = min(share for own in found.values() for share in own)
+    for name, own in found.items():
+        assert len(own) == len(costs[name])
+        for share in own:
+            rung = math.log(share / lowest, RUNG)
+            assert rung == pytest.approx(round(rung), abs=1e-9)
+            assert rung <= math.log(MOST / LEAST, RUNG) + 1e-9
+
+
+def test_heads_share_by_the_root_of_what_forgetting_costs():
+    # Beside heads that need nothing, few enough that bytes run out before anybody has the most.
+    found = shared({"a": 100, "rest": 100}, {"a": [0.64, 0.16, 0.04, 0.04], "rest": [0.0] * 12})["a"]
+    for more, less in ((found[0], found[1]), (found[1], found[2])):
+        assert 2 / RUNG - 1e-9 <= more / less <= 2 * RUNG + 1e-9
+    found = shared({"a": 100, "rest": 100}, {"a": [0.64, 0.16], "rest": [0.0] * 98})
+    assert [share / found["rest"][0] for share in found["a"]] == pytest.approx([MOST / LEAST] * 2)
+
+
+def test_a_byte_is_worth_more_in_a_smaller_head():
+    found = shared({"small": 100, "large": 800}, {"small": [0.1] * 8, "large": [0.1] * 8})
+    assert min(found["small"]) > max(found["large"])
+
+
+@pytest.mark.parametrize("cost", [-0.5, 0.0])
+def test_what_gains_nothing_by_more_is_given_least(cost):
+    found = shared({"a": 100}, {"a": [cost, 0.1, 0.1, 0.1]})["a"]
+    assert found[0] == min(found) < max(found[1:])
+
+
+def test_budgets_are_whole_features():
+    shares = Shares({"a": [1.5, 1 / 3]})
+    assert [shares.budgets(name, 2, 96) for name in ("a", "b")] == [[144, 32], [96, 96]]
+    with pytest.raises(DoflaError, match="layer a has 3 KV heads, its shares are of 2: measure them again"):
+        shares.budgets("a", 3, 96)
+
+
+def test_shares_are_read_as_they_were_written(tmp_path):
+    shares = Shares({"a": [0.5, 0.9], "b": [1.3]}, {"a": [0.0, 0.1], "b": [-0.5]}, "teacher", {"budget": 64})
+    shares.save(tmp_path / "shares.json")
+    assert Shares.load(tmp_path / "shares.json") == shares
+    assert "0.70" in str(shares)
+
+
+@pytest.mark.parametrize(
+    "damage", [{}, *({"layers": own} for own in ({}, {"a": [-1]}, {"a": []}, {"a": 1.0}, 3, {"a": "x"}))]
+)
+def test_damaged_and_older_shares_are_named(tmp_path, damage):
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps(damage))
+    with pytest.raises(DoflaError, match=r"shares\.json holds no shares .*: measure them again"):
+        Shares.load(path)
