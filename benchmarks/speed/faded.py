@@ -4,6 +4,7 @@
     python benchmarks/speed/faded.py --int8 --dtypes bfloat16
     python benchmarks/speed/faded.py --batch 16 --dtypes bfloat16 --contexts 2048 --new-tokens 4
     python benchmarks/speed/faded.py --compile
+    python benchmarks/speed/faded.py --shares shares.json
 
 A model in a real one's shape with random weights, as it is (transformers' "sdpa" attention and default dynamic cache)
 and with a memory that fades (``dofla.fade``), both in one process and taking turns at every token and every prompt. Of
@@ -13,7 +14,8 @@ beside a softmax token after the shortest context, which has little else to do t
 examples/int8_weights.py has it, but the output layer's as well. With ``--batch`` a token is one of each sequence. With
 ``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
 ``dofla.compile_generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each
-length is compiled anew.
+length is compiled anew. All KV heads have the same size, unless ``--shares`` names a file of what
+``dofla.measure_shares`` found (``Shares.save``): heads of several sizes in a layer are a call each.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def main(
     contexts: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
     prompts: Annotated[list[int] | None, typer.Option(help="Tokens read in one call.")] = None,
     budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
+    shares: Annotated[Path | None, typer.Option(help="Of the KV heads, as measured; default all the same.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is read.")] = 3,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
@@ -58,10 +61,11 @@ def main(
     prompts = [] if compile else sorted(prompts or [512, 2048])
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "batch": batch, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
+    own = "even" if shares is None else dofla.Shares.load(shares)
     for dtype in dtypes or ["float32", "bfloat16"]:
-        models = both(model, dtype, budget, max(contexts + prompts) + new_tokens)
+        models = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
         if int8:
-            others = both(model, dtype, budget, max(contexts + prompts) + new_tokens)
+            others = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
             models |= {kind + INT8: in_eight_bits(other) for kind, other in others.items()}
         kinds = [kind + way for way in ("", COMPILED)[: 1 + compile] for kind in models]
         print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{kind:>18}" for kind in kinds) + f"{'ratio':>8}")
@@ -82,11 +86,11 @@ def main(
         Path(out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def both(name: str, dtype: str, budget: int, longest: int) -> dict[str, PreTrainedModel]:
+def both(name: str, dtype: str, budget: int, longest: int, shares: dofla.Shares | str) -> dict[str, PreTrainedModel]:
     shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest}
     job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
     models = {kind: build(job) for kind in KINDS}
-    dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares="even")
+    dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares=shares)
     return models
 
 
