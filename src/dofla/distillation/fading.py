@@ -37,7 +37,7 @@ from dofla.integration.surgery import describe, linear_layers, linearize, plan_o
 from dofla.plans.shares import LEAST, Shares, shared
 
 WAYS = ("measured", "even")
-"""How layers may share the bytes."""
+"""How KV heads may share the bytes."""
 HELD = 0.25
 """Of a window, the most that a memory holds with which shares are measured: what a head would do with four times as
 much can be seen in it."""
