@@ -38,8 +38,9 @@ class Graphs:
         return self  # transformers copies configurations
 
 
-def faded(family: str = "llama", dtype: torch.dtype = torch.float32):
-    return dofla.fade(teacher(family).to(dtype), tokens(4, 48), budget=24)
+def faded(family: str = "llama", dtype: torch.dtype = torch.float32, shares: str = "even"):
+    """A call of our operator per layer, or with measured shares one per size of a head."""
+    return dofla.fade(teacher(family).to(dtype), tokens(4, 48), budget=24, shares=shares)
 
 
 def cache_of(student, kind: str):
@@ -87,8 +88,8 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
 
 @needs_kernels
 @torch.no_grad()
-def test_padding_goes_through():
-    student, ids = faded(), tokens(3, 40)
+def test_padding_and_heads_of_several_sizes_go_through():
+    student, ids = faded(shares="measured"), tokens(3, 40)
     mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
     wanted, before = read(student, student, "static", ids, [20, 1, 1, 1, 17], mask)
     backend = Graphs()

@@ -165,6 +165,8 @@ def test_refusals(tiny):
         dofla.fade(tiny.bert(), tiny.tokens(2, 16))
     with pytest.raises(DoflaError, match="budget 1 is too small for a memory that fades: give more"):
         dofla.fade(tiny.llama(), tiny.tokens(2, 16), budget=1)
+    with pytest.raises(DoflaError, match=r"budget 4 is too small to share: a KV head's least share is 0\.71 of it"):
+        dofla.fade(tiny.llama(), tiny.tokens(2, 16), budget=4)
     odd = tiny.llama(head_dim=12)
     with pytest.raises(DoflaError, match="heads of 12 and 12 numbers: a fading memory needs multiples of 8"):
         dofla.fade(odd, tiny.tokens(2, 16))

@@ -144,11 +144,13 @@ def _measured(
 ) -> Shares:
     if is_streamed(model):
         raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
+    fading_plan(model, budget, keep_softmax=keep_softmax)  # what is wrong with it is wrong with any share
     budget = measured_at(model, budget, windows, keep_softmax)
     try:
         fading_plan(model, math.floor(LEAST * budget), keep_softmax=keep_softmax)
-    except DoflaError as error:
-        raise DoflaError(f"at the least share of budget {budget}: {error}, or shares='even'") from None
+    except DoflaError:
+        least = f"a KV head's least share is {LEAST:.2f} of it"
+        raise DoflaError(f"budget {budget} is too small to share: {least}; give more, or shares='even'") from None
     student = linearize(model, fading_plan(model, budget, keep_softmax=keep_softmax))
     try:
         measure_directions(student, windows, batch_size=batch_size, reach=reach)
