@@ -134,7 +134,7 @@ def test_refusals(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     with pytest.raises(DoflaError, match="shares is 'odd': give measured, even, or what"):
         dofla.fade(model, tokens, shares="odd")
-    with pytest.raises(DoflaError, match=r"share of budget 3: budget 2 is too small .*: give more, or shares='even'"):
+    with pytest.raises(DoflaError, match=r"budget 3 is too small to share: .*; give more, or shares='even'"):
         dofla.measure_shares(tiny.llama(head_dim=32), tokens, 3)
 
 

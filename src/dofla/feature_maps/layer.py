@@ -159,7 +159,8 @@ class LinearAttention(nn.Module):
             key: [B, Hkv, L, d].
             value: [B, Hkv, L, dv].
             scaling: of the scores.
-            weight: key weights [B, L], 0 for padding.
+            weight: key weights [B, L], 0 for padding. Where tokens are kept by the attention they draw, those of any
+                weight above 0 count in full.
             states: one per group, or None at the beginning of a sequence.
             causal: whether queries see only earlier keys (and themselves).
 

@@ -19,9 +19,9 @@ from dofla.integration.reading import check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
-_FORMAT = "5"
+_FORMAT = "6"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer, 4 had levels by a
-number's own bits."""
+number's own bits, 5 had weights of kept tokens beside their scores."""
 
 
 def read_prompt(

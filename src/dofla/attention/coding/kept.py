@@ -40,21 +40,25 @@ _MOST_STEPS = 2.0**30
 @dataclass(frozen=True)
 class KeptTokens(_Tensors):
     """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
-    [B, Hkv, n, bytes], uint8; ``log_weight`` [B, Hkv, n]; and ``score`` [B, Hkv, n], int16."""
+    [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16."""
 
     key: Tensor
     key_scale: Tensor
     value: Tensor
     value_scale: Tensor
-    log_weight: Tensor
     score: Tensor
 
     @classmethod
     def of(cls, tokens: CodedTokens) -> KeptTokens:
-        """Tokens that have drawn nothing yet."""
+        """Tokens that have drawn nothing yet. They are padding or count in full, whatever their weights were."""
         log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
         score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
-        return cls(*(getattr(tokens, field.name) for field in fields(tokens)[:-1]), log_weight, score)
+        return cls(*(getattr(tokens, field.name) for field in fields(tokens)[:-1]), score)
+
+    @property
+    def log_weight(self) -> Tensor:
+        """Of each token in each head [B, Hkv, n], float32: LOG_ZERO of free places and of padding, 0 of all others."""
+        return torch.zeros_like(self.score, dtype=torch.float32).masked_fill(self.score == FREE, LOG_ZERO)
 
     def __len__(self) -> int:
         return self.score.shape[-1]

@@ -78,19 +78,15 @@ class Decoder {
   }
 
  private:
-  // Which token leaves a stage that keeps what draws attention; the others' scores and log-weights.
+  // Which token leaves a stage that keeps what draws attention; the others' scores.
   std::int64_t choose(std::int64_t n, std::int64_t h) {
     const Tokens& before = group_.stages.back();
     const std::int64_t unit = n * before.heads + h, count = before.count;
-    const float* log_weights = &group_.lines.back()[unit * (count + 1)];
     std::copy_n(before.scores(n, h), count, drawn_.begin());
-    drawn_[count] = log_weights[count] > kLogZero ? 0 : kFree;
+    drawn_[count] = group_.lines.back()[unit * (count + 1) + count] > kLogZero ? 0 : kFree;
     const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.kept->newest);
+    group_.kept->left[unit] = log_weight_of(drawn_[leaves]);
     std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
-    float* after = group_.stages_after.back().log_weights(n, h);
-    std::copy_n(log_weights, leaves, after);
-    std::copy(log_weights + leaves + 1, log_weights + count + 1, after + leaves);
-    group_.kept->left[unit] = log_weights[leaves];
     return leaves;
   }
 
@@ -135,9 +131,15 @@ class Decoder {
 
   // Scores of some tokens with their log-weights; nobody sees the columns behind them.
   void weigh(const Tokens& tokens, std::int64_t n, std::int64_t h, float added, float* __restrict scores) {
-    const float* __restrict log_weight = tokens.log_weights(n, h);
+    if (tokens.apart) {
+      const std::int16_t* __restrict drawn = tokens.scores(n, h);
 #pragma omp simd
-    for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight[t];
+      for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight_of(drawn[t]);
+    } else {
+      const float* __restrict log_weight = tokens.log_weights(n);
+#pragma omp simd
+      for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight[t];
+    }
     std::fill(scores + tokens.count, scores + whole_lanes(tokens.count), kLogZero);
   }
 

@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <iterator>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -59,6 +61,11 @@ class Vectors {
   std::int64_t batch_, head_, row_, dim_;
   bool half_;
 };
+
+// Scores of a free place or of padding, as in kept.py, and of a token that leaves.
+constexpr std::int32_t kFree = -1, kGone = -2;
+
+inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZero : 0.0f; }
 
 // What the last stage has besides its tokens where it keeps what draws attention (coding/kept.py). The newest ones cannot
 // leave.
@@ -176,9 +183,10 @@ struct Group {
     std::vector<float>& line = lines.emplace_back();
     for (std::int64_t unit = 0; unit < units(); ++unit) {
       const std::int64_t n = unit / before.heads;
-      const float* held = before.log_weights(n, unit % before.heads);
-      line.insert(line.end(), held, held + before.count);
-      line.insert(line.end(), leaving.begin() + n * length, leaving.begin() + (n + 1) * length);
+      const std::int16_t* held = before.scores(n, unit % before.heads);
+      std::transform(held, held + before.count, std::back_inserter(line), log_weight_of);
+      std::transform(&leaving[n * length], &leaving[n * length] + length, std::back_inserter(line),
+                     [](float x) { return x > kLogZero ? 0.0f : kLogZero; });
     }
   }
 

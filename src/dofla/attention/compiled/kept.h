@@ -9,7 +9,7 @@
 
 namespace dofla::fading {
 
-constexpr std::int32_t kFree = -1, kGone = -2, kMostScore = 32767, kFades = 64;  // as in kept.py, but for kGone
+constexpr std::int32_t kMostScore = 32767, kFades = 64;  // as in kept.py
 constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
 
 // The place of the least score among the first `count`, the foremost of several; gone tokens do not count.
@@ -220,10 +220,7 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
       score[next++] = score[t];
     }
   }
-  for (std::int64_t t = 0; t < count; ++t) {
-    copy(line, after, n, h, place[t], t, 1);
-    after.log_weights(n, h)[t] = log_weights[place[t]];
-  }
+  for (std::int64_t t = 0; t < count; ++t) copy(line, after, n, h, place[t], t, 1);
   std::copy_n(score.begin(), count, after.scores(n, h));
   float* leaving = &kept.left[unit * length];
   for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];

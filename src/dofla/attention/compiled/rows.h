@@ -69,14 +69,13 @@ class Coders {
 // Bytes of a token's key and of what scales it, of its value and of what scales that.
 using Widths = std::array<std::int64_t, 4>;
 
-// Tokens of all heads of a group in rows of bytes, one for each sequence: [Hkv, n, .] for each width, log-weights [n], or
-// [Hkv, n] where heads hold other tokens, and those tokens' scores [Hkv, n]. A window and sinks are PackedTokens, stages
-// CodedTokens or KeptTokens.
+// Tokens of all heads of a group in rows of bytes, one for each sequence: [Hkv, n, .] for each width, and log-weights [n], or
+// scores [Hkv, n] where heads hold other tokens. A window and sinks are PackedTokens, stages CodedTokens or KeptTokens.
 struct Tokens {
   std::int64_t heads = 0, count = 0;
   bool apart = false;  // heads hold other tokens
   Widths widths{};
-  std::array<std::int64_t, 6> starts{};  // of codes and scales, log-weights and scores in a row
+  std::array<std::int64_t, 5> starts{};  // of codes and scales, of log-weights or scores in a row
   char* rows = nullptr;
   std::int64_t stride = 0;  // bytes of a row
 
@@ -84,8 +83,7 @@ struct Tokens {
   Tokens(std::int64_t heads, std::int64_t count, bool apart, const Widths& widths, Cut& cut)
       : heads(heads), count(count), apart(apart), widths(widths) {
     for (std::int64_t part = 0; part < 4; ++part) starts[part] = cut.next(heads * count * widths[part]);
-    starts[4] = cut.next((apart ? heads : 1) * count * sizeof(float));
-    starts[5] = apart ? cut.next(heads * count * sizeof(std::int16_t)) : cut.end();
+    starts[4] = cut.next(apart ? heads * count * sizeof(std::int16_t) : count * sizeof(float));
   }
 
   Tokens in(const at::Tensor& memory) const {
@@ -100,12 +98,10 @@ struct Tokens {
     return reinterpret_cast<T*>(rows + n * stride + starts[part] + (h * count + token) * widths[part]);
   }
 
-  float* log_weights(std::int64_t n, std::int64_t h = 0) const {
-    return reinterpret_cast<float*>(rows + n * stride + starts[4]) + (apart ? h * count : 0);
-  }
+  float* log_weights(std::int64_t n) const { return reinterpret_cast<float*>(rows + n * stride + starts[4]); }
 
   std::int16_t* scores(std::int64_t n, std::int64_t h) const {
-    return reinterpret_cast<std::int16_t*>(rows + n * stride + starts[5]) + h * count;
+    return reinterpret_cast<std::int16_t*>(rows + n * stride + starts[4]) + h * count;
   }
 };
 
