@@ -112,6 +112,14 @@ def test_the_table_is_the_plan(tmp_path):
     assert f"{plan.state_bytes() / 1024:.1f} KiB of state per sequence" in text_of(tmp_path).replace("\n", " ")
 
 
+def test_shares_of_kv_heads_are_one_line(tmp_path):
+    shares = dofla.Shares({"model.layers.0.self_attn": [0.75, 1.5], "model.layers.1.self_attn": [1.0, 0.75]})
+    model = dofla.fade(teacher("llama"), tokens(4, 48), budget=24, shares=shares)
+    text = text_of(saved(model, tmp_path, "standalone"))
+    words = "Allotted with strategy fading, budget 24, KV heads have 0.75 to 1.50 times the bytes of an even split."
+    assert words in text
+
+
 @pytest.mark.parametrize(("family", "auto_class", "task"), [
     ("bert", "AutoModel", "feature-extraction"),
     ("roberta", "AutoModelForMaskedLM", "fill-mask"),

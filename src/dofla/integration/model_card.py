@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         linear=linear,
         kept_apart=linear < len(plan.layers),
         layers=[_row(layer, dtype) for layer in plan.layers],
-        made_by=_cell(", ".join(f"{key} {value}" for key, value in plan.made_by.items() if key != "normalization")),
+        made_by=_cell(", ".join(_made_by(plan))),
         new_weights=any(training.weights for training in record.training),
         trained_length=max([x.positions for x in record.training if x.positions], default=None),
         figures=[_figure_row(figure, commands) for figure in record.figures],
@@ -141,6 +141,15 @@ def _result(figure: Figure, task: str | None) -> EvalResult:
         metric_name=figure.label,
         metric_value=round(figure.student, 4),
     )
+
+
+def _made_by(plan: Plan) -> Iterator[str]:
+    for key, value in plan.made_by.items():
+        if key == "shares":  # plan.json has them all
+            shares = [share for own in value.values() for share in (own if isinstance(own, list) else [own])]
+            yield f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
+        elif key != "normalization":
+            yield f"{key} {value}"
 
 
 def _row(layer: LayerPlan, dtype: torch.dtype) -> list[Any]:
