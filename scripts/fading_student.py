@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -36,11 +37,14 @@ def main(
     text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable.")],
     out: Annotated[Path, typer.Option(help="New folder.")],
     budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,
+    dtype: Annotated[str, typer.Option(help="To compute in; the card is of a student in bfloat16.")] = "bfloat16",
 ) -> None:
-    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    teacher, tokenizer = load_model(model, dtype=getattr(torch, dtype)), AutoTokenizer.from_pretrained(model)
     student = dofla.fade(teacher, dofla.token_windows(calibrate, tokenizer, length=512, windows=12), budget=budget)
     texts = " ".join([f"--calibrate {calibrate.name}", *(f"--text {path.name}" for path in text)])
-    command = f"python scripts/fading_student.py models/smollm2-135m --budget {budget} --out NEW {texts}"
+    command = (
+        f"python scripts/fading_student.py models/smollm2-135m --budget {budget} --dtype {dtype} --out NEW {texts}"
+    )
     dofla.note(student, base_model=BASE, license="apache-2.0")
     source = {path.name: path for path in text} | {PYTHON: sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))}
     for name, where in source.items():
@@ -51,8 +55,8 @@ def main(
     own = dofla.token_windows(text[0], tokenizer, length=512, windows=8, split="all")
     recalled = probe(student, tokenizer, own, wanted=["recall"])
     name = f"docs/students/{out.name}"
-    dofla.note(student, figures=recalled, command=f"dofla probe {name} --recall --dtype bfloat16 --data {text[0].name}")
-    dofla.save_adapter(student, out)
+    dofla.note(student, figures=recalled, command=f"dofla probe {name} --recall --dtype {dtype} --data {text[0].name}")
+    dofla.save_adapter(student.to(torch.bfloat16), out)
     write_card(out, plan_of(student), record_of(student), adapter=True, name=name)
     Console(width=80).print(f"written to {out}")
 
