@@ -97,7 +97,7 @@ def error_of(layer, query, key, value):
 
 
 @needs_kernels
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     sizes=LAYERS,
