@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 import dofla
 from dofla.integration.record import Figure, Record
 from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.shares import shares_of_heads
 from dofla.storage.files import replacing
 
 README = "README.md"
@@ -146,7 +147,7 @@ def _result(figure: Figure, task: str | None) -> EvalResult:
 def _made_by(plan: Plan) -> Iterator[str]:
     for key, value in plan.made_by.items():
         if key == "shares":  # plan.json has them all
-            shares = [share for own in value.values() for share in (own if isinstance(own, list) else [own])]
+            shares = shares_of_heads(value)
             yield f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
         elif key != "normalization":
             yield f"{key} {value}"

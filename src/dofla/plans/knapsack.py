@@ -1,10 +1,10 @@
-"""The best way to spend a number of bytes on layers that each have a few choices."""
+"""The best way to spend a number of bytes on layers, or heads, that each have a few choices."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
@@ -22,16 +22,17 @@ class Priced(Protocol):
 
 
 Choice = TypeVar("Choice", bound=Priced)
+Key = TypeVar("Key", bound=Hashable)
 
 
-def spend(hulls: Mapping[str, Sequence[Choice]], total: int) -> dict[str, Choice]:
-    """One choice for each layer, of least summed loss, that together take ``total`` bytes at most.
+def spend(hulls: Mapping[Key, Sequence[Choice]], total: float) -> dict[Key, Choice]:
+    """One choice for each layer or head, of least summed loss, that together take ``total`` bytes at most.
 
     A knapsack, solved as a linear relaxation would: from the smallest choices up, always the step that gains most per
     byte, passing by the steps that no longer fit.
 
     Args:
-        hulls: by layer, its :func:`lower_hull`.
+        hulls: by layer or head, its :func:`lower_hull`.
         total: bytes.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
+from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.files import read_json, write_json
 
 RUNG = math.sqrt(2)
@@ -89,34 +89,35 @@ class Shares(Result):
 def shared(sizes: Mapping[str, int], costs: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Shares of KV heads whose bytes are those of an even split.
 
-    All begin with :data:`LEAST`, and again and again that head goes up a :data:`RUNG` to which the next byte is worth
-    most. If what a head forgets costs the less the more it holds, as one over its bytes n, that is cost / n²: sizes go
-    by the root of what was measured, as nearly as rungs do.
+    From :data:`LEAST` to :data:`MOST` in steps of a :data:`RUNG`, where what a head forgets is taken to cost the less
+    the more it holds, as one over its bytes n. The next byte is then worth cost / n², and sizes go by the root of what
+    was measured, as nearly as rungs do.
 
     Args:
         sizes: by name of the layer, bytes of one of its KV heads in an even split.
         costs: by name, of each KV head, as of :class:`Shares`.
     """
-    rungs = {name: [0] * len(own) for name, own in costs.items()}
-    total = sum(sizes[name] * len(own) for name, own in costs.items())
-    left = total * (1 - LEAST)
-    waiting = [(-cost / sizes[name], name, head) for name, own in costs.items() for head, cost in enumerate(own)]
-    waiting = [x for x in waiting if x[0] < 0]
-    heapq.heapify(waiting)
-    while waiting:
-        worth, name, head = heapq.heappop(waiting)
-        more = _share(rungs[name][head] + 1) - _share(rungs[name][head])
-        if more * sizes[name] <= left:
-            left -= more * sizes[name]
-            rungs[name][head] += 1
-            if rungs[name][head] < _RUNGS:
-                heapq.heappush(waiting, (worth / RUNG**2, name, head))
-    spare = total / (total - left)  # what was too little for another rung
-    return {name: [spare * _share(rung) for rung in own] for name, own in rungs.items()}
+    choices = {
+        (name, head): lower_hull([_Size(share, share * sizes[name], cost / share) for share in _SHARES])
+        for name, own in costs.items()
+        for head, cost in enumerate(own)
+    }
+    total = sum(sizes[name] for name, _ in choices)
+    chosen = spend(choices, total)
+    spare = total / sum(size.bytes for size in chosen.values())  # what was too little for another rung
+    return {name: [spare * chosen[name, head].share for head in range(len(own))] for name, own in costs.items()}
 
 
-def _share(rung: int) -> float:
-    return LEAST * RUNG**rung
+def shares_of_heads(layers: Mapping[str, list[float] | float]) -> list[float]:
+    """Those of all layers in one list. Plans of older versions have one number for all heads of a layer."""
+    return [share for own in layers.values() for share in (own if isinstance(own, list) else [own])]
 
 
-_RUNGS = round(math.log(MOST / LEAST, RUNG))
+@dataclass(frozen=True)
+class _Size:
+    share: float
+    bytes: float
+    loss: float
+
+
+_SHARES = [LEAST * RUNG**rung for rung in range(round(math.log(MOST / LEAST, RUNG)) + 1)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dofla.plans.plan import LayerPlan
+from dofla.plans.shares import shares_of_heads
 from dofla.report.look import passed_over
 from dofla.report.maps import LEVELS
 from dofla.report.recall import by_distance, forgets_from
@@ -73,9 +74,8 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
 def sliders(run: RunRecord, where: str) -> dict[str, Any]:
     """Tables for the sliders of a run, and the command that they make."""
     curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
-    shares = [own for x in run.students for own in x.plan.made_by.get("shares", {}).values()]
-    largest = max((max(own) if isinstance(own, list) else own for own in shares), default=1.0)
-    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": largest}
+    shares = [share for x in run.students for share in shares_of_heads(x.plan.made_by.get("shares", {}))]
+    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(shares, default=1.0)}
     tables = slider_tables(run.profile, curves, **known)
     tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
     return tables | {"length": run.students[0].evaluations[0].get("length")}

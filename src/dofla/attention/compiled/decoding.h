@@ -83,7 +83,7 @@ class Decoder {
     const Tokens& before = group_.stages.back();
     const std::int64_t unit = n * before.heads + h, count = before.count;
     std::copy_n(before.scores(n, h), count, drawn_.begin());
-    drawn_[count] = group_.lines.back()[unit * (count + 1) + count] > kLogZero ? 0 : kFree;
+    drawn_[count] = group_.leaving[n] > kLogZero ? 0 : kFree;
     const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.kept->newest);
     group_.kept->left[unit] = log_weight_of(drawn_[leaves]);
     std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);

@@ -106,8 +106,8 @@ struct Group {
   std::optional<Tokens> sinks, sinks_after;
   std::vector<Tokens> stages, stages_after;
   std::optional<Kept> kept;
-  // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L] (of kept ones [B, Hkv, n + L]):
-  // window, stages; what leaves, or enters kept ones.
+  // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L] (of kept ones [B, Hkv, n + L],
+  // but for a single token): window, stages; what leaves, or enters kept ones.
   std::vector<std::vector<float>> lines;
   std::vector<float> leaving;
   std::vector<std::int64_t> sources;  // [B, s]: which of the tokens that leave the window becomes this sink; or -1
@@ -175,7 +175,8 @@ struct Group {
     enter(window, window_after);
     take_sinks();
     for (std::size_t stage = 0; stage < stages.size(); ++stage) {
-      keeps(stage) ? enter_kept(stages[stage]) : enter(stages[stage], stages_after[stage]);
+      if (!keeps(stage)) enter(stages[stage], stages_after[stage]);
+      else if (length > 1) enter_kept(stages[stage]);  // decoding has no use for the line
     }
   }
 
