@@ -10,7 +10,8 @@ whose tokens all go by their age, and one whose layers are all of one size.
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and shares are measured
 on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖ student) of the
-next-token distributions, which chance moves less. With --out the figures are written as JSON too, for fading_plot.py.
+next-token distributions, which chance moves less. Each figure is said as soon as it is known, the table at the end;
+with --out they are written as JSON too, for fading_plot.py.
 """
 
 from __future__ import annotations
@@ -153,16 +154,18 @@ def main(
             for tokens, kinds in judged.items():
                 for kind, held_out in kinds.items():
                     with evaluation_mode(made):
-                        found.setdefault((tokens, kind), []).append(next_token_figures(made, held_out))
+                        figures = next_token_figures(made, held_out)
+                    typer.echo(f"{name}, {each}, seed {seed}: {kind}, {tokens} tokens: {_cell([figures])}", err=True)
+                    found.setdefault((tokens, kind), []).append(figures)
             state = plan_of(made).state_bytes(teacher.dtype)
             dofla.restore(made)
         for tokens in judged:
             cells = [_cell(found[tokens, kind]) for kind in texts]
             shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
-            figures = {kind: found[tokens, kind] for kind in texts}
-            rows.append({"student": name, "budget": each, "bytes": state, "length": tokens, "texts": figures})
-    if out is not None:
-        write_json(out, {"rows": rows})
+            by_kind = {kind: found[tokens, kind] for kind in texts}
+            rows.append({"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind})
+        if out is not None:
+            write_json(out, {"rows": rows})
     Console(width=200).print(shown)
 
 
