@@ -10,8 +10,9 @@ whose tokens all go by their age, and one whose layers are all of one size.
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and shares are measured
 on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖ student) of the
-next-token distributions, which chance moves less. Each figure is said as soon as it is known, the table at the end;
-with --out they are written as JSON too, for fading_plot.py.
+next-token distributions, which chance moves less. With --recall, how many of the pairs of words that are told in a
+context of so many tokens are found, the right word before all others, by the student and by the original. Each gap is
+said as soon as it is known, the table at the end; with --out all is written as JSON too, for fading_plot.py.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from dofla.attention import stage_bytes
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.recall import WordPairs, recall_figures
 from dofla.integration.checkpoint import load_model
 from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import SINKS, HeadCost
+from dofla.runs.reproduce.bench import recalled
 from dofla.storage.files import write_json
 
 Student = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
@@ -129,6 +132,7 @@ def main(
     trained_length: Annotated[int, typer.Option(help="Of those that they are trained on; as many in all.")] = 512,
     rate: Annotated[float | None, typer.Option(help="Learning rate of weights, instead of the default.")] = None,
     reach: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
+    recall: Annotated[bool, typer.Option("--recall", help="Of pairs of words, too.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     names = student or ["window", "fading"]
@@ -144,9 +148,11 @@ def main(
     pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
     if "trained" in names:
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
-    shown, rows = table("student", "tokens", "state", *texts, "made in", gap=2), []
+    heads = [*texts, *(["pairs"] if recall else [])]
+    shown, rows = table("student", "tokens", "state", *heads, "made in", gap=2), []
     for each, name in product(budget or [64], names):
         found: dict[tuple[int, str], list[Figures]] = {}
+        pairs: dict[int, list[Figures]] = {}
         for seed in range(1 if name == "window" else seeds):
             started = time.perf_counter()
             made = students[name](each, reach)(teacher, *(pool[seed] for pool in pools))
@@ -157,13 +163,17 @@ def main(
                         figures = next_token_figures(made, held_out)
                     typer.echo(f"{name}, {each}, seed {seed}: {kind}, {tokens} tokens: {_cell([figures])}", err=True)
                     found.setdefault((tokens, kind), []).append(figures)
+                if recall:
+                    pairs.setdefault(tokens, []).append(_pairs(made, tokenizer, tokens))
             state = plan_of(made).state_bytes(teacher.dtype)
             dofla.restore(made)
         for tokens in judged:
             cells = [_cell(found[tokens, kind]) for kind in texts]
+            cells += [_pairs_cell(pairs[tokens])] if recall else []
             shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
             by_kind = {kind: found[tokens, kind] for kind in texts}
-            rows.append({"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind})
+            row = {"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind}
+            rows.append(row | ({"pairs": pairs[tokens]} if recall else {}))
         if out is not None:
             write_json(out, {"rows": rows})
     Console(width=200).print(shown)
@@ -180,6 +190,17 @@ def _pool(
 def _windows(where: object, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> TokenWindows:
     count = count if length <= 512 else max(1, count // 3)
     return dofla.token_windows(where, tokenizer, length=length, windows=count, split="all")
+
+
+def _pairs(made: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int) -> Figures:
+    with evaluation_mode(made):
+        record = {"recall": recall_figures(made, WordPairs(tokenizer), lengths=[length]).to_dict()}
+    return {who: recalled(record, who, "accuracy") for who in ("student", "teacher")}
+
+
+def _pairs_cell(found: list[Figures]) -> str:
+    student, teacher = (sum(x[who] for x in found) / len(found) for who in ("student", "teacher"))
+    return f"{student:.2f} of {teacher:.2f}"
 
 
 def _cell(found: list[Figures]) -> str:

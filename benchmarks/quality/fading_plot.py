@@ -1,8 +1,9 @@
-"""Gap against bytes of state as a picture, of a memory that fades and of a window, by length and kind of text.
+"""Gap against bytes of state as a picture, of a memory that fades and of a window, by length and kind of text; and
+pairs of words that are found, where they were asked for.
 
     python benchmarks/quality/fading_plot.py fading-512.json fading-2048.json --out docs/quality-fading.svg
 
-Reads what benchmarks/quality/fading.py wrote with --out. Needs matplotlib (`pip install matplotlib`).
+Reads what benchmarks/quality/fading.py wrote with --out (and --recall). Needs matplotlib (`pip install matplotlib`).
 """
 
 from __future__ import annotations
@@ -27,32 +28,59 @@ def main(
     rows = [row for path in results for row in read_json(path, "figures of benchmarks/quality/fading.py")["rows"]]
     lengths = sorted({row["length"] for row in rows})
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["texts"]))
+    pairs = [row for row in rows if "pairs" in row]
     plt.rcParams |= {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    figure, axes = plt.subplots(
-        1, len(lengths), figsize=(3.6 * len(lengths), 3.4), layout="constrained", sharey=True, squeeze=False
-    )
-    for length, axis in zip(lengths, axes[0], strict=True):
-        here = [row for row in rows if row["length"] == length]
-        for kind, colour in zip(kinds, COLOURS, strict=False):
-            for student, (line, marker) in LINES.items():
-                points = sorted(_points(here, student, kind))
-                if points:
-                    sizes, *gaps = zip(*points, strict=True)
-                    label = kind if student == "fading" else None
-                    _draw(axis, sizes, gaps, color=colour, ls=line, marker=marker, label=label)
-        sizes = sorted({row["bytes"] / 2**20 for row in here if row["student"] == "fading"})
-        axis.set(
-            xscale="log", yscale="log", ylim=(LEAST, None), title=f"{length:,} tokens", xlabel="state per sequence, MiB"
-        )
-        axis.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
+    panels = len(lengths) + bool(pairs)
+    figure, axes = plt.subplots(1, panels, figsize=(3.6 * panels, 3.4), layout="constrained", squeeze=False)
+    gaps = axes[0][: len(lengths)]
+    for length, axis in zip(lengths, gaps, strict=True):
+        axis.sharey(gaps[0])
+        _draw_gaps(axis, [row for row in rows if row["length"] == length], kinds)
+        axis.set(yscale="log", ylim=(LEAST, None), title=f"{length:,} tokens")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
-        axis.grid(True, lw=0.3, color="#ccc")
-    axes[0][0].set_ylabel("gap, nats per token (squares: a window)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    gaps[0].set_ylabel("gap, nats per token (squares: a window)")
+    if pairs:
+        _draw_pairs(axes[0][-1], pairs)
+    handles, labels = gaps[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(out, metadata={"Date": None})
     print(f"written to {out}")
+
+
+def _draw_gaps(axis: plt.Axes, rows: list[dict[str, Any]], kinds: list[str]) -> None:
+    for kind, colour in zip(kinds, COLOURS, strict=False):
+        for student, (line, marker) in LINES.items():
+            points = sorted(_points(rows, student, kind))
+            if points:
+                sizes, *gaps = zip(*points, strict=True)
+                label = kind if student == "fading" else None
+                _draw(axis, sizes, gaps, color=colour, ls=line, marker=marker, label=label)
+    _sizes(axis, rows)
+
+
+def _draw_pairs(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    for length, colour in zip(sorted({row["length"] for row in rows}), COLOURS, strict=False):
+        here = [row for row in rows if row["length"] == length]
+        for student, (line, marker) in LINES.items():
+            points = sorted(
+                (row["bytes"] / 2**20, row["pairs"][0]["student"]) for row in here if row["student"] == student
+            )
+            if points:
+                label = f"{length:,} tokens" if student == "fading" else None
+                axis.plot(*zip(*points, strict=True), color=colour, ls=line, marker=marker, ms=3.5, lw=1.2, label=label)
+        axis.axhline(here[0]["pairs"][0]["teacher"], color=colour, lw=0.6, ls="--")
+    axis.set(ylim=(0, 1), title="pairs of words found (dashed: the original)")
+    axis.legend(frameon=False)
+    _sizes(axis, rows)
+
+
+def _sizes(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    sizes = sorted({row["bytes"] / 2**20 for row in rows if row["student"] == "fading"})
+    axis.set(xscale="log", xlabel="state per sequence, MiB")
+    axis.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
+    axis.minorticks_off()
+    axis.grid(True, lw=0.3, color="#ccc")
 
 
 def _points(rows: list[dict[str, Any]], student: str, kind: str):
