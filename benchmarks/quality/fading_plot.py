@@ -35,6 +35,7 @@ def main(
     gaps = axes[0][: len(lengths)]
     for length, axis in zip(lengths, gaps, strict=True):
         axis.sharey(gaps[0])
+        axis.tick_params(labelleft=axis is gaps[0])
         _draw_gaps(axis, [row for row in rows if row["length"] == length], kinds)
         axis.set(yscale="log", ylim=(LEAST, None), title=f"{length:,} tokens")
         axis.yaxis.set_major_formatter("{x:g}")
