@@ -139,17 +139,17 @@ def main(
     if unknown := set(names) - STUDENTS.keys():
         raise typer.BadParameter(f"no student is called {min(unknown)!r}: choose of {', '.join(STUDENTS)}")
     teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
-    texts = sources(text or [])
+    texts, lengths = sources(text or []), length or [512]
     judged = {
-        each: {name: _windows(where, tokenizer, each, windows) for name, where in texts.items()}
-        for each in length or [512]
+        (tokens, kind): _windows(where, tokenizer, tokens, windows)
+        for tokens, (kind, where) in product(lengths, texts.items())
     }
     students = STUDENTS | {"trained": partial(trained, rate=rate)}
     pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
     if "trained" in names:
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
-    heads = [*texts, *(["pairs"] if recall else [])]
-    shown, rows = table("student", "tokens", "state", *heads, "made in", gap=2), []
+    asked = WordPairs(tokenizer) if recall else None
+    shown, rows = table("student", "tokens", "state", *texts, *(["pairs"] if asked else []), "made in", gap=2), []
     for each, name in product(budget or [64], names):
         found: dict[tuple[int, str], list[Figures]] = {}
         pairs: dict[int, list[Figures]] = {}
@@ -157,23 +157,24 @@ def main(
             started = time.perf_counter()
             made = students[name](each, reach)(teacher, *(pool[seed] for pool in pools))
             seconds = time.perf_counter() - started
-            for tokens, kinds in judged.items():
-                for kind, held_out in kinds.items():
-                    with evaluation_mode(made):
-                        figures = next_token_figures(made, held_out)
+            state = plan_of(made).state_bytes(teacher.dtype)
+            with evaluation_mode(made):
+                for (tokens, kind), held_out in judged.items():
+                    figures = next_token_figures(made, held_out)
                     typer.echo(f"{name}, {each}, seed {seed}: {kind}, {tokens} tokens: {_cell([figures])}", err=True)
                     found.setdefault((tokens, kind), []).append(figures)
-                if recall:
-                    pairs.setdefault(tokens, []).append(_pairs(made, tokenizer, tokens))
-            state = plan_of(made).state_bytes(teacher.dtype)
+                for tokens in lengths if asked else ():
+                    pairs.setdefault(tokens, []).append(_pairs(made, asked, tokens))
             dofla.restore(made)
-        for tokens in judged:
-            cells = [_cell(found[tokens, kind]) for kind in texts]
-            cells += [_pairs_cell(pairs[tokens])] if recall else []
-            shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
+        for tokens in lengths:
             by_kind = {kind: found[tokens, kind] for kind in texts}
             row = {"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind}
-            rows.append(row | ({"pairs": pairs[tokens]} if recall else {}))
+            cells = [_cell(figures) for figures in by_kind.values()]
+            if asked:
+                row["pairs"] = pairs[tokens]
+                cells.append(_pairs_cell(pairs[tokens]))
+            rows.append(row)
+            shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
         if out is not None:
             write_json(out, {"rows": rows})
     Console(width=200).print(shown)
@@ -192,9 +193,8 @@ def _windows(where: object, tokenizer: PreTrainedTokenizerBase, length: int, cou
     return dofla.token_windows(where, tokenizer, length=length, windows=count, split="all")
 
 
-def _pairs(made: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int) -> Figures:
-    with evaluation_mode(made):
-        record = {"recall": recall_figures(made, WordPairs(tokenizer), lengths=[length]).to_dict()}
+def _pairs(made: PreTrainedModel, asked: WordPairs, length: int) -> Figures:
+    record = {"recall": recall_figures(made, asked, lengths=[length]).to_dict()}
     return {who: recalled(record, who, "accuracy") for who in ("student", "teacher")}
 
 
