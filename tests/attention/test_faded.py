@@ -133,6 +133,43 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
     assert ((out.double() - wanted).abs() * seen[:, None, :, None]).max() < bound
 
 
+def tensors(state):
+    found = []
+    state.map(found.append)
+    return found
+
+
+def of_head(layer, head):
+    """A layer of that KV head alone."""
+    group = next(n for n, heads in enumerate(layer.groups) if head in heads)
+    fading, (features, window, sinks) = layer.fading_of(group), layer.sizes[group]
+    stages = list(zip(fading.counts, fading.key.stages, strict=True)) if fading else ()
+    kept = [fading.kept] if fading else ()
+    alone = LinearAttention("prf", [features], 16, window, sinks, "int8", [stages], kept, 24)
+    alone.maps[0].load_state_dict(layer.maps[group].state_dict())
+    if fading:
+        alone.fading["0"].load_state_dict(fading.state_dict())
+    return alone.requires_grad_(False)
+
+
+@needs_kernels
+@pytest.mark.parametrize("length", [1, 70])
+def test_heads_of_all_kinds_share_a_call_and_see_what_they_see_alone(length):
+    sizes = {"features": [0, 4, 3, 4], "window": [5, 7, 5, 5], "stages": [STAGES[1], STAGES[3], (), STAGES[0]]}
+    layer = LinearAttention("prf", **sizes, head_dim=16, sinks=2, token_dtype="int8", kept=[9, 0, 0, 20], value_dim=24)
+    layer.reset_parameters(torch.Generator().manual_seed(0))
+    query, key, value = inputs = vectors(1, layer.requires_grad_(False), 2, 2, length + 30)
+    with threads(2):
+        out, states, calls = run(layer, inputs, None, [0, 30, length + 30])
+    assert "fading" in calls.names
+    for head in range(4):
+        own = query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], value[:, head : head + 1]
+        alone, (_, after), _ = run(of_head(layer, head), own, None, [0, 30, length + 30])
+        assert torch.equal(out[:, 2 * head : 2 * head + 2], alone)
+        found, wanted = tensors(states[1][head]), tensors(after[0])
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def layer_and_state(batch=2, **other):
     sizes = {"head_dim": 16, "value_dim": 24, "window": 5, "sinks": 2, "stages": [STAGES[1]] * 2, "features": 0}
     layer = layer_of(0, **{**sizes, **other})

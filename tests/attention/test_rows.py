@@ -54,13 +54,14 @@ def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
 def test_a_state_in_one_piece_is_the_state(window, sinks, kept):
     fading = Fading(2, 16, 24, [(3, 4.0), (4, 2.5)], kept)
     fading.reset()
-    layout = Layout(fading, 6, window, sinks)
+    layout = Layout(fading, [0, 2], 6, window, sinks)
     state = layout.empty(fading, 3, torch.device("cpu")).copy()
     for n, tokens in enumerate((state.window, state.sinks, *state.stages)):
         for part in () if tokens is None else vars(tokens).values():
             part.copy_(torch.arange(part.numel()).view_as(part) % 100 + n)
     flat = layout.flat(state)
     opened = layout.opened(flat)
+    assert layout.sizes == [2, 0, 2, window, sinks, kept, 1, 2, 3, 4]
     assert flat.tokens.shape == (3, layout.bytes)
     assert opened.features is state.features
     assert (opened.window is None, opened.sinks is None) == (window == 0, sinks == 0)

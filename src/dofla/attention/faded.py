@@ -20,37 +20,42 @@ def attend_faded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    features: Features,
-    fading: Fading,
-    layout: Layout,
+    features: Sequence[Features],
+    fading: Sequence[Fading],
+    layouts: Sequence[Layout],
     *,
     scaling: float,
     weight: Tensor | None,
-    state: FlatState | None,
-    heads: Sequence[int] | None,
-    out: Tensor | None,
-) -> tuple[Tensor, FlatState] | None:
-    """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits, by the compiled kernels.
+    states: Sequence[FlatState | None],
+) -> tuple[Tensor, list[FlatState]] | None:
+    """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits, by the compiled kernels, for
+    several groups of heads at once.
 
-    Args and returns are those of :func:`dofla.attention.attend`, but that ``state`` is in one piece, before and after,
-    and ``layout`` says what is where in it. None if the kernels do not do such a call.
+    Args and returns are those of :func:`dofla.attention.attend`, but that there is one of each for every group, that
+    states are in one piece, before and after, and ``layouts``, with windows, say what is where in them. Output rows
+    [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do such a call.
     """
     others = () if weight is None else (weight,)
-    if layout.window == 0 or query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
+    if query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
         return None
-    if state is None:
-        state = layout.flat(layout.empty(fading, len(query), query.device))
+    before = [
+        layout.flat(layout.empty(own, len(query), query.device)) if state is None else state
+        for state, own, layout in zip(states, fading, layouts, strict=True)
+    ]
     log_weight = None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
-    piece, tokens, *behind = attend_and_code(
-        query, key, value, log_weight, state.tokens, fading, layout, scaling, heads
-    )
-    query_heads, far = _of_queries(heads, query.shape[1] // key.shape[1]), state.features
-    if behind:
-        normaliser, *left = behind
-        queries = _select(query, query_heads)
-        piece, far = _through_features(queries, TokenBuffer(*left), features, scaling, far, (piece, normaliser))
-        piece = piece.to(value.dtype)
-    return _write(piece, out, query_heads), FlatState(far, tokens)
+    held = [state.tokens for state in before]
+    out, tokens, behind = attend_and_code(query, key, value, log_weight, held, fading, layouts, scaling)
+    far, found = [state.features for state in before], iter(behind)
+    for n, layout in enumerate(layouts):
+        if layout.features:
+            heads, (normaliser, *left) = _of_queries(layout.heads, query.shape[1] // key.shape[1]), next(found)
+            near = _select(out, heads), normaliser
+            line = TokenBuffer(*left)
+            piece, far[n] = _through_features(_select(query, heads), line, features[n], scaling, far[n], near)
+            _write(piece, out, heads)
+    if out.dtype != value.dtype:  # where features are behind
+        out = out.to(value.dtype)
+    return out, [FlatState(*parts) for parts in zip(far, tokens, strict=True)]
 
 
 def _through_features(

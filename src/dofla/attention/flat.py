@@ -6,7 +6,7 @@ so many costs a decoded token half as much again as the arithmetic. Plain torch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -33,13 +33,19 @@ class Layout:
 
     Args:
         fading: the stages of the group.
+        heads: its KV heads.
         features: behind them.
         window: tokens in eight bits.
         sinks: likewise.
+
+    Attributes:
+        sizes: all of it for the kernels (fading.h, ``sizes_of``).
     """
 
-    def __init__(self, fading: Fading, features: int, window: int, sinks: int) -> None:
-        self.features, self.window, self.sinks = features, window, sinks
+    def __init__(self, fading: Fading, heads: Sequence[int], features: int, window: int, sinks: int) -> None:
+        self.heads, self.features, self.window, self.sinks = list(heads), features, window, sinks
+        counts = window, sinks, fading.kept, int(features > 0)
+        self.sizes = [len(heads), *heads, *counts, len(fading.counts), *fading.counts]
         empty = self.empty(fading, 1, torch.device("cpu"))
         self._kinds = [type(tokens) for tokens in empty.stages]
         self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])

@@ -93,7 +93,9 @@ class LinearAttention(nn.Module):
                 self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
         self._layouts: dict[int, Layout] = {}
         if self.keeps_eight_bits:
-            self._layouts = {int(n): Layout(fading, *self.sizes[int(n)]) for n, fading in self.fading.items()}
+            for n, size in enumerate(self.sizes):
+                if size[1] and kinds[n][3]:
+                    self._layouts[n] = Layout(self.fading[str(n)], self.groups[n], *size)
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
@@ -106,8 +108,7 @@ class LinearAttention(nn.Module):
         return fading[name] if name in fading and not self.hides_tokens else None
 
     def layout_of(self, group: int) -> Layout | None:
-        """Of what a group keeps from one call to the next, if it is in one piece: stages, and the window in eight
-        bits."""
+        """Of what a group keeps from one call to the next, if it is in one piece: a window in eight bits and stages."""
         return None if self.hides_tokens else self._layouts.get(group)
 
     @property
@@ -128,9 +129,8 @@ class LinearAttention(nn.Module):
     def traceable(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
         """Whether torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
         it, no shape and no branch depends on numbers."""
-        for n, (window, _) in enumerate(self.exact_tokens):
-            if self.fading_of(n) is not None and not (window and self.layout_of(n)):
-                return False
+        if any(self.fading_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
+            return False
         return causal and query.shape[-2] > 0 and usable((query, key, value), (), DTYPES)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -172,19 +172,34 @@ class LinearAttention(nn.Module):
                 feature_map.new_training_pass()
         options = {"scaling": scaling, "weight": weight}
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        tokens = None
-        out, after = value.new_empty(*query.shape[:-1], value.shape[-1]) if ragged else None, []
-        for n in range(len(self.groups)):
-            options |= {"state": states[n], "heads": self.groups[n] if ragged else None, "out": out}
-            layout, found = self.layout_of(n) if causal else None, None
-            if layout is not None:
-                found = attend_faded(query, key, value, self.maps[n], self.fading_of(n), layout, **options)
-            if found is None:
-                tokens = tokens or self._as_kept(key, value)
-                found = self._attend(n, query, *tokens, causal=causal, layout=layout, **options)
-            out, state = found
-            after.append(state)
-        return out, after if causal else []
+        out, after = self._attend_faded(query, key, value, states, **options) if causal else (None, {})
+        if rest := [n for n in range(len(self.groups)) if n not in after]:
+            tokens = self._as_kept(key, value)
+            if out is None and ragged:
+                out = value.new_empty(*query.shape[:-1], value.shape[-1])
+            for n in rest:
+                options |= {"state": states[n], "heads": self.groups[n] if ragged else None, "out": out}
+                out, after[n] = self._attend(n, query, *tokens, causal=causal, **options)
+        return out, [after[n] for n in range(len(after))] if causal else []
+
+    def _attend_faded(
+        self, query: Tensor, key: Tensor, value: Tensor, states: Sequence[State | FlatState | None], **options: Any
+    ) -> tuple[Tensor | None, dict[int, State | FlatState]]:
+        """Output of all heads and states of the groups that the kernels of a memory that fades do, if there are any."""
+        if self.hides_tokens or not self._layouts:
+            return None, {}
+        (groups, layouts), maps, fading = zip(*self._layouts.items(), strict=True), list(self.maps), self.fading
+        found = attend_faded(
+            query,
+            key,
+            value,
+            [maps[n] for n in groups],
+            [fading[str(n)] for n in groups],
+            layouts,
+            states=[states[n] for n in groups],
+            **options,
+        )
+        return (None, {}) if found is None else (found[0], dict(zip(groups, found[1], strict=True)))
 
     def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)
@@ -197,11 +212,11 @@ class LinearAttention(nn.Module):
         value: Tensor,
         *,
         state: State | FlatState | None,
-        layout: Layout | None,
         causal: bool,
         **options: Any,
     ) -> tuple[Tensor, State | FlatState | None]:
         """:func:`attend` from a state to a state as they are kept."""
+        layout = self.layout_of(group) if causal else None
         if layout is not None and state is not None:
             state = layout.opened(state)
         before = state

@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent
 _SOURCES = ("attention.cpp", "fading.cpp")
 _HEADERS = (
     *("vector.h", "product.h", "matmul.h", "features.h", "exact.h", "trellis.h", "coding.h", "codes.h"),
-    *("rows.h", "fading.h", "kept.h", "decoding.h", "prefill.h"),
+    *("rows.h", "fading.h", "kept.h", "decoding.h", "lines.h", "reading.h", "prefill.h"),
 )
 _COMMON = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 FLAGS = {

@@ -5,6 +5,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <atomic>
 #include <cmath>
 
 namespace dofla::fading {
@@ -68,7 +69,7 @@ class Decoder {
       const float scale = seen ? 1.0f / whole_[g] : 0.0f;
       for (std::int64_t i = 0; i < group.values.dim; ++i) row[i] *= scale;
       if (unsound_[g]) std::fill_n(row, group.values.dim, NAN);
-      out.write(n, h * group.groups + g, 0, row);
+      out.write(n, first + g, 0, row);
       if (normaliser) normaliser[g] = seen ? best_[g] + std::log(whole_[g]) : kLogZero;
     }
   }
@@ -191,21 +192,29 @@ class Decoder {
 };
 
 // Scores of which a thread computes at least so many: waking another one takes as long.
-constexpr std::int64_t kWorthAThread = 4096;
+constexpr double kWorthAThread = 4096;
 
-inline Tensors decode(const Group& group, at::ScalarType type, bool behind) {
-  const Result result(group, type, behind);
-  const std::int64_t heads = group.keys.heads, scores = Decoder::columns(group) * group.groups;
-  at::parallel_for(0, group.units(), (kWorthAThread + scores - 1) / scores, [&](std::int64_t begin, std::int64_t end) {
-    Decoder decoder(group);
-    for (std::int64_t unit = begin; unit < end; ++unit) {
-      const std::int64_t n = unit / heads, h = unit % heads;
-      float* own = behind ? result.normaliser + unit * group.groups : nullptr;
-      decoder.attend(n, h, decoder.code(n, h), result.rows[0], own);
-      if (behind) decoder.leave(n, h, result.rows[1], result.rows[2]);
+inline void decode(const std::vector<Job>& jobs) {
+  const std::vector<Unit> units = units_of(jobs);
+  double scores = 0;
+  for (const Unit& unit : units) scores += jobs[unit.group].scores;
+  const std::int64_t most = std::min<std::int64_t>(at::get_num_threads(), units.size());
+  const auto threads = std::clamp<std::int64_t>(std::llround(scores / kWorthAThread), 1, most);
+  std::atomic<std::size_t> next = 0;
+  at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (; begin < end; ++begin) {
+      Mine<Decoder> mine;
+      for (std::size_t place = next++; place < units.size(); place = next++) {
+        const auto [which, n, h] = units[place];
+        const auto& [group, result, own] = jobs[which];
+        Decoder& decoder = mine.of(which, group);
+        float* normaliser = result.normaliser;
+        if (normaliser) normaliser += (n * group.keys.heads + h) * group.groups;
+        decoder.attend(n, h, decoder.code(n, h), result.out, normaliser);
+        if (group.behind) decoder.leave(n, h, result.rows[0], result.rows[1]);
+      }
     }
   });
-  return result.with(group);
 }
 
 }  // namespace dofla::fading

@@ -1,33 +1,55 @@
-// The operators of a memory that fades: one call for a group of heads.
+// The operator of a memory that fades: one call for all groups of a layer's heads.
 #include "decoding.h"
 #include "prefill.h"
 
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 namespace dofla::fading {
 namespace {
 
-// query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv]; the state before [B, bytes] and the coders' rows of
-// constants; how many tokens the state holds. Returns the output [B, H, L, dv] and the state after. With `behind`, for
-// features behind the stages, the output is float32, and after the state come the output's log-normaliser and the keys and
-// the values that leave the last stage, with their log-weights. A vector that holds NaN or infinity, which codes cannot
-// keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from its
-// token on. Shapes are said once more in shapes.py, for torch.compile.
+// query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv]; of each group the state before [B, bytes], the coders' rows of
+// constants and its sizes. Returns the output [B, H, L, dv], zeros of heads in no group; the states after; and of each group
+// with features behind its stages the output's log-normaliser and the keys and the values that leave the last stage, with
+// their log-weights. If there is such a group, the output is float32. A vector that holds NaN or infinity, which codes
+// cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from
+// its token on. Shapes are said once more in shapes.py, for torch.compile.
 Tensors fading(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-               const std::optional<at::Tensor>& log_weight, const at::Tensor& state, const at::Tensor& keys,
-               const at::Tensor& values, const at::Tensor& tables, double scaling, const std::vector<std::int64_t>& heads,
-               bool behind, std::int64_t window, std::int64_t sinks, const std::vector<std::int64_t>& stages,
-               std::int64_t kept) {
-  const Group group(query, key, value, log_weight, state, keys, values, tables, scaling, heads, {window, sinks, stages, kept});
-  return (group.length == 1 ? decode : prefill)(group, value.scalar_type(), behind);
+               const std::optional<at::Tensor>& log_weight, const Tensors& states, const Tensors& keys, const Tensors& values,
+               const at::Tensor& tables, double scaling, const std::vector<std::int64_t>& groups) {
+  const std::vector<Sizes> all = sizes_of(groups);
+  TORCH_CHECK(!all.empty() && all.size() == states.size() && all.size() == keys.size() && all.size() == values.size(),
+              "each group has sizes, a state and constants");
+  std::int64_t heads = 0;
+  bool behind = false;
+  for (const Sizes& sizes : all) {
+    heads += sizes.heads.size();
+    behind |= sizes.behind;
+  }
+  // Tokens stand in front of heads, as what comes after attention wants them.
+  const auto options = value.options().dtype(behind ? at::kFloat : value.scalar_type());
+  const std::array shape{query.size(0), query.size(2), query.size(1), value.size(3)};
+  const at::Tensor out = (heads == key.size(1) ? at::empty(shape, options) : at::zeros(shape, options)).transpose(1, 2);
+  std::vector<Job> jobs;
+  for (std::size_t n = 0; n < all.size(); ++n) {
+    jobs.emplace_back(Group(query, key, value, log_weight, states[n], keys[n], values[n], tables, scaling, all[n]), out);
+  }
+  query.size(2) == 1 ? decode(jobs) : prefill(jobs);
+  Tensors found{out};
+  for (const Job& job : jobs) found.push_back(job.group.after);
+  for (const auto& [group, result, scores] : jobs) {
+    result.weigh(group);
+    found.insert(found.end(), result.left.begin(), result.left.end());
+  }
+  return found;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
-      "fading(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor state, Tensor keys, Tensor values, "
-      "Tensor tables, float scaling, int[] heads, bool behind, int window, int sinks, int[] stages, int kept) -> Tensor[]");
+      "fading(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor[] states, Tensor[] keys, Tensor[] values, "
+      "Tensor tables, float scaling, int[] groups) -> Tensor[]");
   library.impl("fading", c10::DispatchKey::CPU, &fading);
 }
 

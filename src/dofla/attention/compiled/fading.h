@@ -1,4 +1,4 @@
-// What a call of a fading memory works on: one group of heads, its coders, its state before and after.
+// What a call of a fading memory works on: of each group of heads its coders and its state before and after.
 #pragma once
 
 #include "rows.h"
@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -85,20 +86,47 @@ struct Kept {
   }
 };
 
-// How many tokens a memory holds: those of the last stage that go by age, and besides those that stay while they draw
-// attention.
-struct Counts {
-  std::int64_t window, sinks;
-  std::vector<std::int64_t> stages;
-  std::int64_t kept;
+// Which KV heads a group has; how many tokens its memory holds, those of the last stage that go by age, and besides those
+// that stay while they draw attention; and whether features stand behind.
+struct Sizes {
+  std::vector<std::int64_t> heads, stages;
+  std::int64_t window, sinks, kept;
+  bool behind;
 };
 
-// A group of heads: queries [B, H, L, d] of all heads, of which those of the KV heads `heads` are meant (of all if none
-// are named), as keys and values; log-weights [B, L] of the tokens, 0 if there are none.
+// Those of all groups, one after the other, as Layout.sizes (flat.py) has them: how many heads, and which; window, sinks,
+// kept, behind; how many stages, and tokens of each.
+inline std::vector<Sizes> sizes_of(const std::vector<std::int64_t>& numbers) {
+  std::vector<Sizes> found;
+  auto at = numbers.begin();
+  const auto next = [&] {
+    TORCH_CHECK(at != numbers.end(), "sizes of groups end too soon");
+    return *at++;
+  };
+  const auto several = [&] {
+    std::vector<std::int64_t> list(next());
+    std::generate(list.begin(), list.end(), next);
+    return list;
+  };
+  while (at != numbers.end()) {
+    Sizes& sizes = found.emplace_back();
+    sizes.heads = several();
+    sizes.window = next();
+    sizes.sinks = next();
+    sizes.kept = next();
+    sizes.behind = next();
+    sizes.stages = several();
+  }
+  return found;
+}
+
+// A group of heads: queries [B, H, L, d] of all heads, of which those of the KV heads `heads` are meant, as keys and values;
+// log-weights [B, L] of the tokens, 0 if there are none.
 struct Group {
   std::int64_t batch, length, groups;
   float scaling;
   std::vector<std::int64_t> heads;
+  bool behind;
   Vectors query, key, value;
   Coders keys, values;
   at::Tensor before, after;  // the state, [B, bytes]
@@ -114,17 +142,16 @@ struct Group {
 
   Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
         const at::Tensor& state, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables,
-        double scaling, const std::vector<std::int64_t>& named, const Counts& counts)
+        double scaling, const Sizes& sizes)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
-        heads(named), query(q), key(k), value(v),
-        keys(of_keys, named.empty() ? k.size(1) : named.size(), k.size(3), counts.stages.size(), tables),
-        values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
+        heads(sizes.heads), behind(sizes.behind), query(q), key(k), value(v),
+        keys(of_keys, heads.size(), k.size(3), sizes.stages.size(), tables), values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
         after(at::empty(before.sizes(), before.options())) {
     TORCH_CHECK(tables.numel() == coding::Tables::kSize, "tables are of another version");
     TORCH_CHECK(q.size(3) == keys.dim, "sizes of heads differ");
-    for (std::int64_t h = 0; heads.size() < static_cast<std::size_t>(keys.heads); ++h) heads.push_back(h);
-    lay_out(counts);
-    if (counts.kept) kept.emplace(counts.stages.back(), scaling, keys, units() * length);
+    for (const std::int64_t head : heads) TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
+    lay_out(sizes);
+    if (sizes.kept) kept.emplace(sizes.stages.back(), scaling, keys, units() * length);
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
   }
 
@@ -147,7 +174,8 @@ struct Group {
 
  private:
   // Where in a row what stands, as flat.py has it.
-  void lay_out(const Counts& counts) {
+  void lay_out(const Sizes& sizes) {
+    TORCH_CHECK(sizes.window > 0 && !sizes.stages.empty(), "a memory that fades has a window and stages");
     const coding::Coder of_keys = keys.head(0), of_values = values.head(0);
     const Widths exact{keys.dim, 1, values.dim, 1};
     Cut cut;
@@ -155,12 +183,12 @@ struct Group {
       const Tokens tokens(keys.heads, count, apart, widths, cut);
       return std::pair(tokens.in(before), tokens.in(after));
     };
-    std::tie(window, window_after) = next(counts.window, false, exact);
-    if (counts.sinks) std::tie(sinks, sinks_after) = next(counts.sinks, false, exact);
+    std::tie(window, window_after) = next(sizes.window, false, exact);
+    if (sizes.sinks) std::tie(sinks, sinks_after) = next(sizes.sinks, false, exact);
     for (std::int64_t stage = 0; stage < keys.stages; ++stage) {
-      const std::int64_t more = stage + 1 == keys.stages ? counts.kept : 0;
+      const std::int64_t more = stage + 1 == keys.stages ? sizes.kept : 0;
       const Widths widths{of_keys.bytes(stage), of_keys.blocks(), of_values.bytes(stage), of_values.blocks()};
-      const auto [held, held_after] = next(counts.stages[stage] + more, more > 0, widths);
+      const auto [held, held_after] = next(sizes.stages[stage] + more, more > 0, widths);
       stages.push_back(held);
       stages_after.push_back(held_after);
     }
@@ -279,41 +307,85 @@ inline void leave(const Group& group, const Tokens& from, std::int64_t i, std::i
   }
 }
 
-// What a call gives back: the output and the state after; for features behind the stages also the output's log-normaliser
-// and the tokens that leave the last stage, with their log-weights.
+// What a call gives back of a group: rows of the layer's output, and the state after; for features behind the stages also
+// the output's log-normaliser and the tokens that leave the last stage, with their log-weights.
 struct Result {
-  Tensors found;
-  std::vector<Vectors> rows;  // of the output and of the key and the value that leave
+  Vectors out;
+  Tensors left;               // log-normaliser [B, H', L], keys and values [B, Hkv', L, .], log-weights [B, L]
+  std::vector<Vectors> rows;  // of the keys and the values
   float* normaliser = nullptr;
 
-  // Tokens stand in front of heads, as what comes after attention wants them.
-  Result(const Group& group, at::ScalarType type, bool behind) {
-    const std::int64_t heads = group.keys.heads, queries = heads * group.groups, length = group.length;
-    const auto options = at::TensorOptions().dtype(behind ? at::kFloat : type);
-    found.push_back(at::empty({group.batch, length, queries, group.values.dim}, options).transpose(1, 2));
-    found.push_back(group.after);
-    rows.emplace_back(found[0]);
-    if (!behind) return;
-    found.push_back(at::empty({group.batch, queries, length}, options));
-    found.push_back(at::empty({group.batch, heads, length, group.keys.dim}, options));
-    found.push_back(at::empty({group.batch, heads, length, group.values.dim}, options));
-    found.push_back(at::empty({group.batch, length}, options));
-    normaliser = found[2].mutable_data_ptr<float>();
-    rows.emplace_back(found[3]);
-    rows.emplace_back(found[4]);
+  Result(const Group& group, const at::Tensor& out) : out(out) {
+    if (!group.behind) return;
+    const std::int64_t heads = group.keys.heads, length = group.length;
+    const auto options = out.options().dtype(at::kFloat);
+    left.push_back(at::empty({group.batch, heads * group.groups, length}, options));
+    left.push_back(at::empty({group.batch, heads, length, group.keys.dim}, options));
+    left.push_back(at::empty({group.batch, heads, length, group.values.dim}, options));
+    left.push_back(at::empty({group.batch, length}, options));
+    normaliser = left[0].mutable_data_ptr<float>();
+    rows.emplace_back(left[1]);
+    rows.emplace_back(left[2]);
   }
 
-  bool behind() const { return normaliser != nullptr; }
-
-  // ... with the log-weights of what left, once it has.
-  Tensors with(const Group& group) const {
-    if (!behind()) return found;
-    float* left = found[5].mutable_data_ptr<float>();
+  // Log-weights of what left, once it has.
+  void weigh(const Group& group) const {
+    if (!group.behind) return;
+    float* log_weights = left[3].mutable_data_ptr<float>();
     for (std::int64_t n = 0; n < group.batch; ++n) {
-      for (std::int64_t i = 0; i < group.length; ++i) left[n * group.length + i] = group.left(n, i);
+      for (std::int64_t i = 0; i < group.length; ++i) log_weights[n * group.length + i] = group.left(n, i);
     }
-    return found;
   }
+};
+
+// A group and what becomes of it.
+struct Job {
+  Group group;
+  Result result;
+  double scores;  // that a KV head computes, more or less
+
+  Job(Group given, const at::Tensor& out) : group(std::move(given)), result(group, out) {
+    std::int64_t columns = group.window.count;
+    for (const Tokens& tokens : group.stages) columns += tokens.count;
+    scores = static_cast<double>(group.groups * group.length * columns);
+  }
+};
+
+// A KV head of a sequence, and its group.
+struct Unit {
+  std::size_t group;
+  std::int64_t n, h;
+};
+
+// All of them, those with most to do first.
+inline std::vector<Unit> units_of(const std::vector<Job>& jobs) {
+  std::vector<std::size_t> order(jobs.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return jobs[a].scores > jobs[b].scores; });
+  std::vector<Unit> units;
+  for (const std::size_t which : order) {
+    const Group& group = jobs[which].group;
+    for (std::int64_t n = 0; n < group.batch; ++n) {
+      for (std::int64_t h = 0; h < group.keys.heads; ++h) units.push_back({which, n, h});
+    }
+  }
+  return units;
+}
+
+// A thread's scratch memory for the group that it works on.
+template <typename Scratch>
+class Mine {
+ public:
+  template <typename... Of>
+  Scratch& of(std::size_t group, Of&&... of) {
+    if (!scratch_ || group != group_) scratch_.emplace(std::forward<Of>(of)...);
+    group_ = group;
+    return *scratch_;
+  }
+
+ private:
+  std::size_t group_ = 0;
+  std::optional<Scratch> scratch_;
 };
 
 }  // namespace dofla::fading

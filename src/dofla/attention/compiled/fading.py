@@ -23,46 +23,41 @@ def attend_and_code(
     key: Tensor,
     value: Tensor,
     log_weight: Tensor | None,
-    state: Tensor,
-    fading: Fading,
-    layout: Layout,
+    states: Sequence[Tensor],
+    fading: Sequence[Fading],
+    layouts: Sequence[Layout],
     scaling: float,
-    heads: Sequence[int] | None,
-) -> list[Tensor]:
-    """Causal attention of new tokens to themselves and to what a fading memory holds, and the memory after them.
+) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
+    """Causal attention of new tokens to themselves and to what fading memories hold, and the memories after them.
 
     Args:
-        query: [B, H, L, d], of all heads.
+        query: [B, H, L, d].
         key: [B, Hkv, L, d].
         value: [B, Hkv, L, dv].
         log_weight: [B, L], or None for none.
-        state: [B, bytes], window, sinks and stages before.
-        fading: the stages of the group.
-        layout: of ``state``.
+        states: of each group of heads, [B, bytes], window, sinks and stages before.
+        fading: the stages of each group.
+        layouts: of ``states``.
         scaling: of the scores.
-        heads: the KV heads of the group; None for all.
 
     Returns:
-        Output [B, H', L, dv] for the queries of the group's heads, and the state after [B, bytes]. If features stand
-        behind the stages, the output is float32, and the log-normaliser [B, H', L] follows, and of the L tokens that
-        leave the last stage the keys, the values and the log-weights. A vector that holds NaN or infinity, which codes
-        cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its
-        head from its token on.
+        Output [B, H, L, dv], zeros of heads in no group; the states after; and of each group that has features behind
+        its stages the log-normaliser [B, H', L] of its heads' output, and of the L tokens that leave the last stage the
+        keys, the values and the log-weights. If there are any, the output is float32. A vector that holds NaN or
+        infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
+        a value those of its head from its token on.
     """
-    return torch.ops.dofla.fading(
+    out, *found = torch.ops.dofla.fading(
         query,
         key,
         value,
         log_weight,
-        state,
-        fading.key.constants,
-        fading.value.constants,
+        states,
+        [own.key.constants for own in fading],
+        [own.value.constants for own in fading],
         TABLES,
         scaling,
-        heads or (),
-        layout.features > 0,
-        layout.window,
-        layout.sinks,
-        fading.counts,
-        fading.kept,
+        [number for layout in layouts for number in layout.sizes],
     )
+    behind = found[len(states) :]
+    return out, found[: len(states)], [behind[n : n + 4] for n in range(0, len(behind), 4)]

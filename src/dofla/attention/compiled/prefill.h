@@ -1,348 +1,45 @@
-// Many tokens through a memory that fades: all are coded, stage by stage, then blocks of queries see their bands.
+// Many tokens through a memory that fades: all are coded, then blocks of queries see their bands.
 #pragma once
 
-#include "kept.h"
-#include "matmul.h"
-
-#include <ATen/Parallel.h>
+#include "reading.h"
 
 #include <atomic>
-#include <cmath>
 #include <thread>
 
 namespace dofla::fading {
 
-constexpr std::int64_t kRows = 64;  // queries done at once
-constexpr int kTogether = 2;        // tokens coded at once
+// A group's tokens once they are coded.
+struct Prompt {
+  Lines lines;
+  std::vector<std::int64_t> sound;
+  std::optional<Fates> fates;  // of kept tokens
 
-// What each kind of tokens held before, followed by those that came in.
-struct Lines {
-  Tokens window;
-  std::vector<Tokens> stages;
-
-  explicit Lines(const Group& group) {
-    window = line(group, group.window);
-    for (const Tokens& tokens : group.stages) stages.push_back(line(group, tokens));
+  explicit Prompt(const Group& group) : lines(group), sound(code(group, lines)) {
+    if (group.kept) fates.emplace(group, std::min(kRows, group.length));
   }
-
-  const Tokens& before(std::size_t stage) const { return stage ? stages[stage - 1] : window; }
-
- private:
-  Tokens line(const Group& group, const Tokens& of) {
-    Cut cut;
-    const Tokens longer(of.heads, of.count + group.length, of.apart, of.widths, cut);
-    memory_.push_back(at::empty({group.batch, cut.end()}, at::kByte));
-    return longer.in(memory_.back());
-  }
-
-  std::vector<at::Tensor> memory_;
 };
 
-// The lines, and the state after; and of each KV head, how many tokens come before the first whose key or value holds NaN
-// or infinity.
-inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
-  const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kChunk - 1) / kChunk;
-  const std::int64_t wide = std::max(group.keys.dim, group.values.dim);
-  std::vector<char> unsound(group.units() * length);
-  const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
-    at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
-      std::vector<float> vector(wide);
-      std::vector<std::int16_t> integers(kTogether * wide);
-      for (std::int64_t place = begin; place < end; ++place) {
-        const std::int64_t unit = place / chunks, first = place % chunks * kChunk, n = unit / heads, h = unit % heads;
-        if (first == 0) begin_unit(n, h);
-        each(n, h, first, std::min(first + kChunk, length), vector, integers);
-      }
-    });
-  };
-  const std::int64_t window = group.window.count;
-  for_tokens([&](auto n, auto h) { copy(group.window, lines.window, n, h, 0, 0, window); },
-             [&](auto n, auto h, auto i, auto end, auto& vector, auto&) {
-               for (; i < end; ++i) {
-                 const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
-                 unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
-               }
-             });
-  for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
-    const Tokens &line = lines.stages[stage], &from = lines.before(stage);
-    const std::int64_t count = group.stages[stage].count;
-    for_tokens([&](auto n, auto h) { copy(group.stages[stage], line, n, h, 0, 0, count); },
-               [&](auto n, auto h, auto i, auto end, auto&, auto& integers) {
-                 for (; i + kTogether <= end; i += kTogether) {
-                   enter<kTogether>(group, stage, from, i, line, count + i, n, h, integers);
-                 }
-                 for (; i < end; ++i) enter<1>(group, stage, from, i, line, count + i, n, h, integers);
-               });
-  }
-  std::vector<std::int64_t> sound(group.units());
-  for (std::int64_t unit = 0; unit < group.units(); ++unit) {
-    const std::int64_t n = unit / heads, h = unit % heads;
-    const auto first = unsound.begin() + unit * length;
-    sound[unit] = std::find(first, first + length, 1) - first;
-    copy(lines.window, group.window_after, n, h, length, 0, window);
-    for (std::size_t stage = 0; stage < lines.stages.size() && !group.keeps(stage); ++stage) {
-      copy(lines.stages[stage], group.stages_after[stage], n, h, length, 0, group.stages[stage].count);
-    }
-    for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
-      const std::int64_t source = group.sources[n * group.sinks->count + place];
-      if (source >= 0) copy(lines.window, *group.sinks_after, n, h, source, place, 1);
-    }
-  }
-  return sound;
-}
-
-// One thread's scratch memory and what it does with a block of rows of a KV head.
-class Reader {
- public:
-  Reader(const Group& group, const Lines& lines, Fates* fates)
-      : group_(group), lines_(lines), fates_(fates), dim_(group.keys.dim), value_dim_(group.values.dim),
-        block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
-        unsound_(rows_), queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
-        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)) {
-    add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
-    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
-      const std::int64_t count = group.stages[stage].count;
-      add(count, block_ + count - !group.keeps(stage), lines.stages[stage], group.lines[stage + 1]);
-    }
-    sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
-    std::int64_t most = sink_columns_;
-    for (const Band& band : bands_) most = std::max(most, band.columns);
-    if (fates) until_.resize(fates->places + block_);
-    vectors_.resize(most * std::max(dim_, value_dim_));
-    keys_.resize(dim_ * most);
-    scores_.resize(rows_ * (columns_ + sink_columns_));
-    column_weight_.resize(columns_ + sink_columns_);
-  }
-
-  // Output rows and log-normalisers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
-  void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Result& result) {
-    const std::int64_t rows = std::min(block_, group_.length - first), width = columns_ + sink_columns_;
-    load(n, h, first, rows, sound);
-    for (std::size_t band = 0; band < bands_.size(); ++band) score(n, h, first, rows, band);
-    if (sink_columns_) score_sinks(n, h, first, rows);
-    std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      float* __restrict score = &scores_[row * width];
-      if (row % block_ >= rows) {
-        std::fill_n(score, width, 0.0f);
-        continue;
-      }
-      const float* __restrict weight = column_weight_.data();
-#pragma omp simd
-      for (std::int64_t t = 0; t < width; ++t) score[t] += weight[t];
-      const float level = largest(score, width, kLogZero);
-#pragma omp simd
-      for (std::int64_t t = 0; t < width; ++t) score[t] = exp_of_negative(score[t] - level);
-      best[row] = level;
-      whole[row] = sum(score, width);
-      coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
-    }
-    average(n, h, first);
-    straighten(h);
-    const coding::Coder coder = group_.values.head(h);
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      const std::int64_t g = row / block_, i = row % block_, head = h * group_.groups + g;
-      if (i >= rows) continue;
-      float* __restrict to = &out_[row * value_dim_];
-      const bool seen = best[row] > kLogZero / 2;
-      const float scale = seen ? 1.0f / whole[row] : 0.0f;
-      for (std::int64_t j = 0; j < value_dim_; ++j) to[j] = (to[j] + coded[row] * coder.mean[j]) * scale;
-      if (unsound_[row]) std::fill_n(to, value_dim_, NAN);
-      result.rows[0].write(n, head, first + i, to);
-      if (result.behind()) {
-        result.normaliser[(n * group_.keys.heads * group_.groups + head) * group_.length + first + i] =
-            seen ? best[row] + std::log(whole[row]) : kLogZero;
-      }
-    }
-  }
-
- private:
-  // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
-  // Of kept ones, it is those that stood there before the block and have not left, and those that entered.
-  struct Band {
-    std::int64_t count, seen, columns, start;
-    const Tokens& line;
-    const std::vector<float>& log_weights;
-  };
-
-  void add(std::int64_t count, std::int64_t seen, const Tokens& line, const std::vector<float>& log_weights) {
-    bands_.push_back({count, seen, whole_lanes(seen), columns_, line, log_weights});
-    columns_ += whole_lanes(seen);
-  }
-
-  void load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::int64_t sound) {
-    std::fill(queries_.begin(), queries_.end(), 0.0f);
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      if (row % block_ >= rows) continue;
-      const std::int64_t head = group_.heads[h] * group_.groups + row / block_;
-      const std::int64_t i = first + row % block_;
-      unsound_[row] = !group_.query.read(n, head, i, &queries_[row * dim_]) || i >= sound;
-    }
-    for (float& x : queries_) x *= group_.scaling;
-    const coding::Coder coder = group_.keys.head(h);
-    matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, turned_.data(), dim_, false);
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-      for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
-      beside_[row] = total;
-    }
-  }
-
-  bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
-
-  // How many tokens of a band's line a block sees, and the place there of one.
-  std::int64_t there(std::size_t band, std::int64_t first) const {
-    return std::min(block_, group_.length - first) + bands_[band].count - !keeps(band);
-  }
-  std::int64_t place(std::size_t band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
-    if (!keeps(band)) return first + 1 + t;
-    return t < bands_[band].count ? fates_->held_before(n * group_.keys.heads + h, first)[t] : first + t;
-  }
-
-  // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
-  // stages are turned.
-  void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
-    const Band& b = bands_[band];
-    const Coders& coders = part == 0 ? group_.keys : group_.values;
-    const coding::Coder coder = coders.head(h);
-    const std::int64_t there = this->there(band, first);
-    coding::with_block(coder.block, [&](auto block) {
-      for (std::int64_t t = 0; t < there; ++t) {
-        float* to = &vectors_[t * coder.dim];
-        const std::int64_t from = place(band, n, h, first, t);
-        if (band > 0) {
-          coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, from),
-                                b.line.template row<std::uint8_t>(part + 1, n, h, from), to);
-        } else {
-          unpack_exactly<block>(b.line, part, n, h, from, to);
-        }
-      }
-    });
-    std::fill(vectors_.begin() + there * coder.dim, vectors_.begin() + b.columns * coder.dim, 0.0f);
-  }
-
-  template <int N>
-  void unpack_exactly(const Tokens& tokens, std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token, float* to) {
-    const std::int8_t* integers = tokens.row<std::int8_t>(part, n, h, token);
-    const float power = coding::power_of_two(*tokens.row<std::int8_t>(part + 1, n, h, token));
-    for (std::int64_t i = 0; i < tokens.widths[part]; i += N) {
-      (coding::floats<N>(integers + i) * power).store(to + i);
-    }
-  }
-
-  void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::size_t band) {
-    const Band& b = bands_[band];
-    const std::int64_t width = columns_ + sink_columns_, there = this->there(band, first);
-    unpack(n, h, first, band, 0);
-    transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.columns);
-    const float* queries = band > 0 ? turned_.data() : queries_.data();
-    matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.columns, &scores_[b.start], width, false);
-    const std::int64_t unit = keeps(band) ? n * group_.keys.heads + h : n;
-    const float* log_weights = &b.log_weights[unit * b.line.count];
-    for (std::int64_t t = 0; t < there; ++t) column_weight_[b.start + t] = log_weights[place(band, n, h, first, t)];
-    std::fill_n(&column_weight_[b.start + there], b.columns - there, kLogZero);
-    if (keeps(band)) {
-      const std::int32_t* until = fates_->until_of(unit);
-      for (std::int64_t t = 0; t < there; ++t) until_[t] = until[place(band, n, h, first, t)];
-    }
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      const std::int64_t i = row % block_;
-      if (i >= rows) continue;
-      float* __restrict score = &scores_[row * width + b.start];
-      const float added = band > 0 ? beside_[row] : 0.0f;
-      if (keeps(band)) {
-        const std::int32_t *__restrict until = until_.data(), query = static_cast<std::int32_t>(first + i);
-#pragma omp simd
-        for (std::int64_t t = 0; t <= b.count + i; ++t) score[t] = query < until[t] ? score[t] + added : kLogZero;
-        std::fill(score + b.count + i + 1, score + b.columns, kLogZero);
-        continue;
-      }
-#pragma omp simd
-      for (std::int64_t t = i; t < i + b.count; ++t) score[t] += added;
-      std::fill(score, score + i, kLogZero);
-      std::fill(score + i + b.count, score + b.columns, kLogZero);
-    }
-  }
-
-  void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
-    const Tokens& sinks = *group_.sinks_after;
-    const std::int64_t width = columns_ + sink_columns_;
-    unpack_sinks(sinks, n, h, 0);
-    transpose(vectors_.data(), dim_, sink_columns_, dim_, keys_.data(), sink_columns_);
-    matmul(rows_, sink_columns_, dim_, queries_.data(), dim_, keys_.data(), sink_columns_, &scores_[columns_], width, false);
-    std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
-    std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
-    for (std::int64_t place = 0; place < sinks.count; ++place) {
-      // Seen once it has left the window, for before that it is seen there.
-      const std::int64_t unseen = group_.sources[n * sinks.count + place] - first;
-      for (std::int64_t row = 0; row < rows_; ++row) {
-        if (row % block_ < std::min(unseen, rows)) scores_[row * width + columns_ + place] = kLogZero;
-      }
-    }
-  }
-
-  void unpack_sinks(const Tokens& sinks, std::int64_t n, std::int64_t h, std::int64_t part) {
-    const std::int64_t dim = sinks.widths[part];
-    coding::with_block((part == 0 ? group_.keys : group_.values).block, [&](auto block) {
-      for (std::int64_t t = 0; t < sinks.count; ++t) unpack_exactly<block>(sinks, part, n, h, t, &vectors_[t * dim]);
-    });
-    std::fill(vectors_.begin() + sinks.count * dim, vectors_.begin() + sink_columns_ * dim, 0.0f);
-  }
-
-  // out_, and turned_out_ of the stages.
-  void average(std::int64_t n, std::int64_t h, std::int64_t first) {
-    const std::int64_t width = columns_ + sink_columns_;
-    for (std::size_t band = 0; band < bands_.size(); ++band) {
-      unpack(n, h, first, band, 2);
-      std::vector<float>& to = band > 0 ? turned_out_ : out_;
-      matmul(rows_, value_dim_, bands_[band].columns, &scores_[bands_[band].start], width, vectors_.data(), value_dim_,
-             to.data(), value_dim_, band > 1);
-    }
-    if (!sink_columns_) return;
-    unpack_sinks(*group_.sinks_after, n, h, 2);
-    matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], width, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
-  }
-
-  void straighten(std::int64_t h) {
-    const std::int64_t stride = whole_lanes(value_dim_);
-    if (loaded_ != h) transpose(group_.values.head(h).back, value_dim_, value_dim_, value_dim_, back_.data(), stride);
-    loaded_ = h;
-    matmul(rows_, value_dim_, value_dim_, turned_out_.data(), value_dim_, back_.data(), stride, out_.data(), value_dim_, true);
-  }
-
-  const Group& group_;
-  const Lines& lines_;
-  Fates* fates_;  // of kept tokens
-  std::int64_t dim_, value_dim_, block_, rows_, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
-  std::vector<Band> bands_;
-  std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
-  std::vector<std::int32_t> until_;
-};
-
-// What threads do of a prompt once it is coded. Of each KV head somebody has to let tokens enter its last stage one after
-// the other, where it keeps what draws attention, before blocks of its queries can be read. Whoever is free takes what
-// comes next: all of the former, then the latter.
+// What threads do of prompts. Of each KV head somebody has to let tokens enter its last stage one after the other, where it
+// keeps what draws attention, before blocks of its queries can be read. Whoever is free takes what comes next: all of the
+// former, then the latter.
 class Work {
  public:
-  Work(const Group& group, const Lines& lines, const std::vector<std::int64_t>& sound, const Result& result)
-      : group_(group), lines_(lines), sound_(sound), result_(result), blocks_((group.length + kRows - 1) / kRows),
-        chosen_(group.units()) {
-    if (group.kept) fates_.emplace(group, std::min(kRows, group.length));
+  explicit Work(const std::vector<Job>& jobs)
+      : jobs_(jobs), units_(units_of(jobs)), blocks_((jobs[0].group.length + kRows - 1) / kRows), chosen_(units_.size()) {
+    for (const Job& job : jobs) prompts_.emplace_back(job.group);
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+      if (prompts_[units_[unit].group].fates) choices_.push_back(unit);
+    }
   }
 
   // One thread's share.
   void take() {
-    const std::int64_t units = group_.units(), choices = fates_ ? units : 0;
+    const std::int64_t choices = choices_.size(), all = choices + units_.size() * blocks_;
     std::int64_t place = next_++;
-    if (place < choices) {
-      Drawing drawing(group_, fates_->block * group_.groups, fates_->places + fates_->block);
-      for (; place < choices; place = next_++) choose(place, drawing);
-    }
-    if (place >= choices + units * blocks_) return;
-    Reader reader(group_, lines_, fates_ ? &*fates_ : nullptr);
-    for (; place < choices + units * blocks_; place = next_++) read(place - choices, reader);
+    Mine<Drawing> drawing;
+    for (; place < choices; place = next_++) choose(choices_[place], drawing);
+    Mine<Reader> reader;
+    for (; place < all; place = next_++) read((place - choices) / blocks_, (place - choices) % blocks_ * kRows, reader);
   }
 
  private:
@@ -352,44 +49,45 @@ class Work {
     ~Done() { flag.store(true, std::memory_order_release); }
   };
 
-  void choose(std::int64_t unit, Drawing& drawing) {
-    const Done done{chosen_[unit]};
-    const Tokens& line = lines_.stages.back();
-    keep(group_, line, unit / line.heads, unit % line.heads, drawing, *fates_);
+  void choose(std::size_t place, Mine<Drawing>& mine) {
+    const Done done{chosen_[place]};
+    const auto [which, n, h] = units_[place];
+    const Group& group = jobs_[which].group;
+    Prompt& prompt = prompts_[which];
+    Fates& fates = *prompt.fates;
+    Drawing& drawing = mine.of(which, group, fates.block * group.groups, fates.places + fates.block);
+    keep(group, prompt.lines.stages.back(), n, h, drawing, fates);
   }
 
-  void read(std::int64_t place, Reader& reader) {
-    const std::int64_t unit = place / blocks_, n = unit / group_.keys.heads, h = unit % group_.keys.heads;
-    const std::int64_t first = place % blocks_ * kRows;
-    while (fates_ && !chosen_[unit].load(std::memory_order_acquire)) std::this_thread::yield();
-    reader.attend(n, h, first, sound_[unit], result_);
-    if (!result_.behind()) return;
-    std::vector<float> turned(std::max(group_.keys.dim, group_.values.dim)), straight(turned.size());
-    for (std::int64_t i = first; i < std::min(first + kRows, group_.length); ++i) {
-      const std::int64_t from = fates_ ? fates_->left_by(unit)[i] : i;
-      leave(group_, lines_.stages.back(), from, n, h, result_.rows[1], result_.rows[2], i, turned, straight);
+  void read(std::size_t place, std::int64_t first, Mine<Reader>& mine) {
+    const auto [which, n, h] = units_[place];
+    const auto& [group, result, scores] = jobs_[which];
+    auto& [lines, sound, fates] = prompts_[which];
+    while (fates && !chosen_[place].load(std::memory_order_acquire)) std::this_thread::yield();
+    const std::int64_t unit = n * group.keys.heads + h;
+    mine.of(which, group, lines, fates ? &*fates : nullptr).attend(n, h, first, sound[unit], result);
+    if (!group.behind) return;
+    std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
+    for (std::int64_t i = first; i < std::min(first + kRows, group.length); ++i) {
+      const std::int64_t from = fates ? fates->left_by(unit)[i] : i;
+      leave(group, lines.stages.back(), from, n, h, result.rows[0], result.rows[1], i, turned, straight);
     }
   }
 
-  const Group& group_;
-  const Lines& lines_;
-  const std::vector<std::int64_t>& sound_;
-  const Result& result_;
+  const std::vector<Job>& jobs_;
+  std::vector<Prompt> prompts_;
+  std::vector<Unit> units_;
   std::int64_t blocks_;
-  std::optional<Fates> fates_;
+  std::vector<std::size_t> choices_;
   std::vector<std::atomic<bool>> chosen_;
   std::atomic<std::int64_t> next_ = 0;
 };
 
-inline Tensors prefill(const Group& group, at::ScalarType type, bool behind) {
-  const Result result(group, type, behind);
-  const Lines lines(group);
-  const std::vector<std::int64_t> sound = code(group, lines);
-  Work work(group, lines, sound, result);
+inline void prefill(const std::vector<Job>& jobs) {
+  Work work(jobs);
   at::parallel_for(0, at::get_num_threads(), 1, [&](std::int64_t begin, std::int64_t end) {
     for (; begin < end; ++begin) work.take();
   });
-  return result.with(group);
 }
 
 }  // namespace dofla::fading

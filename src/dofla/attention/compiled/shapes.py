@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,23 +14,32 @@ def _fading(
     key: Tensor,
     value: Tensor,
     log_weight: Tensor | None,
-    state: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    states: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
     tables: Tensor,
     scaling: float,
-    heads: list[int],
-    behind: bool,
-    *sizes: object,
+    groups: list[int],
 ) -> list[Tensor]:
-    (batch, all_heads, length, head_dim), kv_heads = query.shape, len(heads) or key.shape[1]
-    queries, value_dim = kv_heads * (all_heads // key.shape[1]), value.shape[3]
+    (batch, heads, length, head_dim), value_dim = query.shape, value.shape[3]
+    behind = [kv_heads for kv_heads, features in _groups(groups) if features]
     like = query.new_empty((), dtype=torch.float32 if behind else value.dtype)
-    found = [like.new_empty(batch, length, queries, value_dim).transpose(1, 2), state.new_empty(state.shape)]
-    if behind:
-        found += [like.new_empty(batch, queries, length), like.new_empty(batch, kv_heads, length, head_dim)]
-        found += [like.new_empty(batch, kv_heads, length, value_dim), like.new_empty(batch, length)]
+    found = [like.new_empty(batch, length, heads, value_dim).transpose(1, 2)]
+    found += [state.new_empty(state.shape) for state in states]
+    for kv_heads in behind:
+        found += [like.new_empty(batch, kv_heads * (heads // key.shape[1]), length)]
+        found += [like.new_empty(batch, kv_heads, length, dim) for dim in (head_dim, value_dim)]
+        found += [like.new_empty(batch, length)]
     return found
+
+
+def _groups(numbers: list[int]) -> Iterator[tuple[int, bool]]:
+    """KV heads of each group that :attr:`dofla.attention.Layout.sizes` describes, and whether it has features."""
+    while numbers:
+        heads, *numbers = numbers
+        *_, behind, stages = numbers[heads : heads + 5]
+        yield heads, bool(behind)
+        numbers = numbers[heads + 5 + stages :]
 
 
 @torch.library.register_fake("dofla::linear_attention")

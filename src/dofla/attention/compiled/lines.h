@@ -1,0 +1,88 @@
+// Many tokens on their way into a memory that fades: all are coded, stage by stage.
+#pragma once
+
+#include "kept.h"
+
+#include <ATen/Parallel.h>
+
+namespace dofla::fading {
+
+constexpr int kTogether = 2;  // tokens coded at once
+
+// What each kind of tokens held before, followed by those that came in.
+struct Lines {
+  Tokens window;
+  std::vector<Tokens> stages;
+
+  explicit Lines(const Group& group) {
+    window = line(group, group.window);
+    for (const Tokens& tokens : group.stages) stages.push_back(line(group, tokens));
+  }
+
+  const Tokens& before(std::size_t stage) const { return stage ? stages[stage - 1] : window; }
+
+ private:
+  Tokens line(const Group& group, const Tokens& of) {
+    Cut cut;
+    const Tokens longer(of.heads, of.count + group.length, of.apart, of.widths, cut);
+    memory_.push_back(at::empty({group.batch, cut.end()}, at::kByte));
+    return longer.in(memory_.back());
+  }
+
+  std::vector<at::Tensor> memory_;
+};
+
+// The lines, and the state after; and of each KV head, how many tokens come before the first whose key or value holds NaN
+// or infinity.
+inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
+  const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kChunk - 1) / kChunk;
+  const std::int64_t wide = std::max(group.keys.dim, group.values.dim);
+  std::vector<char> unsound(group.units() * length);
+  const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
+    at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> vector(wide);
+      std::vector<std::int16_t> integers(kTogether * wide);
+      for (std::int64_t place = begin; place < end; ++place) {
+        const std::int64_t unit = place / chunks, first = place % chunks * kChunk, n = unit / heads, h = unit % heads;
+        if (first == 0) begin_unit(n, h);
+        each(n, h, first, std::min(first + kChunk, length), vector, integers);
+      }
+    });
+  };
+  const std::int64_t window = group.window.count;
+  for_tokens([&](auto n, auto h) { copy(group.window, lines.window, n, h, 0, 0, window); },
+             [&](auto n, auto h, auto i, auto end, auto& vector, auto&) {
+               for (; i < end; ++i) {
+                 const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
+                 unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
+               }
+             });
+  for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
+    const Tokens &line = lines.stages[stage], &from = lines.before(stage);
+    const std::int64_t count = group.stages[stage].count;
+    for_tokens([&](auto n, auto h) { copy(group.stages[stage], line, n, h, 0, 0, count); },
+               [&](auto n, auto h, auto i, auto end, auto&, auto& integers) {
+                 for (; i + kTogether <= end; i += kTogether) {
+                   enter<kTogether>(group, stage, from, i, line, count + i, n, h, integers);
+                 }
+                 for (; i < end; ++i) enter<1>(group, stage, from, i, line, count + i, n, h, integers);
+               });
+  }
+  std::vector<std::int64_t> sound(group.units());
+  for (std::int64_t unit = 0; unit < group.units(); ++unit) {
+    const std::int64_t n = unit / heads, h = unit % heads;
+    const auto first = unsound.begin() + unit * length;
+    sound[unit] = std::find(first, first + length, 1) - first;
+    copy(lines.window, group.window_after, n, h, length, 0, window);
+    for (std::size_t stage = 0; stage < lines.stages.size() && !group.keeps(stage); ++stage) {
+      copy(lines.stages[stage], group.stages_after[stage], n, h, length, 0, group.stages[stage].count);
+    }
+    for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
+      const std::int64_t source = group.sources[n * group.sinks->count + place];
+      if (source >= 0) copy(lines.window, *group.sinks_after, n, h, source, place, 1);
+    }
+  }
+  return sound;
+}
+
+}  // namespace dofla::fading

@@ -1,0 +1,243 @@
+// Blocks of a prompt's queries see their bands of coded tokens.
+#pragma once
+
+#include "lines.h"
+#include "matmul.h"
+
+#include <cmath>
+
+namespace dofla::fading {
+
+constexpr std::int64_t kRows = 64;  // queries done at once
+
+// One thread's scratch memory and what it does with a block of rows of a KV head.
+class Reader {
+ public:
+  Reader(const Group& group, const Lines& lines, Fates* fates)
+      : group_(group), lines_(lines), fates_(fates), dim_(group.keys.dim), value_dim_(group.values.dim),
+        block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
+        unsound_(rows_), queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
+        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)) {
+    add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
+    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
+      const std::int64_t count = group.stages[stage].count;
+      add(count, block_ + count - !group.keeps(stage), lines.stages[stage], group.lines[stage + 1]);
+    }
+    sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
+    std::int64_t most = sink_columns_;
+    for (const Band& band : bands_) most = std::max(most, band.columns);
+    if (fates) until_.resize(fates->places + block_);
+    vectors_.resize(most * std::max(dim_, value_dim_));
+    keys_.resize(dim_ * most);
+    scores_.resize(rows_ * (columns_ + sink_columns_));
+    column_weight_.resize(columns_ + sink_columns_);
+  }
+
+  // Output rows and log-normalisers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
+  void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Result& result) {
+    const std::int64_t rows = std::min(block_, group_.length - first), width = columns_ + sink_columns_;
+    load(n, h, first, rows, sound);
+    for (std::size_t band = 0; band < bands_.size(); ++band) score(n, h, first, rows, band);
+    if (sink_columns_) score_sinks(n, h, first, rows);
+    std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      float* __restrict score = &scores_[row * width];
+      if (row % block_ >= rows) {
+        std::fill_n(score, width, 0.0f);
+        continue;
+      }
+      const float* __restrict weight = column_weight_.data();
+#pragma omp simd
+      for (std::int64_t t = 0; t < width; ++t) score[t] += weight[t];
+      const float level = largest(score, width, kLogZero);
+#pragma omp simd
+      for (std::int64_t t = 0; t < width; ++t) score[t] = exp_of_negative(score[t] - level);
+      best[row] = level;
+      whole[row] = sum(score, width);
+      coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
+    }
+    average(n, h, first);
+    straighten(h);
+    const coding::Coder coder = group_.values.head(h);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const std::int64_t g = row / block_, i = row % block_;
+      if (i >= rows) continue;
+      float* __restrict to = &out_[row * value_dim_];
+      const bool seen = best[row] > kLogZero / 2;
+      const float scale = seen ? 1.0f / whole[row] : 0.0f;
+      for (std::int64_t j = 0; j < value_dim_; ++j) to[j] = (to[j] + coded[row] * coder.mean[j]) * scale;
+      if (unsound_[row]) std::fill_n(to, value_dim_, NAN);
+      result.out.write(n, group_.heads[h] * group_.groups + g, first + i, to);
+      if (result.normaliser) {
+        result.normaliser[((n * group_.keys.heads + h) * group_.groups + g) * group_.length + first + i] =
+            seen ? best[row] + std::log(whole[row]) : kLogZero;
+      }
+    }
+  }
+
+ private:
+  // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
+  // Of kept ones, it is those that stood there before the block and have not left, and those that entered.
+  struct Band {
+    std::int64_t count, seen, columns, start;
+    const Tokens& line;
+    const std::vector<float>& log_weights;
+  };
+
+  void add(std::int64_t count, std::int64_t seen, const Tokens& line, const std::vector<float>& log_weights) {
+    bands_.push_back({count, seen, whole_lanes(seen), columns_, line, log_weights});
+    columns_ += whole_lanes(seen);
+  }
+
+  void load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::int64_t sound) {
+    std::fill(queries_.begin(), queries_.end(), 0.0f);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      if (row % block_ >= rows) continue;
+      const std::int64_t head = group_.heads[h] * group_.groups + row / block_;
+      const std::int64_t i = first + row % block_;
+      unsound_[row] = !group_.query.read(n, head, i, &queries_[row * dim_]) || i >= sound;
+    }
+    for (float& x : queries_) x *= group_.scaling;
+    const coding::Coder coder = group_.keys.head(h);
+    matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, turned_.data(), dim_, false);
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+      for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
+      beside_[row] = total;
+    }
+  }
+
+  bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
+
+  // How many tokens of a band's line a block sees, and the place there of one.
+  std::int64_t there(std::size_t band, std::int64_t first) const {
+    return std::min(block_, group_.length - first) + bands_[band].count - !keeps(band);
+  }
+  std::int64_t place(std::size_t band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
+    if (!keeps(band)) return first + 1 + t;
+    return t < bands_[band].count ? fates_->held_before(n * group_.keys.heads + h, first)[t] : first + t;
+  }
+
+  // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
+  // stages are turned.
+  void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
+    const Band& b = bands_[band];
+    const Coders& coders = part == 0 ? group_.keys : group_.values;
+    const coding::Coder coder = coders.head(h);
+    const std::int64_t there = this->there(band, first);
+    coding::with_block(coder.block, [&](auto block) {
+      for (std::int64_t t = 0; t < there; ++t) {
+        float* to = &vectors_[t * coder.dim];
+        const std::int64_t from = place(band, n, h, first, t);
+        if (band > 0) {
+          coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, from),
+                                b.line.template row<std::uint8_t>(part + 1, n, h, from), to);
+        } else {
+          unpack_exactly<block>(b.line, part, n, h, from, to);
+        }
+      }
+    });
+    std::fill(vectors_.begin() + there * coder.dim, vectors_.begin() + b.columns * coder.dim, 0.0f);
+  }
+
+  template <int N>
+  void unpack_exactly(const Tokens& tokens, std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token, float* to) {
+    const std::int8_t* integers = tokens.row<std::int8_t>(part, n, h, token);
+    const float power = coding::power_of_two(*tokens.row<std::int8_t>(part + 1, n, h, token));
+    for (std::int64_t i = 0; i < tokens.widths[part]; i += N) {
+      (coding::floats<N>(integers + i) * power).store(to + i);
+    }
+  }
+
+  void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::size_t band) {
+    const Band& b = bands_[band];
+    const std::int64_t width = columns_ + sink_columns_, there = this->there(band, first);
+    unpack(n, h, first, band, 0);
+    transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.columns);
+    const float* queries = band > 0 ? turned_.data() : queries_.data();
+    matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.columns, &scores_[b.start], width, false);
+    const std::int64_t unit = keeps(band) ? n * group_.keys.heads + h : n;
+    const float* log_weights = &b.log_weights[unit * b.line.count];
+    for (std::int64_t t = 0; t < there; ++t) column_weight_[b.start + t] = log_weights[place(band, n, h, first, t)];
+    std::fill_n(&column_weight_[b.start + there], b.columns - there, kLogZero);
+    if (keeps(band)) {
+      const std::int32_t* until = fates_->until_of(unit);
+      for (std::int64_t t = 0; t < there; ++t) until_[t] = until[place(band, n, h, first, t)];
+    }
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const std::int64_t i = row % block_;
+      if (i >= rows) continue;
+      float* __restrict score = &scores_[row * width + b.start];
+      const float added = band > 0 ? beside_[row] : 0.0f;
+      if (keeps(band)) {
+        const std::int32_t *__restrict until = until_.data(), query = static_cast<std::int32_t>(first + i);
+#pragma omp simd
+        for (std::int64_t t = 0; t <= b.count + i; ++t) score[t] = query < until[t] ? score[t] + added : kLogZero;
+        std::fill(score + b.count + i + 1, score + b.columns, kLogZero);
+        continue;
+      }
+#pragma omp simd
+      for (std::int64_t t = i; t < i + b.count; ++t) score[t] += added;
+      std::fill(score, score + i, kLogZero);
+      std::fill(score + i + b.count, score + b.columns, kLogZero);
+    }
+  }
+
+  void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
+    const Tokens& sinks = *group_.sinks_after;
+    const std::int64_t width = columns_ + sink_columns_;
+    unpack_sinks(sinks, n, h, 0);
+    transpose(vectors_.data(), dim_, sink_columns_, dim_, keys_.data(), sink_columns_);
+    matmul(rows_, sink_columns_, dim_, queries_.data(), dim_, keys_.data(), sink_columns_, &scores_[columns_], width, false);
+    std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
+    std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
+    for (std::int64_t place = 0; place < sinks.count; ++place) {
+      // Seen once it has left the window, for before that it is seen there.
+      const std::int64_t unseen = group_.sources[n * sinks.count + place] - first;
+      for (std::int64_t row = 0; row < rows_; ++row) {
+        if (row % block_ < std::min(unseen, rows)) scores_[row * width + columns_ + place] = kLogZero;
+      }
+    }
+  }
+
+  void unpack_sinks(const Tokens& sinks, std::int64_t n, std::int64_t h, std::int64_t part) {
+    const std::int64_t dim = sinks.widths[part];
+    coding::with_block((part == 0 ? group_.keys : group_.values).block, [&](auto block) {
+      for (std::int64_t t = 0; t < sinks.count; ++t) unpack_exactly<block>(sinks, part, n, h, t, &vectors_[t * dim]);
+    });
+    std::fill(vectors_.begin() + sinks.count * dim, vectors_.begin() + sink_columns_ * dim, 0.0f);
+  }
+
+  // out_, and turned_out_ of the stages.
+  void average(std::int64_t n, std::int64_t h, std::int64_t first) {
+    const std::int64_t width = columns_ + sink_columns_;
+    for (std::size_t band = 0; band < bands_.size(); ++band) {
+      unpack(n, h, first, band, 2);
+      std::vector<float>& to = band > 0 ? turned_out_ : out_;
+      matmul(rows_, value_dim_, bands_[band].columns, &scores_[bands_[band].start], width, vectors_.data(), value_dim_,
+             to.data(), value_dim_, band > 1);
+    }
+    if (!sink_columns_) return;
+    unpack_sinks(*group_.sinks_after, n, h, 2);
+    matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], width, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
+  }
+
+  void straighten(std::int64_t h) {
+    const std::int64_t stride = whole_lanes(value_dim_);
+    if (loaded_ != h) transpose(group_.values.head(h).back, value_dim_, value_dim_, value_dim_, back_.data(), stride);
+    loaded_ = h;
+    matmul(rows_, value_dim_, value_dim_, turned_out_.data(), value_dim_, back_.data(), stride, out_.data(), value_dim_, true);
+  }
+
+  const Group& group_;
+  const Lines& lines_;
+  Fates* fates_;  // of kept tokens
+  std::int64_t dim_, value_dim_, block_, rows_, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
+  std::vector<Band> bands_;
+  std::vector<char> unsound_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
+  std::vector<std::int32_t> until_;
+};
+
+}  // namespace dofla::fading
