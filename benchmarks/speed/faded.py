@@ -15,7 +15,7 @@ examples/int8_weights.py has it, but the output layer's as well. With ``--batch`
 ``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
 ``dofla.compile_generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each
 length is compiled anew. All KV heads have the same size, unless ``--shares`` names a file of what
-``dofla.measure_shares`` found (``Shares.save``): heads of several sizes in a layer are a call each.
+``dofla.measure_shares`` found (``Shares.save``).
 """
 
 from __future__ import annotations

@@ -14,21 +14,13 @@ namespace dofla::fading {
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), columns_(columns(group)), wide_(std::max(group.keys.dim, group.values.dim)),
+      : group_(group), hidden_(group.stages.size()), wide_(std::max(group.keys.dim, group.values.dim)),
         unsound_(group.groups), queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
         turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * columns_) {
+        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * most_columns(group)) {
     if (!group.kept) return;
     drawing_.emplace(group, group.groups, group.stages.back().count);
     drawn_.resize(group.stages.back().count + 1);
-  }
-
-  // Scores of a query.
-  static std::int64_t columns(const Group& group) {
-    std::int64_t total = whole_lanes(group.window.count);
-    if (group.sinks) total += whole_lanes(group.sinks->count);
-    for (const Tokens& tokens : group.stages) total += whole_lanes(tokens.count);
-    return total;
   }
 
   // The state after; false if the key or the value holds NaN or infinity.
@@ -60,6 +52,7 @@ class Decoder {
     }
     if (drawing_) draw(n, h);
     for (float& x : queries_) x *= group.scaling;
+    pass_over_hidden(n, h);
     score(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g);
     average(n, h);
@@ -79,6 +72,26 @@ class Decoder {
   }
 
  private:
+  // Scores of a query, at most.
+  static std::int64_t most_columns(const Group& group) {
+    std::int64_t total = whole_lanes(group.window.count);
+    if (group.sinks) total += whole_lanes(group.sinks->count);
+    for (const Tokens& tokens : group.stages) total += whole_lanes(tokens.count);
+    return total;
+  }
+
+  // How many tokens of each stage stand in front of the first that somebody sees; columns of all others.
+  void pass_over_hidden(std::int64_t n, std::int64_t h) {
+    columns_ = most_columns(group_);
+    for (std::size_t stage = 0; stage < hidden_.size(); ++stage) {
+      const Tokens& tokens = group_.stages_after[stage];
+      const auto first_seen = [&](const auto* all, auto seen) { return std::find_if(all, all + tokens.count, seen) - all; };
+      hidden_[stage] = tokens.apart ? first_seen(tokens.scores(n, h), [](std::int16_t x) { return x != kFree; })
+                                    : first_seen(tokens.log_weights(n), [](float x) { return x > kLogZero; });
+      columns_ += whole_lanes(tokens.count - hidden_[stage]) - whole_lanes(tokens.count);
+    }
+  }
+
   // Which token leaves a stage that keeps what draws attention; the others' scores.
   std::int64_t choose(std::int64_t n, std::int64_t h) {
     const Tokens& before = group_.stages.back();
@@ -114,34 +127,36 @@ class Decoder {
         const auto exact = [&](const Tokens& tokens) {
           coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
                                    tokens.count, queries, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, 0.0f, to + i * columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, 0, 0.0f, to + i * columns_);
           to += whole_lanes(tokens.count);
         };
         exact(group.window_after);
         if (group.sinks) exact(*group.sinks_after);
         for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
           const Tokens& tokens = group.stages_after[stage];
-          coding::scores<block, g>(coder, stage, tokens.row<std::uint8_t>(0, n, h, 0), tokens.row<std::uint8_t>(1, n, h, 0),
-                                   tokens.count, turned, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, beside_[first + i], to + i * columns_);
-          to += whole_lanes(tokens.count);
+          const std::int64_t hidden = hidden_[stage], seen = tokens.count - hidden;
+          coding::scores<block, g>(coder, stage, tokens.row<std::uint8_t>(0, n, h, hidden),
+                                   tokens.row<std::uint8_t>(1, n, h, hidden), seen, turned, to, columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, hidden, beside_[first + i], to + i * columns_);
+          to += whole_lanes(seen);
         }
       });
     });
   }
 
-  // Scores of some tokens with their log-weights; nobody sees the columns behind them.
-  void weigh(const Tokens& tokens, std::int64_t n, std::int64_t h, float added, float* __restrict scores) {
+  // Scores of tokens from `first` on with their log-weights; nobody sees the columns behind them.
+  void weigh(const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t first, float added, float* __restrict scores) {
+    const std::int64_t count = tokens.count - first;
     if (tokens.apart) {
-      const std::int16_t* __restrict drawn = tokens.scores(n, h);
+      const std::int16_t* __restrict drawn = tokens.scores(n, h) + first;
 #pragma omp simd
-      for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight_of(drawn[t]);
+      for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight_of(drawn[t]);
     } else {
-      const float* __restrict log_weight = tokens.log_weights(n);
+      const float* __restrict log_weight = tokens.log_weights(n) + first;
 #pragma omp simd
-      for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += added + log_weight[t];
+      for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight[t];
     }
-    std::fill(scores + tokens.count, scores + whole_lanes(tokens.count), kLogZero);
+    std::fill(scores + count, scores + whole_lanes(count), kLogZero);
   }
 
   void exponentials(std::int64_t g) {
@@ -173,9 +188,10 @@ class Decoder {
         for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
         for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
           const Tokens& tokens = group.stages_after[stage];
-          coding::weighed<block, g>(coder, stage, tokens.row<std::uint8_t>(2, n, h, 0), tokens.row<std::uint8_t>(3, n, h, 0),
-                                    tokens.count, weights, columns_, turned);
-          weights += whole_lanes(tokens.count);
+          const std::int64_t hidden = hidden_[stage], seen = tokens.count - hidden;
+          coding::weighed<block, g>(coder, stage, tokens.row<std::uint8_t>(2, n, h, hidden),
+                                    tokens.row<std::uint8_t>(3, n, h, hidden), seen, weights, columns_, turned);
+          weights += whole_lanes(seen);
         }
         coding::straighten<block, g>(coder, turned, &mass_[first], to);
       });
@@ -183,7 +199,8 @@ class Decoder {
   }
 
   const Group& group_;
-  std::int64_t columns_, leaves_ = 0;  // which token left the last stage
+  std::int64_t columns_ = 0, leaves_ = 0;  // which token left the last stage
+  std::vector<std::int64_t> hidden_;
   std::optional<Drawing> drawing_;
   std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;

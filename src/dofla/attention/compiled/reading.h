@@ -9,6 +9,7 @@
 namespace dofla::fading {
 
 constexpr std::int64_t kRows = 64;  // queries done at once
+constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if not of all
 
 // One thread's scratch memory and what it does with a block of rows of a KV head.
 class Reader {
@@ -25,23 +26,29 @@ class Reader {
     }
     sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
     std::int64_t most = sink_columns_;
-    for (const Band& band : bands_) most = std::max(most, band.columns);
+    stride_ = sink_columns_;
+    for (const Band& band : bands_) {
+      most = std::max(most, band.most);
+      stride_ += band.most;
+    }
     if (fates) until_.resize(fates->places + block_);
     vectors_.resize(most * std::max(dim_, value_dim_));
     keys_.resize(dim_ * most);
-    scores_.resize(rows_ * (columns_ + sink_columns_));
-    column_weight_.resize(columns_ + sink_columns_);
+    scores_.resize(rows_ * stride_);
+    column_weight_.resize(stride_);
   }
 
   // Output rows and log-normalisers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
   void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Result& result) {
-    const std::int64_t rows = std::min(block_, group_.length - first), width = columns_ + sink_columns_;
+    const std::int64_t rows = std::min(block_, group_.length - first);
     load(n, h, first, rows, sound);
+    pass_over_hidden(n, h, first);
+    const std::int64_t width = columns_ + sink_columns_;
     for (std::size_t band = 0; band < bands_.size(); ++band) score(n, h, first, rows, band);
     if (sink_columns_) score_sinks(n, h, first, rows);
     std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
     for (std::int64_t row = 0; row < rows_; ++row) {
-      float* __restrict score = &scores_[row * width];
+      float* __restrict score = &scores_[row * stride_];
       if (row % block_ >= rows) {
         std::fill_n(score, width, 0.0f);
         continue;
@@ -77,16 +84,39 @@ class Reader {
 
  private:
   // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
-  // Of kept ones, it is those that stood there before the block and have not left, and those that entered.
+  // Of kept ones, it is those that stood there before the block and have not left, and those that entered. The first
+  // `hidden` of them, free places and padding, have no columns.
   struct Band {
-    std::int64_t count, seen, columns, start;
+    std::int64_t count, most;  // columns at most
     const Tokens& line;
     const std::vector<float>& log_weights;
+    std::int64_t hidden = 0, columns = 0, start = 0;
   };
 
   void add(std::int64_t count, std::int64_t seen, const Tokens& line, const std::vector<float>& log_weights) {
-    bands_.push_back({count, seen, whole_lanes(seen), columns_, line, log_weights});
-    columns_ += whole_lanes(seen);
+    bands_.push_back({count, whole_lanes(seen), line, log_weights});
+  }
+
+  // Columns of a block. Only whole steps of tokens are passed over, as a product is compiled for each size it meets.
+  void pass_over_hidden(std::int64_t n, std::int64_t h, std::int64_t first) {
+    columns_ = 0;
+    for (std::size_t band = 0; band < bands_.size(); ++band) {
+      Band& b = bands_[band];
+      const float* log_weights = log_weights_of(band, n, h);
+      const std::int64_t last = there(band, first) - 1;
+      std::int64_t hidden = 0;
+      while (hidden < last && log_weights[place(band, n, h, first, hidden)] <= kLogZero) ++hidden;
+      b.hidden = hidden / kStep * kStep;
+      b.columns = b.most - b.hidden;
+      b.start = columns_;
+      columns_ += b.columns;
+    }
+  }
+
+  // Of the tokens of a band's line.
+  const float* log_weights_of(std::size_t band, std::int64_t n, std::int64_t h) const {
+    const Band& b = bands_[band];
+    return &b.log_weights[(keeps(band) ? n * group_.keys.heads + h : n) * b.line.count];
   }
 
   void load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::int64_t sound) {
@@ -127,8 +157,8 @@ class Reader {
     const coding::Coder coder = coders.head(h);
     const std::int64_t there = this->there(band, first);
     coding::with_block(coder.block, [&](auto block) {
-      for (std::int64_t t = 0; t < there; ++t) {
-        float* to = &vectors_[t * coder.dim];
+      for (std::int64_t t = b.hidden; t < there; ++t) {
+        float* to = &vectors_[(t - b.hidden) * coder.dim];
         const std::int64_t from = place(band, n, h, first, t);
         if (band > 0) {
           coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, from),
@@ -138,7 +168,7 @@ class Reader {
         }
       }
     });
-    std::fill(vectors_.begin() + there * coder.dim, vectors_.begin() + b.columns * coder.dim, 0.0f);
+    std::fill(vectors_.begin() + (there - b.hidden) * coder.dim, vectors_.begin() + b.columns * coder.dim, 0.0f);
   }
 
   template <int N>
@@ -152,51 +182,53 @@ class Reader {
 
   void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::size_t band) {
     const Band& b = bands_[band];
-    const std::int64_t width = columns_ + sink_columns_, there = this->there(band, first);
+    const std::int64_t seen = there(band, first) - b.hidden;
     unpack(n, h, first, band, 0);
-    transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.columns);
+    transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.most);
     const float* queries = band > 0 ? turned_.data() : queries_.data();
-    matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.columns, &scores_[b.start], width, false);
-    const std::int64_t unit = keeps(band) ? n * group_.keys.heads + h : n;
-    const float* log_weights = &b.log_weights[unit * b.line.count];
-    for (std::int64_t t = 0; t < there; ++t) column_weight_[b.start + t] = log_weights[place(band, n, h, first, t)];
-    std::fill_n(&column_weight_[b.start + there], b.columns - there, kLogZero);
+    matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.most, &scores_[b.start], stride_, false);
+    const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, b.hidden + t); };
+    const float* log_weights = log_weights_of(band, n, h);
+    for (std::int64_t t = 0; t < seen; ++t) column_weight_[b.start + t] = log_weights[place(t)];
+    std::fill_n(&column_weight_[b.start + seen], b.columns - seen, kLogZero);
     if (keeps(band)) {
-      const std::int32_t* until = fates_->until_of(unit);
-      for (std::int64_t t = 0; t < there; ++t) until_[t] = until[place(band, n, h, first, t)];
+      const std::int32_t* until = fates_->until_of(n * group_.keys.heads + h);
+      for (std::int64_t t = 0; t < seen; ++t) until_[t] = until[place(t)];
     }
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t i = row % block_;
       if (i >= rows) continue;
-      float* __restrict score = &scores_[row * width + b.start];
+      float* __restrict score = &scores_[row * stride_ + b.start];
       const float added = band > 0 ? beside_[row] : 0.0f;
+      const auto column = [&](std::int64_t t) { return std::max<std::int64_t>(t - b.hidden, 0); };
       if (keeps(band)) {
         const std::int32_t *__restrict until = until_.data(), query = static_cast<std::int32_t>(first + i);
+        const std::int64_t end = column(b.count + i + 1);
 #pragma omp simd
-        for (std::int64_t t = 0; t <= b.count + i; ++t) score[t] = query < until[t] ? score[t] + added : kLogZero;
-        std::fill(score + b.count + i + 1, score + b.columns, kLogZero);
+        for (std::int64_t t = 0; t < end; ++t) score[t] = query < until[t] ? score[t] + added : kLogZero;
+        std::fill(score + end, score + b.columns, kLogZero);
         continue;
       }
+      const std::int64_t begin = column(i), end = column(i + b.count);
 #pragma omp simd
-      for (std::int64_t t = i; t < i + b.count; ++t) score[t] += added;
-      std::fill(score, score + i, kLogZero);
-      std::fill(score + i + b.count, score + b.columns, kLogZero);
+      for (std::int64_t t = begin; t < end; ++t) score[t] += added;
+      std::fill(score, score + begin, kLogZero);
+      std::fill(score + end, score + b.columns, kLogZero);
     }
   }
 
   void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
     const Tokens& sinks = *group_.sinks_after;
-    const std::int64_t width = columns_ + sink_columns_;
     unpack_sinks(sinks, n, h, 0);
     transpose(vectors_.data(), dim_, sink_columns_, dim_, keys_.data(), sink_columns_);
-    matmul(rows_, sink_columns_, dim_, queries_.data(), dim_, keys_.data(), sink_columns_, &scores_[columns_], width, false);
+    matmul(rows_, sink_columns_, dim_, queries_.data(), dim_, keys_.data(), sink_columns_, &scores_[columns_], stride_, false);
     std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
     std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
     for (std::int64_t place = 0; place < sinks.count; ++place) {
       // Seen once it has left the window, for before that it is seen there.
       const std::int64_t unseen = group_.sources[n * sinks.count + place] - first;
       for (std::int64_t row = 0; row < rows_; ++row) {
-        if (row % block_ < std::min(unseen, rows)) scores_[row * width + columns_ + place] = kLogZero;
+        if (row % block_ < std::min(unseen, rows)) scores_[row * stride_ + columns_ + place] = kLogZero;
       }
     }
   }
@@ -211,16 +243,15 @@ class Reader {
 
   // out_, and turned_out_ of the stages.
   void average(std::int64_t n, std::int64_t h, std::int64_t first) {
-    const std::int64_t width = columns_ + sink_columns_;
     for (std::size_t band = 0; band < bands_.size(); ++band) {
       unpack(n, h, first, band, 2);
       std::vector<float>& to = band > 0 ? turned_out_ : out_;
-      matmul(rows_, value_dim_, bands_[band].columns, &scores_[bands_[band].start], width, vectors_.data(), value_dim_,
+      matmul(rows_, value_dim_, bands_[band].columns, &scores_[bands_[band].start], stride_, vectors_.data(), value_dim_,
              to.data(), value_dim_, band > 1);
     }
     if (!sink_columns_) return;
     unpack_sinks(*group_.sinks_after, n, h, 2);
-    matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], width, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
+    matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], stride_, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
   }
 
   void straighten(std::int64_t h) {
@@ -233,7 +264,7 @@ class Reader {
   const Group& group_;
   const Lines& lines_;
   Fates* fates_;  // of kept tokens
-  std::int64_t dim_, value_dim_, block_, rows_, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
+  std::int64_t dim_, value_dim_, block_, rows_, stride_ = 0, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
   std::vector<char> unsound_;
   std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
