@@ -104,9 +104,10 @@ inline std::vector<Sizes> sizes_of(const std::vector<std::int64_t>& numbers) {
     return *at++;
   };
   const auto several = [&] {
-    std::vector<std::int64_t> list(next());
-    std::generate(list.begin(), list.end(), next);
-    return list;
+    const std::int64_t count = next();
+    TORCH_CHECK(0 <= count && count <= numbers.end() - at, "sizes of groups end too soon");
+    at += count;
+    return std::vector<std::int64_t>(at - count, at);
   };
   while (at != numbers.end()) {
     Sizes& sizes = found.emplace_back();
@@ -145,7 +146,8 @@ struct Group {
         double scaling, const Sizes& sizes)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
         heads(sizes.heads), behind(sizes.behind), query(q), key(k), value(v),
-        keys(of_keys, heads.size(), k.size(3), sizes.stages.size(), tables), values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
+        keys(of_keys, heads.size(), k.size(3), sizes.stages.size(), tables),
+        values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
         after(at::empty(before.sizes(), before.options())) {
     TORCH_CHECK(tables.numel() == coding::Tables::kSize, "tables are of another version");
     TORCH_CHECK(q.size(3) == keys.dim, "sizes of heads differ");
