@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
+
+from torch.distributed import TCPStore
 
 PATIENCE = 300
 """Seconds after which processes count as hanging."""
@@ -14,11 +15,10 @@ PATIENCE = 300
 
 def in_processes(count: int, work: Callable[..., None], *args) -> list[int]:
     """Call ``work(*args)`` in so many processes at once; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Here, not in the first of them: between finding a free port and using it somebody else may take it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
-    started = [context.Process(target=_run, args=(place, count, port, work, args)) for place in range(count)]
+    started = [context.Process(target=_run, args=(place, count, store.port, work, args)) for place in range(count)]
     for process in started:
         process.start()
     for process in started:
@@ -37,6 +37,7 @@ def _run(place: int, count: int, port: int, work: Callable[..., None], args: tup
         state._reset_state()  # what the parent found out about itself
     os.environ |= {"RANK": str(place), "LOCAL_RANK": str(place), "WORLD_SIZE": str(count)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun has it: the store stands already
     os.environ["OMP_NUM_THREADS"] = "1"  # read by accelerate; OpenMP's threads do not survive a fork
     try:
         work(*args)
