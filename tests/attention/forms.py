@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dofla.attention import LOG_ZERO, Affine, FeatureState, TokenBuffer, chunked, compiled, naive_attention, recurrent
+from dofla.attention import (
+    LOG_ZERO,
+    Affine,
+    FeatureState,
+    FlatState,
+    State,
+    TokenBuffer,
+    chunked,
+    compiled,
+    naive_attention,
+    recurrent,
+)
 
 needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
@@ -121,6 +132,13 @@ def naive_normaliser(a: Tensor, b: Tensor, log_weight: Tensor) -> Tensor:
 def naive_state(b: Tensor, value: Tensor, log_weight: Tensor) -> FeatureState:
     logits = b + log_weight[:, None, :, None]
     return FeatureState(torch.softmax(logits, dim=-2).mT @ value, logits.logsumexp(dim=-2))
+
+
+def everything(state: State | FlatState) -> list[Tensor]:
+    """All tensors of a state."""
+    found = []
+    state.map(lambda t: (found.append(t), t)[1])
+    return found
 
 
 def error(got: Tensor, expected: Tensor, value: Tensor) -> float:

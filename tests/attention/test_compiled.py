@@ -9,7 +9,7 @@ from math import isqrt
 import pytest
 import torch
 from arithmetic import sum_error
-from forms import KernelCalls, Opaque, error, naive_normaliser, naive_state, needs_kernels, sample, threads
+from forms import KernelCalls, Opaque, error, everything, naive_normaliser, naive_state, needs_kernels, sample, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,12 +74,6 @@ def assert_states_agree(got: State, expected: State, value: torch.Tensor) -> Non
             for name in ("key", "value"):
                 a, b = (getattr(buffer, name).double() * present[:, None, :, None] for buffer in (ours, theirs))
                 assert torch.equal(a, b), name
-
-
-def everything(states: State) -> list[torch.Tensor]:
-    found = []
-    states.map(lambda t: (found.append(t), t)[1])
-    return found
 
 
 @settings(max_examples=150, deadline=None)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from arithmetic import sum_error
-from forms import KernelCalls, needs_kernels, padding, threads
+from forms import KernelCalls, everything, needs_kernels, padding, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,12 +133,6 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
     assert ((out.double() - wanted).abs() * seen[:, None, :, None]).max() < bound
 
 
-def tensors(state):
-    found = []
-    state.map(found.append)
-    return found
-
-
 def of_head(layer, head):
     """A layer of that KV head alone."""
     group = next(n for n, heads in enumerate(layer.groups) if head in heads)
@@ -166,7 +160,7 @@ def test_heads_of_all_kinds_share_a_call_and_see_what_they_see_alone(length):
         own = query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], value[:, head : head + 1]
         alone, (_, after), _ = run(of_head(layer, head), own, None, [0, 30, length + 30])
         assert torch.equal(out[:, 2 * head : 2 * head + 2], alone)
-        found, wanted = tensors(states[1][head]), tensors(after[0])
+        found, wanted = everything(states[1][head]), everything(after[0])
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

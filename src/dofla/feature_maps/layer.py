@@ -93,9 +93,10 @@ class LinearAttention(nn.Module):
                 self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
         self._layouts: dict[int, Layout] = {}
         if self.keeps_eight_bits:
-            for n, size in enumerate(self.sizes):
-                if size[1] and kinds[n][3]:
-                    self._layouts[n] = Layout(self.fading[str(n)], self.groups[n], *size)
+            for n, fading in ((int(name), fading) for name, fading in self.fading.items()):
+                features, window, sinks = self.sizes[n]
+                if window:
+                    self._layouts[n] = Layout(fading, self.groups[n], features, window, sinks)
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:

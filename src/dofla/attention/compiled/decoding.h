@@ -17,7 +17,7 @@ class Decoder {
       : group_(group), hidden_(group.stages.size()), wide_(std::max(group.keys.dim, group.values.dim)),
         unsound_(group.groups), queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
         turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * most_columns(group)) {
+        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * group.columns()) {
     if (!group.kept) return;
     drawing_.emplace(group, group.groups, group.stages.back().count);
     drawn_.resize(group.stages.back().count + 1);
@@ -50,9 +50,9 @@ class Decoder {
     for (std::int64_t g = 0; g < group.groups; ++g) {
       unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]) || !finite;
     }
+    pass_over_hidden(n);
     if (drawing_) draw(n, h);
     for (float& x : queries_) x *= group.scaling;
-    pass_over_hidden(n, h);
     score(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g);
     average(n, h);
@@ -72,22 +72,17 @@ class Decoder {
   }
 
  private:
-  // Scores of a query, at most.
-  static std::int64_t most_columns(const Group& group) {
-    std::int64_t total = whole_lanes(group.window.count);
-    if (group.sinks) total += whole_lanes(group.sinks->count);
-    for (const Tokens& tokens : group.stages) total += whole_lanes(tokens.count);
-    return total;
-  }
-
   // How many tokens of each stage stand in front of the first that somebody sees; columns of all others.
-  void pass_over_hidden(std::int64_t n, std::int64_t h) {
-    columns_ = most_columns(group_);
+  void pass_over_hidden(std::int64_t n) {
+    columns_ = group_.columns();
     for (std::size_t stage = 0; stage < hidden_.size(); ++stage) {
       const Tokens& tokens = group_.stages_after[stage];
-      const auto first_seen = [&](const auto* all, auto seen) { return std::find_if(all, all + tokens.count, seen) - all; };
-      hidden_[stage] = tokens.apart ? first_seen(tokens.scores(n, h), [](std::int16_t x) { return x != kFree; })
-                                    : first_seen(tokens.log_weights(n), [](float x) { return x > kLogZero; });
+      if (tokens.apart) {
+        hidden_[stage] = free_places(drawn_.data(), tokens.count);
+      } else {
+        const float* all = tokens.log_weights(n);
+        hidden_[stage] = std::find_if(all, all + tokens.count, [](float x) { return x > kLogZero; }) - all;
+      }
       columns_ += whole_lanes(tokens.count - hidden_[stage]) - whole_lanes(tokens.count);
     }
   }
@@ -109,7 +104,7 @@ class Decoder {
     const Tokens& after = group_.stages_after.back();
     if (group_.real(n, 0)) {
       for (std::int64_t g = 0; g < group_.groups; ++g) drawing_->take(g, &queries_[g * group_.keys.dim]);
-      const std::int64_t start = free_places(drawn_.data(), after.count);
+      const std::int64_t start = hidden_.back();
       drawing_->measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
       drawing_->draw(0, after.count - start, &drawn_[start]);
     }

@@ -159,6 +159,14 @@ struct Group {
 
   std::int64_t units() const { return batch * keys.heads; }
 
+  // Scores that a query has after a token, at most.
+  std::int64_t columns() const {
+    std::int64_t total = whole_lanes(window.count);
+    if (sinks) total += whole_lanes(sinks->count);
+    for (const Tokens& tokens : stages) total += whole_lanes(tokens.count);
+    return total;
+  }
+
   bool keeps(std::size_t stage) const { return kept && stage + 1 == stages.size(); }
 
   // The log-weight of the i-th token that leaves the last stage: of kept ones as many are real in every head.
@@ -346,11 +354,8 @@ struct Job {
   Result result;
   double scores;  // that a KV head computes, more or less
 
-  Job(Group given, const at::Tensor& out) : group(std::move(given)), result(group, out) {
-    std::int64_t columns = group.window.count;
-    for (const Tokens& tokens : group.stages) columns += tokens.count;
-    scores = static_cast<double>(group.groups * group.length * columns);
-  }
+  Job(Group given, const at::Tensor& out)
+      : group(std::move(given)), result(group, out), scores(group.groups * group.length * group.columns()) {}
 };
 
 // A KV head of a sequence, and its group.
