@@ -121,6 +121,27 @@ def test_a_student_spends_its_bytes_as_measured(tiny):
     assert plan.made_by == {"strategy": "fading", "budget": BUDGET, "shares": shares.layers}
 
 
+def test_no_head_gets_places_for_more_tokens_than_there_are_positions(tiny):
+    model, tokens = tiny.llama(), windows(tiny)
+    shares = Shares({"model.layers.0.self_attn": [0.5, 0.5], "model.layers.1.self_attn": [0.5, 2.5]})
+
+    def places(plan):
+        heads = [own for layer in plan.layers for own in zip(layer.sizes, layer.coded_per_head, strict=True)]
+        return [window + sinks + sum(count for count, _ in stages) for (_, window, sinks), stages in heads]
+
+    for positions in (128, 160):
+        plan = plan_of(dofla.fade(model, tokens, budget=2 * BUDGET, shares=shares, reach=positions))
+        *others, most = places(plan)
+        assert most == pytest.approx(positions, abs=4)  # a feature's bytes are three or four tokens
+        assert max(others) == min(others) < most
+        assert 0.95 * 2 * MOST < plan.state_bytes(model.dtype) <= 2 * MOST
+        dofla.restore(model)
+    enough = fading_plan(model, 4 * BUDGET, shares=shares, reach=96)  # for all, with bytes to spare
+    assert places(enough) == pytest.approx([96] * 4, abs=4)
+    with pytest.raises(DoflaError, match="budget 0 is too small"):
+        fading_plan(model, 0, shares=shares)
+
+
 def test_by_default_it_measures(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     plan, found = plan_of(dofla.fade(model, tokens, budget=BUDGET)), model(tokens.input_ids).logits
@@ -146,7 +167,7 @@ def test_small_budgets_leave_every_head_tokens_of_each_kind(tiny):
 
 
 def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_with(tiny):
-    model, tokens = tiny.llama(), windows(tiny, 1, 256)
+    model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
     held = [fading_plan(model, budget).layers[0] for budget in (16, 64)]
     held = [layer.window + layer.sinks + layer.stages[0][0] + layer.kept for layer in held]
     assert held[0] < 64 < held[1]

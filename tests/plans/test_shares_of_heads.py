@@ -51,6 +51,24 @@ def test_what_gains_nothing_by_more_is_given_least(cost):
     assert found[0] == min(found) < max(found[1:])
 
 
+@given(LAYERS, st.floats(0.2, 3), st.floats(0.2, 3))
+def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layers, most, of_first):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    before, bounds = Shares(shared(sizes, costs)), {name: most if name else of_first for name in sizes}
+    found = before.at_most(bounds, sizes)
+    heads = [(name, n) for name, own in before.layers.items() for n in range(len(own))]
+    assert all(found.layers[name][n] <= bounds[name] * (1 + 1e-9) for name, n in heads)
+    total, spent = (sum(x.layers[name][n] * sizes[name] for name, n in heads) for x in (before, found))
+    assert spent == pytest.approx(min(total, sum(bounds[name] * sizes[name] for name, _ in heads)))
+    more = [found.layers[name][n] / before.layers[name][n] for name, n in heads if found.layers[name][n] < bounds[name]]
+    assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
+
+
+def test_shares_that_all_can_fill_stay_as_they_are():
+    shares = Shares({"a": [1.5, 1 / 3], "left alone": [9.0], "b": [0.7]})
+    assert shares.at_most({"a": 1.5, "b": 1.0}, {"a": 100, "b": 300}) == shares
+
+
 def test_budgets_are_whole_features():
     shares = Shares({"a": [1.5, 1 / 3]})
     assert [shares.budgets(name, 2, 96) for name in ("a", "b")] == [[144, 32], [96, 96]]

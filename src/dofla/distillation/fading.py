@@ -99,9 +99,9 @@ def fade(
             all the same, which takes no gradients and a tenth of the time; or what was measured before.
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
-        reach: positions that the memory is for: windows are read as if they stood here and there among so many. Default
-            all that the model has, where they are rotary; other models' windows stay where they are. Fewer are a little
-            better within, and much worse beyond.
+        reach: positions that the memory is for: windows are read as if they stood here and there among so many, and no
+            KV head gets places for more tokens. Default all that the model has; windows are moved where they are
+            rotary. Fewer are a little better within, and much worse beyond.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
@@ -115,7 +115,7 @@ def fade(
     if shares == "measured":
         shares = _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, reach)
     known = shares if isinstance(shares, Shares) else None
-    linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax))
+    linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax, reach=reach))
     try:
         measure_directions(model, tokens, batch_size=batch_size, reach=reach)
     except BaseException:

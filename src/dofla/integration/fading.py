@@ -17,10 +17,11 @@ from dofla.data import Images, TokenWindows, as_windows
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.places import placed_over, whole_reach
+from dofla.integration.positions import positions_of
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import AttentionSite, evaluation_mode
+from dofla.integration.sites import AttentionSite, attention_sites, evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_by_site
-from dofla.plans.fading import FADING, PER_HEAD, fade_evenly
+from dofla.plans.fading import FADING, PER_HEAD, budget_for, fade_evenly
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
@@ -30,19 +31,28 @@ WINDOWS = 12
 
 
 def fading_plan(
-    model: PreTrainedModel, budget: float = 64, *, shares: Shares | None = None, keep_softmax: Collection[str] = ()
+    model: PreTrainedModel,
+    budget: float = 64,
+    *,
+    shares: Shares | None = None,
+    keep_softmax: Collection[str] = (),
+    reach: int | None = None,
 ) -> Plan:
     """What :func:`dofla.fade` makes of a model: stages of tokens, no features.
 
     Args:
         model: a causal one.
         budget: bytes, as so many features per KV head.
-        shares: of the KV heads; default the same for all.
+        shares: of the KV heads; default the same for all. What a head could not fill goes to the others.
         keep_softmax: layers to leave as they are.
+        reach: positions that the memory is for; default all that the model has.
 
     Raises:
         DoflaError: as :func:`dofla.fade`.
     """
+    positions = reach or positions_of(model)
+    if shares is not None and positions is not None and budget > 0:  # no other is enough for any head
+        shares = _no_more_than(positions, model, budget, shares, keep_softmax)
 
     def size(site: AttentionSite) -> dict[str, Any]:
         if not site.causal:
@@ -56,6 +66,19 @@ def fading_plan(
 
     made_by = {"strategy": FADING, "budget": budget}
     return plan_by_site(model, size, keep_softmax, made_by | ({} if shares is None else {"shares": shares.layers}))
+
+
+def _no_more_than(
+    tokens: int, model: PreTrainedModel, budget: float, shares: Shares, keep_softmax: Collection[str]
+) -> Shares:
+    """Shares with which no KV head gets places for more tokens."""
+    most, sizes = {}, {}
+    for site in attention_sites(model).values():
+        if site.name not in keep_softmax:
+            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
+            most[site.name] = budget_for(tokens, site.head_dim, site.value_dim, cost) / budget
+            sizes[site.name] = cost.feature
+    return shares.at_most(most, sizes)
 
 
 @torch.no_grad()

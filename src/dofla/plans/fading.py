@@ -3,6 +3,7 @@ three, most of which stay as long as they draw attention."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dofla.attention import Stage, stage_bytes
@@ -49,3 +50,10 @@ def fade_evenly(budget: float, head_dim: int, value_dim: int, cost: HeadCost) ->
     if min(window, newest, kept) < 1:
         raise DoflaError(f"budget {budget} is too small for a memory that fades: give more")
     return Faded(window, SINKS, [[newest, BITS]], kept)
+
+
+def budget_for(tokens: int, head_dim: int, value_dim: int, cost: HeadCost) -> int:
+    """The least with which :func:`fade_evenly` has places for so many tokens, but for what it rounds."""
+    coded = stage_bytes(head_dim, value_dim, BITS, scored=True)
+    per_byte = WINDOW_SHARE / cost.token + (1 - WINDOW_SHARE) / coded
+    return math.ceil((tokens + SINKS * (cost.token / coded - 1)) / per_byte / cost.feature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,25 @@ class Shares(Result):
         if len(own) != heads:
             raise DoflaError(f"layer {layer} has {heads} KV heads, its shares are of {len(own)}: measure them again")
         return [math.floor(share * budget + _EXACT) for share in own]
+
+    def at_most(self, most: Mapping[str, float], sizes: Mapping[str, float]) -> Shares:
+        """These shares where no KV head has more than ``most`` of its layer: what that leaves goes to all others, in
+        proportion to what they have, as far as they can take it.
+
+        Args:
+            most: by name of the layer.
+            sizes: by name, bytes of one of its KV heads in an even split.
+        """
+        found = {name: list(own) for name, own in self.layers.items()}
+        heads = [(share / most[name], name, n) for name in sizes for n, share in enumerate(found.get(name, ()))]
+        left = wanted = sum(found[name][n] * sizes[name] for _, name, n in heads)
+        for _, name, n in sorted(heads, reverse=True):  # those that reach their most first
+            share = found[name][n]
+            found[name][n] = left / wanted * share
+            if found[name][n] > most[name]:
+                found[name][n] = most[name]
+                left, wanted = left - most[name] * sizes[name], wanted - share * sizes[name]
+        return replace(self, layers=found)
 
     def parts(self) -> Iterator[Part]:
         """Shares of each layer, and what forgetting does in it."""
