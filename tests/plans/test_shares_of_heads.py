@@ -55,12 +55,14 @@ def test_what_gains_nothing_by_more_is_given_least(cost):
 def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layers, most, of_first):
     sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
     before, bounds = Shares(shared(sizes, costs)), {name: most if name else of_first for name in sizes}
-    found = before.at_most(bounds, sizes)
+    found, total = before.at_most(bounds, sizes), sum(size * len(costs[name]) for name, size in sizes.items())
+    beyond = max(total / sum(bounds[name] * size * len(costs[name]) for name, size in sizes.items()), 1)
+    bounds = {name: beyond * bound for name, bound in bounds.items()}  # or all get as much more
     heads = [(name, n) for name, own in before.layers.items() for n in range(len(own))]
     assert all(found.layers[name][n] <= bounds[name] * (1 + 1e-9) for name, n in heads)
-    total, spent = (sum(x.layers[name][n] * sizes[name] for name, n in heads) for x in (before, found))
-    assert spent == pytest.approx(min(total, sum(bounds[name] * sizes[name] for name, _ in heads)))
-    more = [found.layers[name][n] / before.layers[name][n] for name, n in heads if found.layers[name][n] < bounds[name]]
+    assert sum(found.layers[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
+    below = [(name, n) for name, n in heads if found.layers[name][n] < bounds[name] * (1 - 1e-9)]
+    more = [found.layers[name][n] / before.layers[name][n] for name, n in below]
     assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
 
 

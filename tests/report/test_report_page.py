@@ -18,7 +18,7 @@ import dofla
 from dofla.cli import main
 from dofla.errors import DoflaError
 from dofla.plans.curves import Curves, LayerCurve, Point
-from dofla.plans.fading import PER_HEAD, fade_evenly
+from dofla.plans.fading import PER_HEAD, fade_evenly, fillable
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.plans.shares import Shares
@@ -128,16 +128,19 @@ def plans_agree(page, profile, curves, lambdas, budgets):
 
 def fading_agrees(page, profile, budgets, shares=None):
     """Strategy fading at every budget: the page's plan is that of fade_evenly, or both say that there is none."""
-    shares = Shares(shares or {})
+    shares, shapes = Shares(shares or {}), {}
+    for x in profile.layers:
+        cost = HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8")
+        shapes[x.name] = x.head_dim, x.value_dim, cost
     for budget, found in zip(budgets, page.evaluate(script("sweep"), [["fading", b, 0] for b in budgets]), strict=True):
-        costs = [HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8") for x in profile.layers]
+        known = fillable(shares, budget, profile.positions, shapes) if profile.positions else shares
         try:
             sizes = [
                 [
-                    asdict(fade_evenly(own, x.head_dim, x.value_dim, c))
-                    for own in shares.budgets(x.name, x.kv_heads, budget)
+                    asdict(fade_evenly(own, *shapes[x.name], profile.positions))
+                    for own in known.budgets(x.name, x.kv_heads, budget)
                 ]
-                for x, c in zip(profile.layers, costs, strict=True)
+                for x in profile.layers
             ]
         except DoflaError:
             assert found["words"] == "No such planThe budget is too small for a memory that fades."

@@ -46,7 +46,7 @@ SMALLEST = 16
 TWICE, LOOKED_UP = 1 / 3, 0.05
 """Of the windows, how many are also read with their first half twice, where everything in the second can be looked up
 in the first; and what the loss on those counts for beside that of the text."""
-_REFERENCE = 64  # features whose memory is counted in tokens
+_REFERENCE, _ANY = 64, 2**31  # features whose memory is counted in tokens, were there positions for any number
 
 
 def measure_shares(
@@ -126,7 +126,7 @@ def fade(
 
 def measured_at(model: PreTrainedModel, budget: int, windows: TokenWindows, keep_softmax: Collection[str] = ()) -> int:
     """The budget that shares of ``budget`` are measured with: one that holds no more than :data:`HELD` of a window."""
-    even = fading_plan(model, _REFERENCE, keep_softmax=keep_softmax)
+    even = fading_plan(model, _REFERENCE, keep_softmax=keep_softmax, reach=_ANY)
     held = [layer.window + layer.sinks + sum(n for n, _ in layer.coded_per_head[0]) for layer in even.layers]
     return min(budget, max(SMALLEST, math.floor(_REFERENCE * HELD * windows.length / max(held, default=1))))
 

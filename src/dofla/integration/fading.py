@@ -21,7 +21,7 @@ from dofla.integration.positions import positions_of
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_by_site
-from dofla.plans.fading import FADING, PER_HEAD, budget_for, fade_evenly
+from dofla.plans.fading import FADING, PER_HEAD, fade_evenly, fillable
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
@@ -43,42 +43,33 @@ def fading_plan(
     Args:
         model: a causal one.
         budget: bytes, as so many features per KV head.
-        shares: of the KV heads; default the same for all. What a head could not fill goes to the others.
+        shares: of the KV heads; default the same for all. What a head could not fill goes to the others, and then
+            to more bits.
         keep_softmax: layers to leave as they are.
         reach: positions that the memory is for; default all that the model has.
 
     Raises:
         DoflaError: as :func:`dofla.fade`.
     """
-    positions = reach or positions_of(model)
+    positions, shapes = reach or positions_of(model), {}
+    for site in attention_sites(model).values():
+        if site.name not in keep_softmax:
+            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
+            shapes[site.name] = site.head_dim, site.value_dim, cost
     if shares is not None and positions is not None and budget > 0:  # no other is enough for any head
-        shares = _no_more_than(positions, model, budget, shares, keep_softmax)
+        shares = fillable(shares, budget, positions, shapes)
 
     def size(site: AttentionSite) -> dict[str, Any]:
         if not site.causal:
             raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
-        cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
         budgets = [budget] * site.kv_heads if shares is None else shares.budgets(site.name, site.kv_heads, budget)
-        sizes = [asdict(fade_evenly(own, site.head_dim, site.value_dim, cost)) for own in budgets]
+        sizes = [asdict(fade_evenly(own, *shapes[site.name], positions)) for own in budgets]
         alike = len(set(budgets)) == 1
         fields = {name: sizes[0][name] if alike else [own[name] for own in sizes] for name in PER_HEAD}
         return {**sizes[0], **fields, "feature_map": "none"}
 
     made_by = {"strategy": FADING, "budget": budget}
     return plan_by_site(model, size, keep_softmax, made_by | ({} if shares is None else {"shares": shares.layers}))
-
-
-def _no_more_than(
-    tokens: int, model: PreTrainedModel, budget: float, shares: Shares, keep_softmax: Collection[str]
-) -> Shares:
-    """Shares with which no KV head gets places for more tokens."""
-    most, sizes = {}, {}
-    for site in attention_sites(model).values():
-        if site.name not in keep_softmax:
-            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
-            most[site.name] = budget_for(tokens, site.head_dim, site.value_dim, cost) / budget
-            sizes[site.name] = cost.feature
-    return shares.at_most(most, sizes)
 
 
 @torch.no_grad()

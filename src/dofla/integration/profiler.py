@@ -13,6 +13,7 @@ from dofla.data import Images, TokenWindows, as_windows, batches
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.estimators import ESTIMATORS
+from dofla.integration.positions import positions_of
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, evaluation_mode
 from dofla.integration.streaming import in_turn
@@ -169,6 +170,7 @@ def profile(
         normalization=normalization,
         skipped=skipped,
         dtype=str(model.dtype).removeprefix("torch."),
+        positions=positions_of(model),
         estimator=estimator,
     )
 

@@ -55,7 +55,7 @@ class Shares(Result):
 
     def at_most(self, most: Mapping[str, float], sizes: Mapping[str, float]) -> Shares:
         """These shares where no KV head has more than ``most`` of its layer: what that leaves goes to all others, in
-        proportion to what they have, as far as they can take it.
+        proportion to what they have. Where all have that much, the rest goes to them in proportion to it.
 
         Args:
             most: by name of the layer.
@@ -64,12 +64,13 @@ class Shares(Result):
         found = {name: list(own) for name, own in self.layers.items()}
         heads = [(share / most[name], name, n) for name in sizes for n, share in enumerate(found.get(name, ()))]
         left = wanted = sum(found[name][n] * sizes[name] for _, name, n in heads)
+        beyond = max(left / sum(most[name] * sizes[name] for _, name, _ in heads), 1) if heads else 1
         for _, name, n in sorted(heads, reverse=True):  # those that reach their most first
-            share = found[name][n]
+            share, bound = found[name][n], beyond * most[name]
             found[name][n] = left / wanted * share
-            if found[name][n] > most[name]:
-                found[name][n] = most[name]
-                left, wanted = left - most[name] * sizes[name], wanted - share * sizes[name]
+            if found[name][n] > bound:
+                found[name][n] = bound
+                left, wanted = left - bound * sizes[name], wanted - share * sizes[name]
         return replace(self, layers=found)
 
     def parts(self) -> Iterator[Part]:

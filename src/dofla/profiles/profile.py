@@ -78,6 +78,7 @@ class Profile(Result):
     skipped: list[SkippedLayer] = field(default_factory=list)
     dtype: str = "float32"  # of the model, and so of the tokens in a window
     estimator: str = "attention"  # of the degrees of freedom, see dofla.profile
+    positions: int | None = None  # that the model has; it may not say, nor do profiles of earlier versions
 
     @property
     def itemsize(self) -> int:
@@ -143,7 +144,7 @@ class Profile(Result):
         head = {"format": 2, "model": self.model, "source": self.source, "samples": self.samples}
         head |= {"tokens": self.tokens, "seed": self.seed, "estimator": self.estimator}
         head["normalization"] = self.normalization
-        head["dtype"] = self.dtype
+        head |= {"dtype": self.dtype, "positions": self.positions}
         skipped = [vars(x) for x in self.skipped]
         return head | {"lambda_of_dof_shown": DEFAULT_LAMBDA, "skipped": skipped, "layers": layers}
 
@@ -154,6 +155,7 @@ class Profile(Result):
         kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
         kept["dtype"] = data.get("dtype", "float32")  # profiles of version 0.1 do not say
         kept["estimator"] = data.get("estimator", "paper")  # nor do those of format 1, which knew no other
+        kept["positions"] = data.get("positions")
         if kept["normalization"] not in NORMALIZATIONS:
             raise ValueError(f"normalization is {kept['normalization']!r}")
         if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):

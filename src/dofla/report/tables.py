@@ -9,7 +9,7 @@ from typing import Any
 
 from dofla.errors import DoflaError
 from dofla.plans.curves import Curves, Shape, best_sizes
-from dofla.plans.fading import fade_evenly
+from dofla.plans.fading import budget_for, fade_evenly
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan
 from dofla.profiles.profile import LayerProfile, Profile
@@ -43,6 +43,8 @@ def slider_tables(
         and ``largest``, the exact maximum over heads;
         ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``fading``, likewise
         (window, sinks, stages) or None, see :func:`_faded`, up to the largest budget that a single head may have;
+        ``fillable``, for each shape the budget with which a head has places for all positions, or None where the
+        profile does not say how many there are;
         and ``curves``, for each file and layer the choices of
         strategy ``measured``: (bytes, loss, sizes of each head).
     """
@@ -79,7 +81,12 @@ def slider_tables(
         "shapes": [shapes.index(kind) for kind in kinds],
         "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
         "fading": [
-            [_faded(n, layer, shape) for n in range(1, largest + 1)]
+            [_faded(n, layer, shape, profile.positions) for n in range(1, largest + 1)]
+            for layer, shape in zip(examples, shapes, strict=True)
+        ],
+        "fillable": profile.positions
+        and [
+            budget_for(profile.positions, layer.head_dim, layer.value_dim, shape)
             for layer, shape in zip(examples, shapes, strict=True)
         ],
         "curves": [
@@ -98,12 +105,12 @@ def _cost(profile: Profile, layer: LayerProfile, kept: str) -> HeadCost:
     return HeadCost.of(layer.head_dim, layer.value_dim, profile.itemsize, kept)
 
 
-def _faded(budget: int, layer: LayerProfile, cost: HeadCost) -> list[Any] | None:
+def _faded(budget: int, layer: LayerProfile, cost: HeadCost, positions: int | None) -> list[Any] | None:
     """Window, sinks and, of each stage, tokens, bits and bytes; None where there can be no such memory."""
     if not layer.causal:
         return None
     try:
-        found = fade_evenly(budget, layer.head_dim, layer.value_dim, cost)
+        found = fade_evenly(budget, layer.head_dim, layer.value_dim, cost, positions)
     except DoflaError:  # other sizes of heads, or too small a budget
         return None
     plan = LayerPlan(layer.name, 1, layer.head_dim, layer.value_dim, feature_map="none", **asdict(found))

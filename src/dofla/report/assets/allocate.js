@@ -93,6 +93,25 @@ function byBits(stages) {
   return [...found].sort((a, b) => b[0] - a[0]);
 }
 
+// Shares.at_most: of each layer's heads, most of a layer and what the heads of one cost.
+function atMost(shares, most, costs) {
+  const found = shares.map((own) => [...own]);
+  const heads = shares.flatMap((own, layer) => own.map((share, head) => ({ layer, head, share })));
+  let left = sum(heads.map(({ layer, share }) => share * costs[layer])),
+    wanted = left;
+  const beyond = Math.max(left / sum(heads.map(({ layer }) => most[layer] * costs[layer])), 1);
+  for (const { layer, head, share } of heads.sort((a, b) => b.share / most[b.layer] - a.share / most[a.layer])) {
+    const bound = beyond * most[layer];
+    found[layer][head] = (left / wanted) * share;
+    if (found[layer][head] > bound) {
+      found[layer][head] = bound;
+      left -= bound * costs[layer];
+      wanted -= share * costs[layer];
+    }
+  }
+  return found;
+}
+
 // tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes, by head}}
 // → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
 // window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
@@ -107,12 +126,18 @@ function allocate(tables, wanted) {
   let sizes,
     stages = layers.map(({ heads }) => Array(heads).fill([]));
   if (strategy === "fading") {
-    const own = tables.shapes.map((shape, n) => {
-      const { name, heads } = layers[n];
+    let shares = layers.map(({ name, heads }) => {
       const found = (wanted.shares || {})[name] ?? 1; // one number for all heads in runs of older versions
-      const shares = Array.isArray(found) ? found : Array(heads).fill(found);
-      return shares.map((share) => tables.fading[shape][Math.floor(share * budget + 1e-9) - 1]);
+      return Array.isArray(found) ? found : Array(heads).fill(found);
     });
+    if (wanted.shares && tables.fillable) {
+      const most = tables.shapes.map((shape) => tables.fillable[shape] / budget);
+      const costs = price.map(([feature]) => feature);
+      shares = atMost(shares, most, costs);
+    }
+    const own = shares.map((heads, n) =>
+      heads.map((share) => tables.fading[tables.shapes[n]][Math.floor(share * budget + 1e-9) - 1]),
+    );
     if (!own.flat().every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
     sizes = own.map((heads) => heads.map(([window, sinks]) => [0, window, sinks]));
     stages = own.map((heads) => heads.map((each) => each[2]));
