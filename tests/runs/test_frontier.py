@@ -147,5 +147,7 @@ def test_bad_input(tiny):
         dofla.frontier(model, tokens, {})
     with pytest.raises(DoflaError, match="no budget to try"):
         dofla.frontier(model, tokens, {"a": [tokens]}, budgets=[])
+    with pytest.raises(DoflaError, match="reach is 16, and texts of 32 tokens are to be read: give as many"):
+        dofla.frontier(model, tokens, {"a": [tokens]}, reach=16)
     with pytest.raises(DoflaError, match="target is 0: give what may be lost, above 0"):
         dofla.frontier(model, tokens, {"a": [tokens]}, target=0)

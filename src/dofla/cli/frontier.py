@@ -30,6 +30,9 @@ def frontier(
     out: Annotated[
         Path | None, typer.Option(help="New folder for the students that are found, figures and a page.")
     ] = None,
+    reach: Annotated[
+        int | None, typer.Option(help="Positions that the memory is for; default all that the model has.")
+    ] = None,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
     seed: Seed = 0,
@@ -59,6 +62,7 @@ def frontier(
             budgets=budgets or BUDGETS,
             target=target,
             batch_size=batch_size,
+            reach=reach,
             out=out,
             progress=bar.stage,
         )
@@ -68,6 +72,7 @@ def frontier(
         view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {STUDENTS}/{budget}' for budget in found.kept)}")
     elif target is not None:
         options = f"--data {shlex.quote(data)} --seed {seed}" + (f" --dtype {dtype}" if dtype else "")
+        options += f" --reach {reach}" if reach else ""
         for budget in found.kept:
             view.say(f"dofla fade {shlex.quote(model)} --budget {budget} {options} --out faded-{budget}")
     return found.to_dict()

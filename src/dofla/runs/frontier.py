@@ -175,6 +175,7 @@ def frontier(
     budgets: Sequence[int] = BUDGETS,
     target: float | None = None,
     batch_size: int = 1,
+    reach: int | None = None,
     out: str | Path | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Frontier:
@@ -189,6 +190,7 @@ def frontier(
             smallest up until they do at all lengths, and a few more between the last that misses it and the first that
             does not.
         batch_size: windows per pass.
+        reach: positions that the memory is for, as for :func:`dofla.fade`; smaller states do for fewer.
         out: new folder for ``frontier.json`` and for ``students``: adapters, called by their budgets, of those that
             are smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
@@ -196,14 +198,19 @@ def frontier(
 
     Raises:
         DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; a text without windows, or with
-            two sets of one length; a target that is not above 0; ``out`` exists.
+            two sets of one length; windows longer than ``reach``; a target that is not above 0; ``out`` exists.
     """
     windows, sets = as_windows(tokens), _sets(judged)
     if not budgets:
         raise DoflaError("no budget to try: give one or more")
     if target is not None and not 0 < target < math.inf:
         raise DoflaError(f"target is {target}: give what may be lost, above 0, in nats per token, for instance 0.02")
+    if reach is not None and (longest := max(length for _, length in sets)) > reach:
+        raise DoflaError(
+            f"reach is {reach}, and texts of {longest} tokens are to be read: give as many, or leave it out"
+        )
     made_from = {"source": windows.source, "length": windows.length, "windows": len(windows)}
+    made_from |= {} if reach is None else {"reach": reach}
     sources = {text: own[0].source for text, own in judged.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
     shares: dict[int, Shares] = {}  # by the budget they were measured with, which large ones have in common
@@ -212,8 +219,8 @@ def frontier(
 
         def judge(budget: int) -> None:
             if (at := measured_at(model, budget, windows)) not in shares:
-                shares[at] = measure_shares(model, windows, at, batch_size=batch_size)
-            student = fade(model, windows, budget=budget, shares=shares[at], batch_size=batch_size)
+                shares[at] = measure_shares(model, windows, at, batch_size=batch_size, reach=reach)
+            student = fade(model, windows, budget=budget, shares=shares[at], batch_size=batch_size, reach=reach)
             try:
                 plan = plan_of(student)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
