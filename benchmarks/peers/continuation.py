@@ -56,14 +56,14 @@ CONSTANT, GROWS = "constant", "grows with the text"
 Make = Callable[[PreTrainedModel], PreTrainedModel]
 
 
-def students(budget: int, known: TokenWindows, own: TokenWindows | None) -> dict[str, Make]:
+def students(budget: int, known: TokenWindows, own: TokenWindows | None, reach: int | None = None) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
     made = {
-        OURS: lambda model: dofla.fade(model, known, budget=budget),
+        OURS: lambda model: dofla.fade(model, known, budget=budget, reach=reach),
         "window and sinks, 8 bits": lambda model: window_alone(budget, None)(model, known),
     }
     if own is not None:
-        made["dofla.fade, own samples"] = lambda model: dofla.fade(model, own, budget=budget)
+        made["dofla.fade, own samples"] = lambda model: dofla.fade(model, own, budget=budget, reach=reach)
     return made
 
 
@@ -115,9 +115,9 @@ def coded_bytes(cache: Cache) -> int:
     return sum(bytes_of(getattr(layer, name) for name in kept) for layer in cache.layers)
 
 
-def limit_of(model: PreTrainedModel, budget: int) -> int:
+def limit_of(model: PreTrainedModel, budget: int, reach: int | None = None) -> int:
     """Bytes of the state of a memory that fades."""
-    student = dofla.linearize(model, fading_plan(model, budget))
+    student = dofla.linearize(model, fading_plan(model, budget, reach=reach))
     _, held = judge_student(student, torch.zeros(1, WRITTEN + 1, dtype=torch.int64))
     dofla.restore(student)
     return held
@@ -179,6 +179,7 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens per window, of which the last 512 are judged.")] = 2048,
     longest: Annotated[int, typer.Option(help="Tokens of the windows whose ends these are.")] = 4096,
     windows: Annotated[int, typer.Option(help="Of each text, spread over it evenly.")] = 8,
+    reach: Annotated[int | None, typer.Option(help="Positions that dofla is for; default all there are.")] = None,
     own: Annotated[bool, typer.Option("--own", help="Measure on samples of the model's own as well.")] = False,
     kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
 ) -> None:
@@ -189,7 +190,7 @@ def main(
     for name, where in sources(text or []).items():
         there = dofla.token_windows(where, tokenizer, length=longest, split="all").input_ids
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long(), -length:]
-    limits = {each: limit_of(teacher, each) for each in budget or [64, 256]}
+    limits = {each: limit_of(teacher, each, reach) for each in budget or [64, 256]}
     write_texts(out, texts, list(limits.values()))
     there = read_rows(out)
     if f"{SOFTMAX}, 0" not in there:
@@ -198,7 +199,7 @@ def main(
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     samples = dofla.token_windows("self", tokenizer, model=teacher, length=512, windows=12) if own else None
     for each, limit in limits.items():
-        for name, make in students(each, known, samples).items():
+        for name, make in students(each, known, samples, reach).items():
             if f"{name}, {limit}" not in there:
                 student_row(name, limit, make(teacher), texts).write(out)
                 dofla.restore(teacher)
