@@ -160,7 +160,10 @@ class Profile(Result):
             raise ValueError(f"normalization is {kept['normalization']!r}")
         if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
             raise ValueError(f"dtype is {kept['dtype']!r}")
-        return build(cls, kept | {"layers": layers, "skipped": skipped}, "it")
+        found = build(cls, kept | {"layers": layers, "skipped": skipped}, "it")
+        if found.positions is not None and found.positions < 1:
+            raise ValueError(f"positions is {found.positions}")
+        return found
 
 
 def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:

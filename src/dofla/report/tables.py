@@ -84,8 +84,9 @@ def slider_tables(
             [_faded(n, layer, shape, profile.positions) for n in range(1, largest + 1)]
             for layer, shape in zip(examples, shapes, strict=True)
         ],
-        "fillable": profile.positions
-        and [
+        "fillable": None
+        if profile.positions is None
+        else [
             budget_for(profile.positions, layer.head_dim, layer.value_dim, shape)
             for layer, shape in zip(examples, shapes, strict=True)
         ],
