@@ -142,6 +142,7 @@ def test_a_base_that_is_known_to_be_on_the_hub_is_named_as_there(base, tmp_path,
 def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
     """So that the adapter opens wherever the package is."""
     model = dofla.linearize(load_model(teacher_path()))
+    caplog.clear()  # a processor may be slow in its precision
     dofla.save_adapter(model, tmp_path / "adapter")
     named = json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"]
     assert named == "package:dofla/runs/demo/teacher"
