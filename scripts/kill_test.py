@@ -38,15 +38,15 @@ RECIPE = """
 model: demo
 budget: 16
 data: {source: demo, length: 64, windows: 16}
-validation: {source: demo, length: 64, windows: 2, split: validation}
+validation: {source: demo, length: 64, windows: 4, split: validation}
 profile: {samples: 64, windows: 4}
-curves: {windows: 3, steps: 1, rows: 16, held_out: 1}
+curves: {windows: 4, steps: 1, rows: 16, held_out: 2}
 students:
   - {name: Fix, strategy: fixed}
   - {name: Measured, end_to_end: true}
-distill: {steps: 12, batch_size: 1, rows: 16, checkpoint_every: 1}
-end_to_end: {steps: 6, batch_size: 1, lora_rank: 2, checkpoint_every: 1}
-evaluate: {batch_size: 2, fidelity_windows: 2, prompts: 1, prompt_tokens: 16, new_tokens: 4}
+distill: {steps: 16, batch_size: 1, rows: 16, checkpoint_every: 1}
+end_to_end: {steps: 8, batch_size: 1, lora_rank: 2, checkpoint_every: 1}
+evaluate: {batch_size: 4, fidelity_windows: 4, prompts: 1, prompt_tokens: 16, new_tokens: 4}
 """
 TIMINGS = ("seconds", "distill_seconds", "speed")
 _WRITTEN_TWICE = ("record.json", "README.md")  # what an evaluation found is added to a student's card

@@ -10,6 +10,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 
 def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_weights(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "--kills", "2", "--out", tmp_path], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPT, "--kills", "3", "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().splitlines()[-1].startswith("2 of 2")
+    assert done.stdout.rstrip().splitlines()[-1].startswith("3 of 3")

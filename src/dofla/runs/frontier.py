@@ -74,7 +74,7 @@ class Frontier(Result):
         cache: by length, bytes of the softmax model's key-value cache.
         target: loss that was asked for, if any.
         model: class, name and number of parameters.
-        made_from: source, length and number of the windows that students were made from.
+        made_from: source, length and number of the windows that students were made from; ``reach``, if it was given.
         judged: by name of a text, source of its windows.
     """
 
