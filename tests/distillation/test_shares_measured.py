@@ -132,7 +132,7 @@ def test_no_head_gets_places_for_more_tokens_than_there_are_positions(tiny):
     for positions in (128, 160):
         plan = plan_of(dofla.fade(model, tokens, budget=2 * BUDGET, shares=shares, reach=positions))
         *others, most = places(plan)
-        assert most == positions
+        assert most == positions == plan.reach
         assert max(others) == min(others) < most
         assert 0.95 * 2 * MOST < plan.state_bytes(model.dtype) <= 2 * MOST
         dofla.restore(model)

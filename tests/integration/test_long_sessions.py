@@ -125,6 +125,21 @@ def test_generate_alone_warns_when_positions_end(tiny, caplog, softmax):
     assert "dofla.keep_sessions" in record.getMessage()
 
 
+def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
+    """As one of a model that has no more."""
+    few, more = tiny.llama(max_position_embeddings=POSITIONS), tiny.llama(max_position_embeddings=4 * POSITIONS)
+    plan = tiny.plan(more, **SIZES["fading"])
+    plan.reach = POSITIONS
+    plain, student = dofla.linearize(few, tiny.plan(few, **SIZES["fading"])), dofla.linearize(more, plan)
+    answer(student, tiny.tokens(1, POSITIONS - 1), 6)
+    (record,) = (record for record in caplog.records if record.name.startswith("dofla"))
+    assert f"past the {POSITIONS} positions" in record.getMessage()
+    text = tiny.tokens(1, 100)
+    for model in (plain, student):
+        dofla.keep_sessions(model)
+    assert torch.equal(answer(student, text), answer(plain, text))
+
+
 @pytest.mark.parametrize(
     ("begun", "read", "length", "first"),
     [

@@ -118,6 +118,12 @@ def test_shares_of_kv_heads_are_one_line(tmp_path):
     text = text_of(saved(model, tmp_path, "standalone"))
     words = "Allotted with strategy fading, budget 24, KV heads have 0.75 to 1.50 times the bytes of an even split."
     assert words in text
+    assert "It was made for" not in text
+
+
+def test_positions_that_a_memory_was_made_for_are_said(tmp_path):
+    model = dofla.fade(teacher("llama"), tokens(4, 48), budget=24, shares="even", reach=48)
+    assert "It was made for 48 positions" in text_of(saved(model, tmp_path, "standalone"))
 
 
 @pytest.mark.parametrize(("family", "auto_class", "task"), [

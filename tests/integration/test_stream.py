@@ -61,6 +61,17 @@ def test_a_model_with_learnt_positions_reads_on_as_well(tiny):
     assert stream.read(tiny.tokens(1, 100)).shape == (1, 100, 64)
 
 
+def test_a_memory_for_fewer_positions_begins_anew_before_they_end(tiny, tmp_path):
+    base = tiny.llama()
+    base.save_pretrained(tmp_path / "base")
+    plan = tiny.plan(base, **SIZES["fading"])
+    plan.reach = POSITIONS
+    dofla.save_adapter(dofla.linearize(base, plan), tmp_path / "adapter")
+    student = dofla.load(tmp_path / "adapter", base_model=tmp_path / "base")
+    assert dofla.Stream(student).positions == POSITIONS
+    assert dofla.Stream(student, positions=2 * POSITIONS).positions == 2 * POSITIONS  # if that is asked for
+
+
 def test_generate_goes_on_from_a_stream(student, tiny):
     stream, ids = dofla.Stream(student, OVERLAP), tiny.tokens(1, 61)
     stream.read(ids[:, :60])

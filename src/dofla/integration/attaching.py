@@ -23,9 +23,14 @@ class AttachedLinearAttention(LinearAttention):
 
     Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
     half-precision log-feature would be off by whole factors.
+
+    Args:
+        layer: what it is to be.
+        beside_softmax: whether other layers of the model stay softmax.
+        reach: positions that the plan is for, if it says so.
     """
 
-    def __init__(self, layer: LayerPlan, beside_softmax: bool) -> None:
+    def __init__(self, layer: LayerPlan, beside_softmax: bool, reach: int | None = None) -> None:
         features, window, sinks = zip(*layer.sizes, strict=True)
         super().__init__(
             layer.feature_map,
@@ -39,7 +44,7 @@ class AttachedLinearAttention(LinearAttention):
             layer.value_dim,
         )
         self.name = layer.name
-        self.beside_softmax = beside_softmax
+        self.beside_softmax, self.reach = beside_softmax, reach
         self._all = tuple(self.modules())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -79,7 +84,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
             module = model.get_submodule(layer.name)
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
-        module.dofla = AttachedLinearAttention(layer, beside_softmax=len(linear) < len(plan.layers))
+        module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), plan.reach)
         device = next(module.parameters()).device
         module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
         module.dofla.train(module.training)

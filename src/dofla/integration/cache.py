@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from dofla.attention import FlatState, State
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
-from dofla.integration.positions import positions_of
+from dofla.integration.positions import positions_within
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class LinearCacheLayer(CacheLayerMixin):
     Args:
         beside_softmax: whether other layers are softmax, and masks are made for them.
         static: whether it stands in a static cache.
-        positions: that the model has, if this entry is to say when its tokens go past them.
+        positions: that there are for it, if this entry is to say when its tokens go past them.
     """
 
     is_compileable = True
@@ -61,8 +61,8 @@ class LinearCacheLayer(CacheLayerMixin):
         before, self.tokens = self.tokens, self.tokens + key_states.shape[-2]
         if self.positions is not None and not torch.compiler.is_compiling() and before <= self.positions < self.tokens:
             logger.warning(
-                "read past the %d positions that the model has, where it fails: dofla.keep_sessions and dofla.Stream "
-                "begin anew before that",
+                "read past the %d positions that the model has, or its memory was made for, where it fails: "
+                "dofla.keep_sessions and dofla.Stream begin anew before that",
                 self.positions,
             )
         return key_states, value_states
@@ -143,7 +143,7 @@ def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
         # One of them says when positions end; a static one's count is a tensor, which only its graph may ask.
         static = isinstance(entry, StaticLayer)
         silent = static or any(isinstance(other, LinearCacheLayer) for other in cache.layers)
-        positions = None if silent else positions_of(module)
+        positions = None if silent else positions_within(module, module.dofla.reach)
         entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static, positions)
     entry.handed_over = True
     return entry

@@ -68,8 +68,8 @@ def fading_plan(
         fields = {name: sizes[0][name] if alike else [own[name] for own in sizes] for name in PER_HEAD}
         return {**sizes[0], **fields, "feature_map": "none"}
 
-    made_by = {"strategy": FADING, "budget": budget}
-    return plan_by_site(model, size, keep_softmax, made_by | ({} if shares is None else {"shares": shares.layers}))
+    made_by = {"strategy": FADING, "budget": budget} | ({} if shares is None else {"shares": shares.layers})
+    return plan_by_site(model, size, keep_softmax, made_by, reach)
 
 
 @torch.no_grad()

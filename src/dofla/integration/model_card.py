@@ -117,6 +117,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         kept_apart=linear < len(plan.layers),
         layers=[_row(layer, dtype) for layer in plan.layers],
         made_by=_cell(", ".join(_made_by(plan))),
+        reach=plan.reach,
         new_weights=any(training.weights for training in record.training),
         trained_length=max([x.positions for x in record.training if x.positions], default=None),
         figures=[_figure_row(figure, commands) for figure in record.figures],

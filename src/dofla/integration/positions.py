@@ -13,6 +13,11 @@ def positions_of(model: nn.Module) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def positions_within(model: nn.Module, reach: int | None) -> int | None:
+    """How many are to be used: those that the model has, or fewer that a plan is for; None if neither says."""
+    return min((n for n in (positions_of(model), reach) if n is not None), default=None)
+
+
 def read_again(positions: int) -> int:
     """Tokens that a new state begins with."""
     return max(positions // _AGAIN, 1)

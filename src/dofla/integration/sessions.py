@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from dofla.errors import DoflaError
-from dofla.integration.positions import beginning, positions_of, read_again
+from dofla.integration.positions import beginning, positions_within, read_again
 from dofla.integration.prompt_state import read_prompt
-from dofla.integration.surgery import linear_layers
+from dofla.integration.surgery import plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class Sessions:
     they were, so a turn costs its own tokens. A state cannot be rolled back, hence two of them: if the answer comes
     back in other tokens than it was written in, or is to be written again, the one after the prompt serves.
 
-    A conversation may be longer than the model has positions. What would pass them with its answer begins a new state,
-    into which as many of its last tokens are read again as :class:`~dofla.Stream` reads, and those that are new; what
-    was told before is gone. There is room for the tokens that are asked for, up to half the positions, and an answer
-    ends where positions do.
+    A conversation may be longer than the model has positions, or than its memory was made for. What would pass them
+    with its answer begins a new state, into which as many of its last tokens are read again as :class:`~dofla.Stream`
+    reads, and those that are new; what was told before is gone. There is room for the tokens that are asked for, up to
+    half the positions, and an answer ends where positions do.
 
     Args:
         student: a linearised model.
@@ -56,14 +56,14 @@ class Sessions:
     """
 
     def __init__(self, student: PreTrainedModel, most: int = 32, *, static: bool = False) -> None:
-        linear_layers(student)
+        plan = plan_of(student)
         if not student.can_generate():
             raise DoflaError(f"{type(student).__name__} writes no text: there are no sessions to keep")
         if most < 1:
             raise DoflaError(f"sessions: {most}; remember 1 or more")
         self.read = 0
         self._student, self._snapshots, self._static = student, _SNAPSHOTS * most, static
-        self._positions = positions_of(student) or sys.maxsize
+        self._positions = positions_within(student, plan.reach) or sys.maxsize
         # Of each text, the token at which its state begins, and the state.
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.positions import beginning, positions_of, read_again
+from dofla.integration.positions import beginning, positions_of, positions_within, read_again
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.reading import check_readable
-from dofla.integration.surgery import linear_layers
+from dofla.integration.surgery import plan_of
 
 
 class Stream:
@@ -20,15 +20,15 @@ class Stream:
         for piece in pieces:
             logits = stream.read(piece)
 
-    A state takes any number of tokens, but a model has positions for so many, and beyond them both it and its student
-    fail. What would not fit any more begins a new state, into which the ``overlap`` tokens before it are read again:
-    what was told before these is gone, and memory stays as it is.
+    A state takes any number of tokens, but a model has positions for so many, and a memory may be made for fewer:
+    beyond them a student fails. What would not fit any more begins a new state, into which the ``overlap`` tokens
+    before it are read again: what was told before these is gone, and memory stays as it is.
 
     Args:
         student: a linearised causal language model.
         overlap: tokens read again into each new state; default a quarter of the positions, which makes reading cost a
             third more.
-        positions: that may be used; default all that the model has.
+        positions: that may be used; default those that the student was made for, all that the model has if not fewer.
 
     Attributes:
         ids: the tokens [B, n] read into the state, from its first on.
@@ -40,9 +40,8 @@ class Stream:
     """
 
     def __init__(self, student: PreTrainedModel, overlap: int | None = None, positions: int | None = None) -> None:
-        linear_layers(student)
-        known = positions_of(student)
-        positions = known if positions is None else positions
+        within, known = positions_within(student, plan_of(student).reach), positions_of(student)
+        positions = within if positions is None else positions
         if positions is None:
             raise DoflaError(f"{type(student).__name__} does not say how many positions it has: give positions")
         if positions < 2 or positions > (known or positions):

@@ -94,6 +94,7 @@ def plan_by_site(
     size: Callable[[AttentionSite], dict[str, Any]],
     keep_softmax: Collection[str],
     made_by: dict[str, Any],
+    reach: int | None = None,
 ) -> Plan:
     """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
     no layer."""
@@ -105,7 +106,7 @@ def plan_by_site(
             layers.append(LayerPlan(*shape, keep_softmax=True))
         elif not site.linear_time:
             layers.append(LayerPlan(*shape, **size(site)))
-    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
+    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, reach)
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:

@@ -186,11 +186,19 @@ class LayerPlan:
 
 @dataclass
 class Plan(Result):
-    """All attention layers of a model, and how the plan came about. JSON that a person can edit."""
+    """All attention layers of a model, and how the plan came about. JSON that a person can edit.
+
+    Attributes:
+        layers: one each.
+        model: name of the one it is for.
+        made_by: strategy, budget, λ, ...: a record, not an input.
+        reach: positions that the memory is for, where these are not all that the model has.
+    """
 
     layers: list[LayerPlan]
     model: str = ""
-    made_by: dict[str, Any] = field(default_factory=dict)  # strategy, budget, lambda, ...: a record, not an input
+    made_by: dict[str, Any] = field(default_factory=dict)
+    reach: int | None = None
 
     def __getitem__(self, name: str) -> LayerPlan:
         for layer in self.layers:
@@ -237,7 +245,8 @@ class Plan(Result):
             bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
             shown.add_row(layer.name, *sizes, bar)
         yield shown
-        yield f"state per sequence: {size(self.state_bytes())} in float32, whatever the context"
+        context = "whatever the context" if self.reach is None else f"for up to {self.reach:,} positions"
+        yield f"state per sequence: {size(self.state_bytes())} in float32, {context}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, one short entry per layer."""
@@ -249,7 +258,8 @@ class Plan(Result):
             if not layer.kept:
                 del entry["kept"]
             layers[entry.pop("name")] = entry
-        return {"format": _FORMAT, "model": self.model, "made_by": self.made_by, "layers": layers}
+        head = {"format": _FORMAT, "model": self.model, "made_by": self.made_by}
+        return head | ({} if self.reach is None else {"reach": self.reach}) | {"layers": layers}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "the plan") -> Plan:
@@ -272,7 +282,10 @@ class Plan(Result):
         made_by = data.get("made_by") or {}
         if not isinstance(made_by, dict):
             raise DoflaError(f"{where}: made_by is {made_by!r}: give an object, or leave it out")
-        return cls(plans, str(data.get("model", "")), made_by)
+        reach = data.get("reach")
+        if reach is not None and not (is_whole(reach) and reach > 0):
+            raise DoflaError(f"{where}: reach is {reach!r}: give a number of positions, or leave it out")
+        return cls(plans, str(data.get("model", "")), made_by, reach)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, replacing what was there."""
