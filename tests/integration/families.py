@@ -17,6 +17,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -78,6 +79,10 @@ _OTHERS: dict[str, tuple[type, Callable[[], PreTrainedConfig]]] = {
     "vit": (
         AutoModelForImageClassification,
         lambda: ViTConfig(**_SIZE, intermediate_size=48, image_size=32, patch_size=8),
+    ),
+    "falcon_h1": (
+        AutoModelForCausalLM,
+        lambda: FalconH1Config(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **_GROUPED),
     ),
     "gptj": (AutoModelForCausalLM, lambda: GPTJConfig(rotary_dim=4, **_GPT)),
     "bloom": (AutoModelForCausalLM, lambda: BloomConfig(hidden_size=32, n_layer=2, n_head=4, **_ANY)),

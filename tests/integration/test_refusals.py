@@ -1,11 +1,15 @@
 """What linear attention cannot express is refused by name and with the reason, before anything is changed."""
 
+import copy
+
 import pytest
 import torch
 from families import own_student, plan_for, student, teacher, tokens
+from transformers import MistralForCausalLM
 
 import dofla
 from dofla.integration.sites import attention_sites
+from dofla.integration.surgery import is_linearized, plan_of
 
 
 def plan_of_linear_layers(model):
@@ -24,6 +28,7 @@ def plan_of_linear_layers(model):
         ("t5", "encoder.block.0.layer.0.SelfAttention", "position bias"),
         ("mistral_sliding", "model.layers.0.self_attn", "a bounded window already"),
         ("gemma3", "model.layers.0.self_attn", "a bounded window already"),
+        ("falcon_h1", "model.layers.0.self_attn", "shares its entry of the cache with a recurrent layer"),
     ],
 )
 def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason):
@@ -46,6 +51,30 @@ def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason)
 def test_profiling_refuses_such_a_layer_too(family, match):
     with pytest.raises(dofla.DoflaError, match=match):
         dofla.profile(teacher(family), tokens(2, 16))
+
+
+@pytest.mark.parametrize("make", [
+    lambda model: dofla.fade(model, tokens(12, 32), budget=24),
+    lambda model: dofla.fade(model, tokens(12, 32), budget=24, shares="even"),
+    lambda model: dofla.linearize(model, budget=8),
+    lambda model: dofla.measure_curves(model, tokens(12, 32), budget=8),
+    lambda model: dofla.measure_shares(model, tokens(12, 32), 24),
+])  # fmt: skip
+def test_where_all_windows_are_bounded_nothing_is_begun(make):
+    model = teacher("mistral_sliding")
+    before = model(tokens(2, 32)).logits
+    match = "MistralForCausalLM: no layer is left to linearise: .* unless it is opened with sliding_window=None"
+    with pytest.raises(dofla.DoflaError, match=match):
+        make(model)
+    assert not is_linearized(model)
+    assert torch.equal(model(tokens(2, 32)).logits, before)
+
+
+def test_opened_without_its_window_such_a_model_is_linearised():
+    config = copy.deepcopy(teacher("mistral_sliding").config)
+    config.sliding_window = None
+    model = dofla.fade(MistralForCausalLM(config).eval(), tokens(12, 32), budget=24, shares="even")
+    assert len(plan_of(model).layers) == 2
 
 
 @pytest.mark.parametrize("family", ["gptj", "bloom", "falcon"])

@@ -15,7 +15,7 @@ from dofla.errors import DoflaError
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import AttentionSite, attention_sites, check_kept, evaluation_mode
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, evaluation_mode
 from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
@@ -134,7 +134,7 @@ def profile(
         raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
     windows = as_windows(tokens)
     parts = batches(windows, batch_size)
-    sites, skipped = _choose(attention_sites(model), keep_softmax)
+    sites, skipped = _choose(model, keep_softmax)
     made = ESTIMATORS[estimator]
     estimators = {name: made(samples, len(windows), torch.Generator().manual_seed(seed)) for name in sites}
     tallies = {name: Tally(torch.Generator().manual_seed(seed)) for name in sites}
@@ -176,10 +176,10 @@ def profile(
 
 
 def _choose(
-    sites: dict[str, AttentionSite], keep_softmax: Sequence[str]
+    model: PreTrainedModel, keep_softmax: Sequence[str]
 ) -> tuple[dict[str, AttentionSite], list[SkippedLayer]]:
+    sites, chosen, skipped = attention_sites(model), {}, []
     check_kept(sites, keep_softmax)
-    chosen, skipped = {}, []
     for name, site in sites.items():
         if name in keep_softmax or site.linear_time:
             reason = "attends to a bounded window already" if site.linear_time else "asked for"
@@ -187,6 +187,5 @@ def _choose(
         else:
             refuse(site)
             chosen[name] = site
-    if not chosen:
-        raise DoflaError("no layer is left to linearise: all attend to bounded windows or are in keep_softmax")
+    check_left(model, chosen)
     return chosen, skipped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +97,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
                 standard_scaling(module, query, scaling)[1],
                 is_causal(module, kwargs),
                 linear_time,
-                None if linear_time else _refusal(kwargs, pattern, length != key.shape[-2]),
+                None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
             ),
         )
 
@@ -106,6 +106,19 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     if not sites:
         raise DoflaError(_unreachable(model))
     return sites
+
+
+def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
+    """DoflaError if there are no ``layers`` to linearise."""
+    if layers:
+        return
+    config = model.config.get_text_config()
+    opened = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    way_out = ", unless it is opened with sliding_window=None" if opened else ""
+    raise DoflaError(
+        f"{type(model).__name__}: no layer is left to linearise: all attend to bounded windows already{way_out}, or "
+        "are in keep_softmax"
+    )
 
 
 def _unreachable(model: PreTrainedModel) -> str:
@@ -118,11 +131,16 @@ def _unreachable(model: PreTrainedModel) -> str:
 def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("sliding_window") or getattr(module, "sliding_window", None):
         return True
+    return _kind(module) not in (None, "full_attention")
+
+
+def _kind(module: nn.Module) -> str | None:
+    """Of the layer, as the config calls it, if it does."""
     kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
-    return bool(kinds and index is not None and index < len(kinds) and kinds[index] != "full_attention")
+    return kinds[index] if kinds and index is not None and index < len(kinds) else None
 
 
-def _refusal(kwargs: dict[str, Any], pattern: bool, crossing: bool) -> str | None:
+def _refusal(module: nn.Module, kwargs: dict[str, Any], pattern: bool, crossing: bool) -> str | None:
     if kwargs.get("softcap") is not None:
         return "its logits are soft-capped"
     if kwargs.get("s_aux") is not None:
@@ -133,6 +151,8 @@ def _refusal(kwargs: dict[str, Any], pattern: bool, crossing: bool) -> str | Non
         return "it is cross-attention"
     if pattern:
         return "its mask is neither causal nor bidirectional, or a bias is folded into it"
+    if _kind(module) == "hybrid":  # Falcon-H1
+        return "it shares its entry of the cache with a recurrent layer beside it"
     return None
 
 

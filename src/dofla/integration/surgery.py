@@ -17,7 +17,7 @@ from dofla.integration.interface import LINEAR, RECORDING, linear_attention, sof
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.record import Record
-from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept
+from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept, check_left
 from dofla.integration.trained import original_weights, put_back
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan, Plan
@@ -97,7 +97,7 @@ def plan_by_site(
     reach: int | None = None,
 ) -> Plan:
     """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
-    no layer."""
+    no layer, or if there is none to linearise."""
     sites, layers = attention_sites(model), []
     check_kept(sites, keep_softmax)
     for site in sites.values():
@@ -106,6 +106,7 @@ def plan_by_site(
             layers.append(LayerPlan(*shape, keep_softmax=True))
         elif not site.linear_time:
             layers.append(LayerPlan(*shape, **size(site)))
+    check_left(model, layers)
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, reach)
 
 

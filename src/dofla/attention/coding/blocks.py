@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofla.attention.coding.levels import UNIT, levels, placed, scale_code, scale_of
+from dofla.attention.coding.levels import UNIT, constant, levels, placed, scale_code, scale_of
 from dofla.attention.coding.trellis import FINE, search, windows
 from dofla.attention.eight_bits import power_of_two
 
@@ -40,7 +40,7 @@ def decode(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return placed(levels(bits), codes.device)[windows(codes, bits)], scale_of(scale)
 
 
-_PLACES = 2 ** torch.arange(8)
+_PLACES = constant([2**n for n in range(8)], torch.int64)
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:

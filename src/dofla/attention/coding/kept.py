@@ -17,13 +17,13 @@ from torch import Tensor
 
 from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder
-from dofla.attention.coding.levels import placed
+from dofla.attention.coding.levels import constant, placed
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.state import LOG_ZERO, _Tensors
 
 OCTAVE = 8
 """Steps of the logarithm of a weight to a factor of two."""
-WEIGHTS = torch.tensor([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)] + [0.0])
+WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)] + [0.0])
 """By how many steps a weight is below the largest; beyond the last it is nothing."""
 GAIN = 2**12
 """Of a score, by a query that sees nothing else."""

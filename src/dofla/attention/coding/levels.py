@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+
+
+def constant(numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    """On the CPU whatever the default device is: the first model that somebody makes imports this module, and that may
+    be under ``torch.device("meta")``."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
+
 
 MOST_BITS = 5
 UNIT = 45
@@ -13,8 +21,8 @@ UNIT = 45
 
 _SCALE_STEP = 16
 """Scales to a factor of two: at most 2.2 % off, for blocks from a 256th of what calibration saw to 256 times that."""
-_SCALES = torch.tensor([2.0 ** ((n - 128) / _SCALE_STEP) / UNIT for n in range(256)], dtype=torch.float32)
-_SQUARE_BORDERS = torch.tensor([4.0 ** ((n - 127.5) / _SCALE_STEP) / UNIT**2 for n in range(255)], dtype=torch.float32)
+_SCALES = constant([2.0 ** ((n - 128) / _SCALE_STEP) / UNIT for n in range(256)])
+_SQUARE_BORDERS = constant([4.0 ** ((n - 127.5) / _SCALE_STEP) / UNIT**2 for n in range(255)])
 """Between the squares of scales: a square root is not everywhere the nearest number."""
 
 
@@ -39,7 +47,7 @@ _DISTORTION = (1.0, 0.34632, 0.08024, 0.02100, 0.00533, 0.00159)
 @cache
 def levels(bits: int) -> Tensor:
     """What the windows of codes of ``bits`` bits stand for [2 ** WINDOW], in ``1 / UNIT``."""
-    half = torch.tensor(_HALF[bits - 1], dtype=torch.float32)
+    half = constant(_HALF[bits - 1])
     return torch.cat([half, -half.flip(0)])
 
 
@@ -53,7 +61,7 @@ def tables() -> Tensor:
     more as bytes; scales and the borders of their squares in rows of 256, of which the last is infinite."""
     of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
     as_bytes = of_bits.to(torch.int8).view(torch.float32)
-    return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, torch.tensor([torch.inf])])
+    return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, constant([torch.inf])])
 
 
 def placed(table: Tensor, device: torch.device) -> Tensor:

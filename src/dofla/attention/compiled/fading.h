@@ -149,7 +149,7 @@ struct Group {
         keys(of_keys, heads.size(), k.size(3), sizes.stages.size(), tables),
         values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
         after(at::empty(before.sizes(), before.options())) {
-    TORCH_CHECK(tables.numel() == coding::Tables::kSize, "tables are of another version");
+    TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
     TORCH_CHECK(q.size(3) == keys.dim, "sizes of heads differ");
     for (const std::int64_t head : heads) TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
     lay_out(sizes);

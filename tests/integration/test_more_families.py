@@ -1,0 +1,81 @@
+"""More families than those of families.py: mixtures of experts, recurrent layers between those of attention, layers
+without positions, heads of which a part is turned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+
+import dofla
+from dofla.integration.sites import attention_sites
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1}
+SIZES |= {"eos_token_id": 2, "initializer_range": 0.1, "head_dim": 8}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4}
+MIXED |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+FAMILIES = {
+    "cohere2": SLIDING,
+    "ernie4_5": {},
+    "exaone4": SLIDING,
+    "glm4": {},
+    "granite": {},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 48},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48, "num_experts_per_tok": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron": {},
+    "olmo3": SLIDING,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
+    "qwen3_5_text": MIXED,
+    "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **MIXED},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    config = CONFIG_MAPPING[request.param](**SIZES | FAMILIES[request.param])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
+    ids = tiny.tokens(2, 60)
+    before = model(ids).logits
+    sites = [site for site in attention_sites(model).values() if not site.linear_time]
+    shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
+    plan = dofla.Plan([dofla.LayerPlan(*shape, 0, window=64, feature_map="none") for shape in shapes])
+    assert sites
+    assert torch.allclose(dofla.linearize(model, plan)(ids).logits, before, atol=1e-4 * before.abs().max())
+
+
+@torch.no_grad()
+def test_a_family_writes_with_a_memory_that_fades_and_is_given_back(model, tiny):
+    ids = tiny.tokens(1, 60)
+    before = model(ids).logits
+    student = dofla.fade(model, tiny.tokens(6, 64, seed=1), budget=24, shares="even")
+    after, cache = student(ids).logits, DynamicCache(config=student.config)
+    pieces = [student(part, past_key_values=cache).logits for part in ids.split([40, 1, 1, 18], dim=1)]
+    assert torch.allclose(torch.cat(pieces, 1), after, atol=1e-4 * after.abs().max())
+    assert not torch.allclose(after, before, atol=1e-4 * before.abs().max())
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    written = student.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    padded = torch.nn.functional.pad(ids, (5, 0))
+    again = student.generate(padded, attention_mask=(torch.arange(65) >= 5).long()[None], **options)
+    assert torch.equal(again[:, 5:], written)
+    assert torch.equal(dofla.restore(student)(ids).logits, before)
