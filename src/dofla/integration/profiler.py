@@ -20,6 +20,7 @@ from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS
+from dofla.storage.default_device import made_on_the_cpu
 
 MASS_FIRST = (1, 4)
 MASS_LAST = (4, 8, 16, 32)
@@ -85,6 +86,7 @@ class Tally:
         return result
 
 
+@made_on_the_cpu
 @reports_progress("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,
@@ -175,9 +177,7 @@ def profile(
     )
 
 
-def _choose(
-    model: PreTrainedModel, keep_softmax: Sequence[str]
-) -> tuple[dict[str, AttentionSite], list[SkippedLayer]]:
+def _choose(model: PreTrainedModel, keep_softmax: Sequence[str]) -> tuple[dict[str, AttentionSite], list[SkippedLayer]]:
     sites, chosen, skipped = attention_sites(model), {}, []
     check_kept(sites, keep_softmax)
     for name, site in sites.items():

@@ -16,8 +16,10 @@ from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import as_teacher
+from dofla.storage.default_device import made_on_the_cpu
 
 
+@made_on_the_cpu
 def token_windows(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
