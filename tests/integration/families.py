@@ -16,6 +16,8 @@ from transformers import (
     BartConfig,
     BertConfig,
     BloomConfig,
+    DeepseekV32Config,
+    DiffLlamaConfig,
     FalconConfig,
     FalconH1Config,
     Gemma2Config,
@@ -79,6 +81,24 @@ _OTHERS: dict[str, tuple[type, Callable[[], PreTrainedConfig]]] = {
     "vit": (
         AutoModelForImageClassification,
         lambda: ViTConfig(**_SIZE, intermediate_size=48, image_size=32, patch_size=8),
+    ),
+    "diffllama": (AutoModelForCausalLM, lambda: DiffLlamaConfig(**_GROUPED)),
+    "deepseek_v32": (
+        AutoModelForCausalLM,
+        lambda: DeepseekV32Config(
+            **_BASE,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            n_group=1,
+            topk_group=1,
+            num_key_value_heads=4,
+        ),
     ),
     "falcon_h1": (
         AutoModelForCausalLM,

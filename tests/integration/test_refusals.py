@@ -28,6 +28,7 @@ def plan_of_linear_layers(model):
         ("t5", "encoder.block.0.layer.0.SelfAttention", "position bias"),
         ("mistral_sliding", "model.layers.0.self_attn", "a bounded window already"),
         ("gemma3", "model.layers.0.self_attn", "a bounded window already"),
+        ("diffllama", "model.layers.0.self_attn", "more than once in a pass"),
         ("falcon_h1", "model.layers.0.self_attn", "shares its entry of the cache with a recurrent layer"),
     ],
 )
@@ -51,6 +52,23 @@ def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason)
 def test_profiling_refuses_such_a_layer_too(family, match):
     with pytest.raises(dofla.DoflaError, match=match):
         dofla.profile(teacher(family), tokens(2, 16))
+
+
+def test_a_model_that_needs_masks_of_its_own_is_refused():
+    model = teacher("deepseek_v32")
+    before = model(tokens(2, 32)).logits
+    with pytest.raises(
+        dofla.DoflaError, match="DeepseekV32ForCausalLM does not run without attention masks of its own"
+    ):
+        dofla.fade(model, tokens(12, 32), budget=24)
+    assert torch.equal(model(tokens(2, 32)).logits, before)
+
+
+def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
+    model = teacher("llama")
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: x + torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        attention_sites(model)
 
 
 @pytest.mark.parametrize("make", [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
+
+_AGAIN = "it is called more than once in a pass, with one entry of the cache"
 
 
 @dataclass(frozen=True)
@@ -76,33 +78,43 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     """All attention modules of ``model`` by name, in the order of the forward pass.
 
     Raises:
-        DoflaError: if no attention of the model goes through transformers' attention interface.
+        DoflaError: if no attention of the model goes through transformers' attention interface, or it needs masks of
+            its own.
     """
     names = {module: name for name, module in model.named_modules()}
     sites: dict[str, AttentionSite] = {}
 
     def visit(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
         name = names[module]
+        if name in sites:  # DiffLlama's; layers that encoders share have no cache
+            sites[name] = replace(sites[name], refusal=_AGAIN if sites[name].causal else sites[name].refusal)
+            return
         _, heads, length, head_dim = query.shape
         pattern = mask is not None and mask.ndim == 4
         linear_time = _bounded(module, kwargs) and pattern
-        sites.setdefault(
+        sites[name] = AttentionSite(
             name,
-            AttentionSite(
-                name,
-                heads,
-                key.shape[1],
-                head_dim,
-                value.shape[-1],
-                standard_scaling(module, query, scaling)[1],
-                is_causal(module, kwargs),
-                linear_time,
-                None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
-            ),
+            heads,
+            key.shape[1],
+            head_dim,
+            value.shape[-1],
+            standard_scaling(module, query, scaling)[1],
+            is_causal(module, kwargs),
+            linear_time,
+            None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
         )
 
-    with evaluation_mode(model), attention_implementation(model, RECORDING), visiting(visit), torch.no_grad():
-        model(**a_few_tokens(model))
+    tokens = a_few_tokens(model)
+    with evaluation_mode(model), torch.no_grad():
+        try:
+            with attention_implementation(model, RECORDING), visiting(visit):
+                model(**tokens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            model(**tokens)  # if it fails by itself, it says so
+            raise DoflaError(
+                f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
+                "what to attend to (DeepSeek V3.2, ...) cannot be linearised"
+            ) from error
     if not sites:
         raise DoflaError(_unreachable(model))
     return sites
