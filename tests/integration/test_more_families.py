@@ -5,9 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    DynamicCache,
+    Gemma3Config,
+    LlavaConfig,
+    PreTrainedModel,
+)
 
 import dofla
+from dofla.errors import DoflaError
 from dofla.integration.sites import attention_sites
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -79,3 +89,44 @@ def test_a_family_writes_with_a_memory_that_fades_and_is_given_back(model, tiny)
     again = student.generate(padded, attention_mask=(torch.arange(65) >= 5).long()[None], **options)
     assert torch.equal(again[:, 5:], written)
     assert torch.equal(dofla.restore(student)(ids).logits, before)
+
+
+IMAGE = 60
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION |= {"image_size": 32, "patch_size": 8}
+
+
+def seeing(config) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config).eval()
+
+
+@torch.no_grad()
+def test_a_model_that_sees_remembers_what_it_saw(tiny):
+    text = CONFIG_MAPPING["llama"](**SIZES)
+    model = seeing(LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=text, image_token_index=IMAGE))
+    ids = tiny.tokens(1, 60) % IMAGE
+    ids[0, 2:18] = IMAGE
+    pictures = [torch.full((1, 3, 32, 32), light) for light in (-1.0, 1.0)]
+    dark, bright = (model(input_ids=ids, pixel_values=picture).logits for picture in pictures)
+    student = dofla.fade(model, tiny.tokens(6, 64, seed=1) % IMAGE, budget=24, shares="even")
+    answers = [student(input_ids=ids, pixel_values=picture).logits for picture in pictures]
+    assert (answers[1] - bright).norm() < (answers[1] - dark).norm()
+    assert (answers[0] - dark).norm() < (answers[0] - bright).norm()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert student.generate(input_ids=ids, pixel_values=pictures[0], **options).shape == (1, 64)
+
+
+@torch.no_grad()
+def test_pictures_whose_parts_see_each_other_are_refused_and_text_is_not(tiny):
+    text = CONFIG_MAPPING["gemma3_text"](**SIZES | SLIDING)
+    vision = CONFIG_MAPPING["siglip_vision_model"](**VISION)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE)
+    student = dofla.fade(seeing(config), tiny.tokens(6, 64) % IMAGE, budget=24, shares="even")
+    ids = tiny.tokens(1, 60) % IMAGE
+    assert student(input_ids=ids).logits.isfinite().all()
+    ids[0, 2:6] = IMAGE
+    picture = {"pixel_values": torch.ones(1, 3, 32, 32), "token_type_ids": (ids == IMAGE).long()}
+    with pytest.raises(DoflaError, match="got a 4-dimensional attention mask"):
+        student(input_ids=ids, **picture)
