@@ -154,7 +154,8 @@ def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> 
 def _tokens(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
     """Tokens with padding made harmless."""
     if weight is None:
-        return TokenBuffer(key, value, torch.zeros(key.shape[0], key.shape[-2], device=key.device))
+        log_weight = torch.zeros(key.shape[0], key.shape[-2], dtype=torch.float32, device=key.device)
+        return TokenBuffer(key, value, log_weight)
     weight = weight.contiguous()
     real = weight > 0
     log_weight = torch.where(real, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)

@@ -58,7 +58,7 @@ class Layout:
     def empty(self, fading: Fading, batch: int, device: torch.device) -> State:
         """The state before the first token, in eight bits and in codes."""
         heads, dims = fading.key.heads, (fading.key.dim, fading.value.dim)
-        key, value = (torch.empty(batch, heads, 0, dim, device=device) for dim in dims)
+        key, value = (torch.empty(batch, heads, 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (
             PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
             for count in (self.window, self.sinks)

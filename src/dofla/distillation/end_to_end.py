@@ -30,7 +30,7 @@ from dofla.integration.places import reach_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.processes import Processes, is_first, processes
 
 PRECISIONS = (None, "bf16")
@@ -39,7 +39,7 @@ _WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
 _LONGEST_GRADIENT = 1.0
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("distill end to end", Bar.losses)
 def distill_end_to_end(
     student: PreTrainedModel,

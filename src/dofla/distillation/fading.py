@@ -35,7 +35,7 @@ from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import describe, linear_layers, linearize, plan_of, restore
 from dofla.plans.shares import LEAST, Shares, shared
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 WAYS = ("measured", "even")
 """How KV heads may share the bytes."""
@@ -50,7 +50,7 @@ in the first; and what the loss on those counts for beside that of the text."""
 _REFERENCE, _ANY = 64, 2**31  # features whose memory is counted in tokens, were there positions for any number
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 def measure_shares(
     model: PreTrainedModel,
     tokens: TokenWindows | Tensor | Mapping[str, Tensor],
@@ -80,7 +80,7 @@ def measure_shares(
     return _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, reach, progress=progress)
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 def fade(
     model: PreTrainedModel,
     tokens: TokenWindows | Tensor | Mapping[str, Tensor],

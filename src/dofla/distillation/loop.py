@@ -30,11 +30,11 @@ from dofla.integration.places import reach_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.processes import Processes, is_first, processes
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("distill", Bar.losses)
 def distill(
     student: PreTrainedModel,

@@ -19,7 +19,7 @@ from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import answering, describe, even_plan, linearize, restore, softmax
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 LEVELS = (0.15, 0.4, 1.0, 2.5, 6.0)
 """Sizes that are tried, in budgets."""
@@ -28,7 +28,7 @@ OTHER_SHARES = (0.5, 0.9)
 largest size."""
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("error curves", Bar.stage)
 def measure_curves(
     model: PreTrainedModel,

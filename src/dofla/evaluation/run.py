@@ -16,7 +16,7 @@ from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 _LANGUAGE = ("tokens", "teacher_loss", "student_loss", "gap", "gap_interval", "kl", "top1_agreement")
 _EMBEDDINGS = ("cosine", "spearman")
@@ -94,7 +94,7 @@ class Evaluation(Result):
         return data | {"state_bytes": self.state_bytes, "strategy": self.strategy}
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("evaluate")
 def evaluate(
     student: PreTrainedModel,

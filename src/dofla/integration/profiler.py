@@ -20,7 +20,7 @@ from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 MASS_FIRST = (1, 4)
 MASS_LAST = (4, 8, 16, 32)
@@ -86,7 +86,7 @@ class Tally:
         return result
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,

@@ -19,10 +19,10 @@ from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
 from dofla.profiles.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("sample features", Bar.stage)
 def sample_features(
     student: PreTrainedModel,

@@ -16,10 +16,10 @@ from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import as_teacher
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 def token_windows(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,

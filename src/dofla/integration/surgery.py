@@ -21,10 +21,10 @@ from dofla.integration.sites import AttentionSite, attention_implementation, att
 from dofla.integration.trained import original_weights, put_back
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan, Plan
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int = 64, seed: int = 0) -> PreTrainedModel:
     """Replace softmax by linear attention, in place, as ``plan`` says.
 

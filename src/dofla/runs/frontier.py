@@ -24,7 +24,7 @@ from dofla.integration.checkpoint import write_adapter
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of, restore
 from dofla.plans.shares import Shares
-from dofla.storage.default_device import made_on_the_cpu
+from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
 
 BUDGETS = (16, 32, 64, 128, 256)
@@ -167,7 +167,7 @@ class Frontier(Result):
             raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
 
 
-@made_on_the_cpu
+@with_torchs_defaults
 @reports_progress("frontier", Bar.stage)
 def frontier(
     model: PreTrainedModel,

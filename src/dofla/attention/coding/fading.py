@@ -63,7 +63,7 @@ class Fading(nn.Module):
             blocks = coder.dim // coder.block
             sizes += [coder.bytes_per_token(stage) - blocks, blocks]
         free = [torch.zeros(*shape, size, dtype=torch.uint8, device=device) for size in sizes]
-        return CodedTokens(*free, torch.full((shape[0], shape[2]), LOG_ZERO, device=device))
+        return CodedTokens(*free, torch.full((shape[0], shape[2]), LOG_ZERO, dtype=torch.float32, device=device))
 
     def attend(
         self,

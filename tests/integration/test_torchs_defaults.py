@@ -1,4 +1,4 @@
-"""What ``torch.set_default_device`` says changes nothing: here it says that tensors have no numbers."""
+"""What ``torch.set_default_device`` and ``torch.set_default_dtype`` say changes nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def features(model, samples):
 
 
 def profiled(model, samples):
-    found = dofla.profile(model, samples, samples=32)
-    return found.dof(), dofla.measure_curves(model, samples, budget=24, steps=2).to_dict()
+    return dofla.profile(model, samples, samples=32).dof()
 
 
 def judged(model, samples):
@@ -36,9 +35,17 @@ def written(model, samples):
 
 
 @pytest.mark.parametrize("way", [faded, features, profiled, judged, written])
-def test_a_default_device_changes_nothing(tiny, way):
+def test_defaults_change_nothing(tiny, way):
     samples = tiny.tokens(8, 48)
     expected = way(tiny.llama(), samples)
     model = tiny.llama()
-    with torch.device("meta"):
+    with torch.device("meta"):  # where tensors have no numbers
         assert way(model, samples) == expected
+    for dtype in (torch.bfloat16, torch.float64):
+        model = tiny.llama()
+        torch.set_default_dtype(dtype)
+        try:
+            assert way(model, samples) == expected
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
