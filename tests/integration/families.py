@@ -37,6 +37,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     RobertaConfig,
+    SplinterConfig,
     T5Config,
     ViTConfig,
 )
@@ -82,6 +83,7 @@ _OTHERS: dict[str, tuple[type, Callable[[], PreTrainedConfig]]] = {
         AutoModelForImageClassification,
         lambda: ViTConfig(**_SIZE, intermediate_size=48, image_size=32, patch_size=8),
     ),
+    "splinter": (AutoModel, lambda: SplinterConfig(**_BASE)),
     "diffllama": (AutoModelForCausalLM, lambda: DiffLlamaConfig(**_GROUPED)),
     "deepseek_v32": (
         AutoModelForCausalLM,

@@ -64,6 +64,13 @@ def test_a_model_that_needs_masks_of_its_own_is_refused():
     assert torch.equal(model(tokens(2, 32)).logits, before)
 
 
+def test_a_layer_that_does_not_say_that_it_sees_both_ways_is_refused():
+    with pytest.raises(
+        dofla.DoflaError, match=r"layer encoder\.layer\.0\.attention\.self does not say whether it is causal"
+    ):
+        attention_sites(teacher("splinter"))
+
+
 def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
     model = teacher("llama")
     monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: x + torch.zeros(3))
@@ -100,7 +107,7 @@ def test_a_family_with_its_own_attention_code_is_refused(family):
     model = teacher(family)
     before = model.config._attn_implementation
     for attempt in (lambda: plan_for(model), lambda: dofla.profile(model, tokens(2, 16))):
-        with pytest.raises(dofla.DoflaError, match=rf"{type(model).__name__} has no attention that goes through"):
+        with pytest.raises(dofla.DoflaError, match=rf"^{type(model).__name__} has no attention that goes through"):
             attempt()
     assert model.config._attn_implementation == before
 

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
 
+_SAME = 0.01
+"""Of the largest output, how far apart two ways to compute it may be."""
 _AGAIN = "it is called more than once in a pass, with one entry of the cache"
 
 
@@ -83,12 +85,15 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     """
     names = {module: name for name, module in model.named_modules()}
     sites: dict[str, AttentionSite] = {}
+    unsaid: list[str] = []
 
     def visit(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
         name = names[module]
         if name in sites:  # DiffLlama's; layers that encoders share have no cache
             sites[name] = replace(sites[name], refusal=_AGAIN if sites[name].causal else sites[name].refusal)
             return
+        if "is_causal" not in kwargs and not hasattr(module, "is_causal"):  # Splinter's
+            unsaid.append(name)
         _, heads, length, head_dim = query.shape
         pattern = mask is not None and mask.ndim == 4
         linear_time = _bounded(module, kwargs) and pattern
@@ -108,13 +113,20 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     with evaluation_mode(model), torch.no_grad():
         try:
             with attention_implementation(model, RECORDING), visiting(visit):
-                model(**tokens)
+                out = model(**tokens)[0]
+        except DoflaError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             model(**tokens)  # if it fails by itself, it says so
             raise DoflaError(
                 f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
                 "what to attend to (DeepSeek V3.2, ...) cannot be linearised"
             ) from error
+        if unsaid and not torch.allclose(own := model(**tokens)[0], out, rtol=0, atol=_SAME * own.abs().max()):
+            raise DoflaError(
+                f"layer {unsaid[0]} does not say whether it is causal (is_causal), and is not: {type(model).__name__} "
+                "cannot be linearised"
+            )
     if not sites:
         raise DoflaError(_unreachable(model))
     return sites
