@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.interface import RECORDING, is_causal, standard_scaling, visiting
+from dofla.integration.interface import RECORDING, Visitor, is_causal, standard_scaling, visiting
 
 _SAME = 0.01
 """Of the largest output, how far apart two ways to compute it may be."""
@@ -111,17 +111,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
 
     tokens = a_few_tokens(model)
     with evaluation_mode(model), torch.no_grad():
-        try:
-            with attention_implementation(model, RECORDING), visiting(visit):
-                out = model(**tokens)[0]
-        except DoflaError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            model(**tokens)  # if it fails by itself, it says so
-            raise DoflaError(
-                f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
-                "what to attend to (DeepSeek V3.2, ...) cannot be linearised"
-            ) from error
+        out = _output(model, tokens, visit)
         if unsaid and not torch.allclose(own := model(**tokens)[0], out, rtol=0, atol=_SAME * own.abs().max()):
             raise DoflaError(
                 f"layer {unsaid[0]} does not say whether it is causal (is_causal), and is not: {type(model).__name__} "
@@ -130,6 +120,21 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     if not sites:
         raise DoflaError(_unreachable(model))
     return sites
+
+
+def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -> Tensor:
+    """What the model makes of them while ``visit`` sees its attention."""
+    try:
+        with attention_implementation(model, RECORDING), visiting(visit):
+            return model(**tokens)[0]
+    except DoflaError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        model(**tokens)  # if it fails by itself, it says so
+        raise DoflaError(
+            f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
+            "what to attend to (DeepSeek V3.2, ...) cannot be linearised"
+        ) from error
 
 
 def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
