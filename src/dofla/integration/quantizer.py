@@ -42,10 +42,16 @@ class DoflaConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class DoflaQuantizer(HfQuantizer):
-    """Attaches feature maps while a checkpoint loads."""
+    """Attaches feature maps while a checkpoint loads.
 
-    def __init__(self, quantization_config: DoflaConfig, **kwargs: Any) -> None:
+    Args:
+        quantization_config: plan and record.
+        of_weights: what quantised the weights of a model that was linearised afterwards; its place is taken.
+    """
+
+    def __init__(self, quantization_config: DoflaConfig, of_weights: HfQuantizer | None = None, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self.of_weights = of_weights
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)

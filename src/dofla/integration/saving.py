@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard
 from transformers import PreTrainedModel
 
+from dofla.errors import DoflaError
 from dofla.integration.hub import has_own_card, licence_of
 from dofla.integration.model_card import README, by_hand, write_card
 from dofla.integration.quantizer import DoflaConfig
@@ -45,6 +46,13 @@ def _with_card(save: Callable) -> Callable:
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs) -> None:
         if not _is_student(self):
             return save(self, save_directory, is_main_process, *args, **kwargs)
+        if (quantizer := self.hf_quantizer.of_weights) is not None:
+            method = quantizer.quantization_config.quant_method
+            raise DoflaError(
+                f"the weights are quantised ({getattr(method, 'value', method)}), which a checkpoint cannot say beside "
+                "its plan: dofla.save_adapter keeps what was measured or trained, dofla.load(adapter, "
+                "quantization_config=...) opens it again"
+            )
         completed_record(self)  # it goes into config.json
         card = Path(save_directory) / README
         own = card.read_bytes() if by_hand(card) else None

@@ -54,7 +54,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
     model.set_attn_implementation(LINEAR)
     model.config.quantization_config = DoflaConfig.from_plan(plan)
     model.config.quantization_config.record.base_model = origin(model.config._name_or_path)
-    model.hf_quantizer = DoflaQuantizer(model.config.quantization_config)
+    model.hf_quantizer = DoflaQuantizer(model.config.quantization_config, getattr(model, "hf_quantizer", None))
     return model
 
 
@@ -121,7 +121,10 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         del module._dofla_hook, module.dofla
     put_back(model)
     model.set_attn_implementation(model._dofla_softmax_implementation)
+    of_weights = model.hf_quantizer.of_weights
     del model._dofla_softmax_implementation, model.config.quantization_config, model.hf_quantizer
+    if of_weights is not None:
+        model.config.quantization_config, model.hf_quantizer = of_weights.quantization_config, of_weights
     return model
 
 

@@ -1,0 +1,36 @@
+"""A model whose weights transformers has quantised is linearised, kept as an adapter, and given back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, QuantoConfig
+
+import dofla
+from dofla.errors import DoflaError
+
+
+@pytest.fixture
+def base(tiny, tmp_path):
+    pytest.importorskip("optimum.quanto")
+    tiny.llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@torch.no_grad()
+def test_quantised_weights_stay_quantised_and_are_not_saved_beside_a_plan(base, tiny, tmp_path):
+    ids, quantised = tiny.tokens(1, 60), QuantoConfig(weights="int8")
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised)
+    before, own = model(ids).logits, (model.hf_quantizer, model.config.quantization_config)
+    student = dofla.fade(model, tiny.tokens(6, 48), budget=24)
+    answer = student(ids).logits
+    with pytest.raises(DoflaError, match=r"the weights are quantised \(quanto\).*dofla.save_adapter"):
+        student.save_pretrained(tmp_path / "student")
+    assert not (tmp_path / "student").exists()
+    dofla.save_adapter(student, tmp_path / "adapter")
+    again = dofla.load(tmp_path / "adapter", quantization_config=quantised)
+    assert type(again.model.layers[0].mlp.up_proj).__name__ == "QLinear"
+    assert torch.equal(again(ids).logits, answer)
+    dofla.restore(student)
+    assert torch.equal(model(ids).logits, before)
+    assert (model.hf_quantizer, model.config.quantization_config) == own
