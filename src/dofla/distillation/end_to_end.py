@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, as_windows
+from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import start_from_data
 from dofla.distillation.checkpoint import Checkpoint
@@ -27,9 +27,11 @@ from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.places import reach_of
+from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.processes import Processes, is_first, processes
 
@@ -39,6 +41,7 @@ _WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
 _LONGEST_GRADIENT = 1.0
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("distill end to end", Bar.losses)
 def distill_end_to_end(
@@ -115,7 +118,7 @@ def distill_end_to_end(
     """
     layers = linear_layers(student)
     refuse_trained(student)
-    windows = as_windows(tokens)
+    windows = windows_for(student, tokens)
     check_choice("weights", weights, WEIGHTS)
     check_choice("schedule", schedule, SCHEDULES)
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows, as_windows
+from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
 from dofla.distillation.trainable import trainable
@@ -30,10 +30,12 @@ from dofla.errors import DoflaError
 from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.places import placed_over, whole_reach
+from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall
 from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import describe, linear_layers, linearize, plan_of, restore
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.shares import LEAST, Shares, shared
 from dofla.storage.defaults import with_torchs_defaults
 
@@ -50,6 +52,7 @@ in the first; and what the loss on those counts for beside that of the text."""
 _REFERENCE, _ANY = 64, 2**31  # features whose memory is counted in tokens, were there positions for any number
 
 
+@unwraps_its_model
 @with_torchs_defaults
 def measure_shares(
     model: PreTrainedModel,
@@ -77,9 +80,10 @@ def measure_shares(
     Raises:
         DoflaError: as :func:`dofla.fade`; a model that predicts no tokens; a streamed one.
     """
-    return _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, reach, progress=progress)
+    return _measured(model, windows_for(model, tokens), budget, keep_softmax, batch_size, reach, progress=progress)
 
 
+@unwraps_its_model
 @with_torchs_defaults
 def fade(
     model: PreTrainedModel,
@@ -116,7 +120,7 @@ def fade(
     if not isinstance(shares, Shares) and shares not in WAYS:
         raise DoflaError(f"shares is {shares!r}: give {', '.join(WAYS)}, or what dofla.measure_shares returned")
     if shares == "measured":
-        shares = _measured(model, as_windows(tokens), budget, keep_softmax, batch_size, reach)
+        shares = _measured(model, windows_for(model, tokens), budget, keep_softmax, batch_size, reach)
     known = shares if isinstance(shares, Shares) else None
     linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax, reach=reach))
     try:

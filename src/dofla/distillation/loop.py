@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, as_windows
+from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import start_from_data
 from dofla.distillation.checkpoint import Checkpoint
@@ -27,13 +27,16 @@ from dofla.distillation.steps import Batches, check_choice, check_numbers, gener
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.places import reach_of
+from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
 from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.processes import Processes, is_first, processes
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("distill", Bar.losses)
 def distill(
@@ -110,7 +113,7 @@ def distill(
     layers = linear_layers(student)
     check_choice("loss", loss, [*LOSSES, DIRECT])
     check_choice("schedule", schedule, SCHEDULES)
-    windows = as_windows(tokens)
+    windows = windows_for(student, tokens)
     check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):

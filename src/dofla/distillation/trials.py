@@ -14,9 +14,11 @@ from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.loop import distill
 from dofla.distillation.steps import check_numbers
 from dofla.errors import DoflaError
+from dofla.integration.reading import windows_for
 from dofla.integration.recorder import run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import answering, describe, even_plan, linearize, restore, softmax
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE
 from dofla.storage.defaults import with_torchs_defaults
@@ -28,6 +30,7 @@ OTHER_SHARES = (0.5, 0.9)
 largest size."""
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("error curves", Bar.stage)
 def measure_curves(
@@ -69,7 +72,7 @@ def measure_curves(
     Raises:
         DoflaError: as :func:`dofla.distill`; a budget or held-out windows below 1; too few windows.
     """
-    windows = as_windows(tokens)
+    windows = windows_for(model, tokens)
     if budget < 1:
         raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
     check_numbers(held_out=held_out)

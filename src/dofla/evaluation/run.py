@@ -9,13 +9,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.data import Images, TokenWindows, batches
 from dofla.display import Part, Result, reports_progress, rounded, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
+from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
 _LANGUAGE = ("tokens", "teacher_loss", "student_loss", "gap", "gap_interval", "kl", "top1_agreement")
@@ -94,6 +96,7 @@ class Evaluation(Result):
         return data | {"state_bytes": self.state_bytes, "strategy": self.strategy}
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("evaluate")
 def evaluate(
@@ -122,7 +125,7 @@ def evaluate(
     Raises:
         DoflaError: not linearised; windows of one token; logits that are not finite.
     """
-    windows = as_windows(tokens)
+    windows = windows_for(student, tokens)
     plan = plan_of(student)
     of_text = isinstance(windows, TokenWindows)
     some = windows.take(fidelity_windows) if of_text else windows

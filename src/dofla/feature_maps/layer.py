@@ -16,6 +16,7 @@ from dofla.attention import (
     Layout,
     Stage,
     State,
+    accumulable,
     attend,
     attend_faded,
     exact_scores,
@@ -267,7 +268,7 @@ class LinearAttention(nn.Module):
         if feature_map.features:
             scores = log_kernel(feature_map.log_query(query, scaling), feature_map.log_key(key, scaling))
         else:
-            scores = query.new_full((*query.shape[:-1], key.shape[-2]), LOG_ZERO)
+            scores = accumulable(query).new_full((*query.shape[:-1], key.shape[-2]), LOG_ZERO)
         if fading is not None:
             age = rows[:, None] - torch.arange(key.shape[-2], device=key.device)
             start = self.exact_tokens[group][0]

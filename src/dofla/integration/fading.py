@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.attention import Moments
-from dofla.data import Images, TokenWindows, as_windows
+from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.positions import positions_of
+from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, evaluation_mode
 from dofla.integration.surgery import linear_layers, plan_by_site
@@ -97,7 +98,7 @@ def measure_directions(
     layers = {name: layer for name, layer in linear_layers(student).items() if _is_new(layer)}
     if not layers:
         return
-    windows = as_windows(tokens)
+    windows = windows_for(student, tokens)
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
     answered: list[str] = []
     batch_number = 0

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.data import Images, TokenWindows, batches
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
+from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, evaluation_mode
 from dofla.integration.streaming import in_turn
 from dofla.integration.surgery import is_linearized, refuse
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS
 from dofla.storage.defaults import with_torchs_defaults
@@ -86,6 +88,7 @@ class Tally:
         return result
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("profile", Bar.stage)
 def profile(
@@ -134,7 +137,7 @@ def profile(
         raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
-    windows = as_windows(tokens)
+    windows = windows_for(model, tokens)
     parts = batches(windows, batch_size)
     sites, skipped = _choose(model, keep_softmax)
     made = ESTIMATORS[estimator]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dofla.data import Images, TokenWindows, as_windows
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
 
@@ -35,6 +39,20 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
     if most is not None and length + new_tokens > most:
         more = f" and {new_tokens} to follow" if new_tokens else ""
         raise DoflaError(f"{what}: {length} tokens{more}, and {name} has {most} positions: take fewer")
+
+
+def windows_for(
+    model: PreTrainedModel, data: TokenWindows | Images | Tensor | Mapping[str, Any]
+) -> TokenWindows | Images:
+    """What callers have at hand as windows that the model can read.
+
+    Raises:
+        DoflaError: as :func:`dofla.data.as_windows` and :func:`check_readable`.
+    """
+    windows = as_windows(data)
+    if isinstance(windows, TokenWindows):
+        check_readable(model, windows.input_ids, windows.source)
+    return windows
 
 
 def _learnt_positions(model: PreTrainedModel) -> int | None:

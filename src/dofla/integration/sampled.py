@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, as_windows, batches
+from dofla.data import Images, TokenWindows, batches
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.estimators import Reservoir
+from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.profiles.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.defaults import with_torchs_defaults
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("sample features", Bar.stage)
 def sample_features(
@@ -73,7 +76,7 @@ def sample_features(
                 raise DoflaError(f"layer {name} has the feature map {kind}: only prf can be sampled, or distill it")
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 512 is the default")
-    windows = as_windows(tokens)
+    windows = windows_for(student, tokens)
     parts = batches(windows, batch_size)
     reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in layers}
     scalings: dict[str, float] = {}

@@ -19,11 +19,13 @@ from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.record import Record
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept, check_left
 from dofla.integration.trained import original_weights, put_back
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.storage.defaults import with_torchs_defaults
 
 
+@unwraps_its_model
 @with_torchs_defaults
 def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int = 64, seed: int = 0) -> PreTrainedModel:
     """Replace softmax by linear attention, in place, as ``plan`` says.
@@ -112,6 +114,7 @@ def plan_by_site(
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, reach)
 
 
+@unwraps_its_model
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Give the original model back, bit for bit: feature maps off, softmax attention on, weights as they were before
     end-to-end training. Returns ``model``."""

@@ -14,15 +14,17 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows, as_windows
+from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, reports_progress, size, table
 from dofla.distillation import fade, measure_shares
 from dofla.distillation.fading import measured_at
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.checkpoint import write_adapter
+from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of, restore
+from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.shares import Shares
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
@@ -167,6 +169,7 @@ class Frontier(Result):
             raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
 
 
+@unwraps_its_model
 @with_torchs_defaults
 @reports_progress("frontier", Bar.stage)
 def frontier(
@@ -202,7 +205,9 @@ def frontier(
         DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; a text without windows, or with
             two sets of one length; windows longer than ``reach``; a target that is not above 0; ``out`` exists.
     """
-    windows, sets = as_windows(tokens), _sets(judged)
+    windows, sets = windows_for(model, tokens), _sets(judged)
+    for own in sets.values():
+        windows_for(model, own)
     if not budgets:
         raise DoflaError("no budget to try: give one or more")
     if target is not None and not 0 < target < math.inf:

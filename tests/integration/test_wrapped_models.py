@@ -1,0 +1,75 @@
+"""What has been put around a model does not matter, and what is no model is said to be none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import dofla
+from dofla.errors import DoflaError
+from dofla.integration.surgery import is_linearized, plan_of
+
+
+class Parallel(nn.Module):
+    """As DistributedDataParallel keeps its model."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+WRAPPED = {
+    "peft": lambda model: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])),
+    "compiled": torch.compile,
+    "parallel": Parallel,
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_wrapped_model_is_linearised_judged_and_restored(tiny, how):
+    samples = tiny.tokens(6, 48)
+    plain = dofla.fade(tiny.llama(), samples, budget=24)
+    model = tiny.llama()
+    wrapped = WRAPPED[how](model)
+    assert dofla.fade(wrapped, samples, budget=24) is wrapped
+    assert plan_of(model).layers == plan_of(plain).layers
+    figures, expected = (dofla.evaluate(x, samples) for x in (wrapped, plain))
+    assert figures.gap == pytest.approx(expected.gap, abs=1e-6)
+    assert dofla.restore(wrapped) is wrapped
+    assert not is_linearized(model)
+
+
+@pytest.mark.parametrize("verb", [dofla.fade, dofla.linearize, dofla.profile, dofla.measure_shares, dofla.distill])
+@pytest.mark.parametrize("model", ["my-model", None, nn.Linear(2, 2)])
+def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
+    with pytest.raises(DoflaError, match=f"is of {type(model).__name__}, no model of transformers: open one"):
+        verb(model, tiny.tokens(2, 16))
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda model, ids: dofla.fade(model, ids, budget=24),
+        lambda model, ids: dofla.fade(model, ids, budget=24, shares="even"),
+        dofla.measure_shares,
+        dofla.profile,
+        dofla.measure_curves,
+        lambda model, ids: dofla.frontier(model, ids, {"own": [dofla.TokenWindows(ids)]}),
+        lambda model, ids: dofla.frontier(model, ids % 64, {"own": [dofla.TokenWindows(ids)]}),
+        lambda model, ids: dofla.evaluate(dofla.linearize(model, budget=24), ids),
+        lambda model, ids: dofla.distill(dofla.linearize(model, budget=24), ids, steps=1),
+        lambda model, ids: dofla.distill_end_to_end(dofla.linearize(model, budget=24), ids, steps=1),
+    ],
+)
+def test_tokens_of_another_tokenizer_are_refused(tiny, verb):
+    with pytest.raises(DoflaError, match="token 64, and LlamaForCausalLM knows 0 to 63: use its own tokenizer"):
+        verb(tiny.llama(), torch.arange(20, 65).expand(12, -1))
+
+
+def test_a_memory_that_fades_is_judged_in_float16(tiny):
+    samples = tiny.tokens(4, 64)
+    student = dofla.fade(tiny.llama().half(), samples, budget=24)
+    figures = dofla.evaluate(student, samples)
+    assert all(layer.output_error < 1 for layer in figures.layers.values())
