@@ -1,5 +1,5 @@
 """What a memory that fades keeps without training, on several kinds of text, beside a window of the same bytes, one
-whose tokens all go by their age, and one whose layers are all of one size.
+whose tokens all go by their age, one whose layers are all of one size, and one with features for what it forgets.
 
     python benchmarks/quality/fading.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
@@ -39,7 +39,7 @@ from dofla.integration.checkpoint import load_model
 from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import plan_of
-from dofla.plans.hybrid import SINKS, HeadCost
+from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost
 from dofla.runs.reproduce.bench import recalled
 from dofla.storage.files import write_json
 
@@ -90,6 +90,24 @@ def by_age(budget: int, reach: int | None) -> Student:
     return make
 
 
+def features(budget: int, reach: int | None) -> Student:
+    """:func:`fading` with an eighth of the bytes for features, which sum up what is forgotten: trained layer by layer,
+    on the text that it was measured on."""
+
+    def make(model: PreTrainedModel, tokens: TokenWindows, training: TokenWindows) -> PreTrainedModel:
+        behind = max(1, budget // 8)
+        shares = dofla.measure_shares(model, tokens, budget - behind, reach=reach)
+        plan = fading_plan(model, budget - behind, shares=shares, reach=reach)
+        for layer in plan.layers:
+            layer.features, layer.feature_map = behind, FEATURE_MAP
+        student = dofla.linearize(model, plan)
+        measure_directions(student, tokens, reach=reach)
+        dofla.distill(student, training, batch_size=1, reach=reach)
+        return student
+
+    return make
+
+
 def trained(budget: int, reach: int | None, rate: float | None = None) -> Student:
     """:func:`dofla.fade`, and then end to end, :data:`AT_ONCE` tokens a step, on the text that it was measured on."""
 
@@ -104,7 +122,8 @@ def trained(budget: int, reach: int | None, rate: float | None = None) -> Studen
     return make
 
 
-STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "fading": fading, "trained": trained}
+STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "fading": fading, "features": features}
+STUDENTS |= {"trained": trained}
 MEASURED = 12
 """Windows that students are measured on."""
 TRAINED, AT_ONCE = 120 * 512, 2 * 512
@@ -146,7 +165,7 @@ def main(
     }
     students = STUDENTS | {"trained": partial(trained, rate=rate)}
     pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
-    if "trained" in names:
+    if {"trained", "features"} & set(names):
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
     asked = WordPairs(tokenizer) if recall else None
     shown, rows = table("student", "tokens", "state", *texts, *(["pairs"] if asked else []), "made in", gap=2), []
