@@ -15,7 +15,10 @@ def positions_of(model: nn.Module) -> int | None:
 
 def positions_within(model: nn.Module, reach: int | None) -> int | None:
     """How many are to be used: those that the model has, or fewer that a plan is for; None if neither says."""
-    return min((n for n in (positions_of(model), reach) if n is not None), default=None)
+    known = positions_of(model)
+    if known is None or reach is None:
+        return known if reach is None else reach
+    return min(known, reach)
 
 
 def read_again(positions: int) -> int:
