@@ -195,6 +195,14 @@ def test_a_restored_student_saves_as_its_teacher(folder, tmp_path):
     assert load_file(tmp_path / "restored/model.safetensors").keys() == teacher("llama").state_dict().keys()
 
 
+@torch.no_grad()
+def test_the_body_of_a_student_can_be_saved_alone(tmp_path):
+    original = own_student("llama", "ragged").model
+    original.save_pretrained(tmp_path)
+    opened = AutoModel.from_pretrained(tmp_path)
+    assert_close(opened(tokens(2, 20))[0], original(tokens(2, 20))[0], rtol=0, atol=0)
+
+
 def test_another_head_can_be_put_on_a_saved_student(folder):
     body = AutoModel.from_pretrained(folder)
     whole = student("llama", "ragged")

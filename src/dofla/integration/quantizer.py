@@ -24,12 +24,18 @@ METHOD = "dofla"
 
 @register_quantization_config(METHOD)
 class DoflaConfig(QuantizationConfigMixin):
-    """A plan, and the record that goes with it, as the ``quantization_config`` of a model's config."""
+    """A plan, and the record that goes with it, as the ``quantization_config`` of a model's config.
+
+    Attributes:
+        of_weights: what quantised the weights of a model that was linearised afterwards, whose place this has taken; a
+            model's body has the same config, and so knows it too. No file says it.
+    """
 
     def __init__(self, quant_method: str = METHOD, record: dict[str, Any] | None = None, **plan: Any) -> None:
         self.quant_method = quant_method
         self.record = Record.from_dict(record or {}, "quantization_config: record")
         self.plan = Plan.from_dict(plan, "quantization_config")
+        self.of_weights: HfQuantizer | None = None
 
     @classmethod
     def from_plan(cls, plan: Plan) -> DoflaConfig:
@@ -42,16 +48,10 @@ class DoflaConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class DoflaQuantizer(HfQuantizer):
-    """Attaches feature maps while a checkpoint loads.
+    """Attaches feature maps while a checkpoint loads."""
 
-    Args:
-        quantization_config: plan and record.
-        of_weights: what quantised the weights of a model that was linearised afterwards; its place is taken.
-    """
-
-    def __init__(self, quantization_config: DoflaConfig, of_weights: HfQuantizer | None = None, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: DoflaConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.of_weights = of_weights
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)

@@ -46,7 +46,7 @@ def _with_card(save: Callable) -> Callable:
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs) -> None:
         if not _is_student(self):
             return save(self, save_directory, is_main_process, *args, **kwargs)
-        if (quantizer := self.hf_quantizer.of_weights) is not None:
+        if (quantizer := self.config.quantization_config.of_weights) is not None:
             method = quantizer.quantization_config.quant_method
             raise DoflaError(
                 f"the weights are quantised ({getattr(method, 'value', method)}), which a checkpoint cannot say beside "

@@ -54,9 +54,12 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
         layer.reset_parameters(generator)
     model._dofla_softmax_implementation = before
     model.set_attn_implementation(LINEAR)
-    model.config.quantization_config = DoflaConfig.from_plan(plan)
-    model.config.quantization_config.record.base_model = origin(model.config._name_or_path)
-    model.hf_quantizer = DoflaQuantizer(model.config.quantization_config, getattr(model, "hf_quantizer", None))
+    config = DoflaConfig.from_plan(plan)
+    config.record.base_model, config.of_weights = (
+        origin(model.config._name_or_path),
+        getattr(model, "hf_quantizer", None),
+    )
+    model.config.quantization_config, model.hf_quantizer = config, DoflaQuantizer(config)
     return model
 
 
@@ -124,7 +127,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         del module._dofla_hook, module.dofla
     put_back(model)
     model.set_attn_implementation(model._dofla_softmax_implementation)
-    of_weights = model.hf_quantizer.of_weights
+    of_weights = model.config.quantization_config.of_weights
     del model._dofla_softmax_implementation, model.config.quantization_config, model.hf_quantizer
     if of_weights is not None:
         model.config.quantization_config, model.hf_quantizer = of_weights.quantization_config, of_weights

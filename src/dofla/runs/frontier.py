@@ -21,7 +21,7 @@ from dofla.distillation.fading import measured_at
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.checkpoint import write_adapter
-from dofla.integration.reading import windows_for
+from dofla.integration.reading import check_readable, windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import describe, plan_of, restore
 from dofla.integration.wrapped import unwraps_its_model
@@ -207,7 +207,7 @@ def frontier(
     """
     windows, sets = windows_for(model, tokens), _sets(judged)
     for own in sets.values():
-        windows_for(model, own)
+        check_readable(model, own.input_ids, own.source)
     if not budgets:
         raise DoflaError("no budget to try: give one or more")
     if target is not None and not 0 < target < math.inf:
