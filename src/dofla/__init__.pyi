@@ -9,6 +9,7 @@ from .errors import DoflaError
 from .evaluation.run import evaluate
 from .integration.checkpoint import load, merge_lora, save_adapter
 from .integration.compiling import compile_generate
+from .integration.continuous_batching import continuous_batching
 from .integration.profiler import profile
 from .integration.prompt_state import load_state, read_prompt, save_state
 from .integration.sampled import sample_features
@@ -37,6 +38,7 @@ __all__ = [
     "TokenWindows",
     "allocate",
     "compile_generate",
+    "continuous_batching",
     "distill",
     "distill_end_to_end",
     "evaluate",

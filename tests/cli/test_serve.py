@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
+import torch
 from command_line import call
 from students import reader_of
 from transformers import AutoTokenizer
 
 import dofla
 from dofla.runs.demo import teacher_path
+from dofla.runs.serving import _AtOnce
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
@@ -74,6 +79,47 @@ def test_what_is_longer_than_the_positions_is_answered_from_its_end(client):
         assert result.usage.prompt_tokens > 256  # positions that the student has
         answers.add(result.choices[0].text)
     assert len(answers) == 1
+
+
+def test_several_are_answered_at_once():
+    """Two that each wait for the other are both answered."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    class Model:
+        def generate(self, input_ids, **_):
+            meeting.wait()
+            return torch.cat([input_ids, input_ids + 1], 1)
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return str(ids.tolist())
+
+    async def ask():
+        manager = _AtOnce(2)
+        requests = ({"input_ids": torch.tensor([[n]])} for n in (3, 5))
+        return await asyncio.gather(
+            *(manager.generate_non_streaming(Model(), Tokenizer(), request, None, "") for request in requests)
+        )
+
+    assert [text for text, *_ in asyncio.run(ask())] == ["[4]", "[6]"]
+
+
+def test_requests_at_once_are_all_answered(client):
+    prompts = ["Once upon a time", "The sun is", "Who came to the door?", "A dog and a cat"]
+
+    def complete(prompt):
+        return client.completions.create(model="small", prompt=prompt, max_tokens=6, temperature=0).usage
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(complete, prompts))
+    for prompt, usage in zip(prompts, found, strict=True):
+        assert usage.prompt_tokens == complete(prompt).prompt_tokens
+        assert 1 <= usage.completion_tokens <= 6
+
+
+def test_nothing_at_once_is_refused(capsys):
+    assert call("serve", "no-such-student", "--at-once", 0) == 2
+    assert "at_once is 0" in capsys.readouterr().err
 
 
 def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys):

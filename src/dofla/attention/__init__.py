@@ -18,7 +18,7 @@ from dofla.attention.flat import FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
 from dofla.attention.recurrent import recurrent
-from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable
+from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable, side_by_side
 
 __all__ = [
     "LOG_ZERO",
@@ -45,6 +45,7 @@ __all__ = [
     "packed",
     "recurrent",
     "rounded",
+    "side_by_side",
     "stage_bytes",
     "unpacked",
 ]

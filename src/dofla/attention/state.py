@@ -11,8 +11,9 @@ and after a long decode all those lost keys would have been many. M features cos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,18 @@ class _Tensors:
     def reorder(self, index: Tensor):
         """Row ``index[n]`` becomes row n (beam search, batch selection)."""
         return self.map(lambda t: t.index_select(0, index.to(t.device)))
+
+
+def side_by_side(parts: Sequence[Any]) -> Any:
+    """Bundles of the same layer, or tensors, as one whose batch is all of theirs, in this order."""
+    first = parts[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, tuple):
+        return tuple(side_by_side(inner) for inner in zip(*parts, strict=True))
+    return replace(first, **{x.name: side_by_side([getattr(part, x.name) for part in parts]) for x in fields(first)})
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help="And port; 0 for any that is free.")] = 8000,
     sessions: Annotated[int, typer.Option(help="Conversations whose state is kept between turns.")] = 32,
+    at_once: Annotated[int, typer.Option(help="Requests answered side by side; with --compile one.")] = 16,
     compile: Annotated[
         bool,
         typer.Option("--compile", help="Write tokens by torch.compile: faster, after half a minute at the first one."),
@@ -67,6 +68,8 @@ def serve(
     dtype: Dtype = None,
 ) -> dict[str, Any]:
     """Answer requests as OpenAI's API does, by transformers' own server; a turn of a chat costs its own tokens."""
+    from dofla.distillation.steps import check_numbers
+    from dofla.integration.continuous_batching import continuous_batching
     from dofla.integration.sessions import keep_sessions
     from dofla.runs.teacher import open_student
     from dofla.storage.extras import extra
@@ -75,16 +78,20 @@ def serve(
         extra(name, "serve", "serving")
     from dofla.runs.serving import listening, server
 
+    check_numbers(at_once=at_once)
+    at_once = 1 if compile else at_once
     with listening(host, port) as place:
         model, tokenizer = open_student(student, dtype, base_model)
         if compile:
             from dofla.integration.compiling import compile_generate
 
             compile_generate(model)
+        if at_once > 1:
+            continuous_batching(model)
         keep_sessions(model, sessions, static=compile)
         name = Path(student).name
         current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
-        server(name, model, tokenizer).run(sockets=[place])
+        server(name, model, tokenizer, at_once).run(sockets=[place])
     return {"student": name}
 
 

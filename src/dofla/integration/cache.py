@@ -57,15 +57,19 @@ class LinearCacheLayer(CacheLayerMixin):
                 "start with a fresh cache"
             )
         self.handed_over = False
+        self.advance(key_states.shape[-2])
+        return key_states, value_states
+
+    def advance(self, tokens: int) -> None:
+        """So many more have been read."""
         self.is_initialized = True
-        before, self.tokens = self.tokens, self.tokens + key_states.shape[-2]
+        before, self.tokens = self.tokens, self.tokens + tokens
         if self.positions is not None and not torch.compiler.is_compiling() and before <= self.positions < self.tokens:
             logger.warning(
                 "read past the %d positions that the model has, or its memory was made for, where it fails: "
                 "dofla.keep_sessions and dofla.Stream begin anew before that",
                 self.positions,
             )
-        return key_states, value_states
 
     def get_seq_length(self) -> int | Tensor:
         return self.tokens

@@ -41,15 +41,14 @@ def _warn(dtype: torch.dtype) -> None:
 @lru_cache
 @torch.no_grad()
 def times_as_long(dtype: torch.dtype) -> float:
-    """How long a product of matrices takes in ``dtype``, for 1 in float32: by the least of several small ones."""
+    """How long a product of matrices takes in ``dtype``, for 1 in float32: by the least of many small ones, which take
+    turns, as a busy machine may keep one waiting a hundred times as long as it takes."""
     rows, weight = torch.ones(64, 256), torch.ones(256, 256)
-
-    def seconds(dtype: torch.dtype) -> float:
-        a, b, taken = rows.to(dtype), weight.to(dtype), []
-        for _ in range(4):
+    taken: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+    for _ in range(16):
+        for kind, seconds in taken.items():
+            a, b = rows.to(kind), weight.to(kind)
             started = time.perf_counter()
             torch.mm(a, b)
-            taken.append(time.perf_counter() - started)
-        return min(taken)
-
-    return seconds(dtype) / seconds(torch.float32)
+            seconds.append(time.perf_counter() - started)
+    return min(taken[dtype]) / min(taken[torch.float32])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy, deepcopy
@@ -26,6 +27,8 @@ _SNAPSHOTS = 2
 """Of a session: after its last prompt, from which another answer can be written, and after the answer."""
 _ANSWER = 2
 """Of the positions, the part that is at least there for an answer, if it is to be as long."""
+_PIECE = 1024
+"""Tokens of a prompt that are read at a time: others wait for no more of them (:func:`dofla.continuous_batching`)."""
 _WRITTEN = 20
 """Tokens that transformers writes if nothing is said."""
 
@@ -66,6 +69,7 @@ class Sessions:
         self._positions = positions_within(student, plan.reach) or sys.maxsize
         # Of each text, the token at which its state begins, and the state.
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
+        self._lock = threading.Lock()  # of what is known: dofla.continuous_batching answers several calls at once
 
     def __len__(self) -> int:
         """Snapshots held."""
@@ -126,17 +130,18 @@ class Sessions:
         """Where a state with ``room`` for more begins in a prompt [1, L], and the cache before its last token, of one's
         own."""
         tokens = tuple(input_ids[0, :-1].tolist())
-        known = max((key for key in self._known if tokens[: len(key)] == key), key=len, default=())
-        begun, cache = self._known.get(known, (0, None))
+        with self._lock:
+            known = max((key for key in self._known if tokens[: len(key)] == key), key=len, default=())
+            begun, cache = self._known.get(known, (0, None))
+            if known and len(known) == len(tokens):
+                self._known.move_to_end(known)
         first = beginning(begun, len(known), input_ids.shape[1] + room, self._positions, read_again(self._positions))
         goes_on = cache is not None and first == begun
         cache, read = (deepcopy(cache), len(known)) if goes_on else (self._empty(), first)
         self.read = len(tokens) - read
         if self.read:
-            read_prompt(self._student, input_ids[:, read:-1], cache=cache)
+            read_prompt(self._student, input_ids[:, read:-1], chunk=_PIECE, cache=cache)
             self._remember(input_ids[:, :-1], first, deepcopy(cache))
-        elif known:
-            self._known.move_to_end(known)
         return first, cache
 
     def _empty(self) -> Cache:
@@ -145,10 +150,11 @@ class Sessions:
 
     def _remember(self, sequence: Tensor, begun: int, cache: Cache) -> None:
         key = tuple(sequence[0].tolist())
-        self._known[key] = begun, cache
-        self._known.move_to_end(key)
-        while len(self._known) > self._snapshots:
-            self._known.popitem(last=False)
+        with self._lock:
+            self._known[key] = begun, cache
+            self._known.move_to_end(key)
+            while len(self._known) > self._snapshots:
+                self._known.popitem(last=False)
 
 
 def _from(begun: int, given: Any, input_ids: Tensor) -> Any:

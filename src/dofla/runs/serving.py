@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import Any
 
 import uvicorn
@@ -14,7 +15,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import GenerationState
+from transformers.cli.serving.utils import GenerateManager, GenerationState, InferenceThread
 
 from dofla.errors import DoflaError
 
@@ -38,6 +39,33 @@ class _OneStudent(ModelManager):
         """The student stays open."""
 
 
+class _Threads(InferenceThread):
+    """Several that answer requests, one each; who comes when all are busy waits."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for _ in range(count - 1):
+            threading.Thread(target=self._run, daemon=True).start()
+
+
+class _AtOnce(GenerateManager):
+    """Calls ``generate`` for several requests at once."""
+
+    def __init__(self, count: int) -> None:
+        self._thread = _Threads(count)
+
+
+class _OneManager(GenerationState):
+    """All requests are for one student."""
+
+    def __init__(self, manager: GenerateManager) -> None:
+        super().__init__()
+        self._manager = manager
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
+        return self._manager
+
+
 def listening(host: str, port: int) -> socket.socket:
     """A socket that nobody else has; DoflaError if that cannot be."""
     try:
@@ -46,9 +74,9 @@ def listening(host: str, port: int) -> socket.socket:
         raise DoflaError(f"cannot listen on --host {host!r} --port {port} ({error}): give others, or port 0") from error
 
 
-def server(name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> uvicorn.Server:
-    """One that answers for ``name``; run it on a socket of :func:`listening`."""
-    students, state = _OneStudent(name, student, tokenizer), GenerationState()
+def server(name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, at_once: int = 1) -> uvicorn.Server:
+    """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`."""
+    students, state = _OneStudent(name, student, tokenizer), _OneManager(_AtOnce(at_once))
     app = build_server(
         students,
         ChatCompletionHandler(students, state),
