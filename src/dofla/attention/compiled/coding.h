@@ -11,11 +11,10 @@
 namespace dofla::coding {
 
 
-// fading.TABLES: levels by bits, as floats and as bytes; scales and the borders between their squares; the weights of kept.py.
+// levels.tables: levels by bits, as floats and as bytes; scales and the borders between their squares.
 struct Tables {
   const float* data;
-  static constexpr std::int64_t kWeights = 13 * 8 + 1, kLevels = kMostBits * kWindows;
-  static constexpr std::int64_t kSize = kLevels + kLevels / 4 + 2 * 256 + kWeights;
+  static constexpr std::int64_t kLevels = kMostBits * kWindows, kSize = kLevels + kLevels / 4 + 2 * 256;
 
   Levels levels(int bits) const {
     const std::int64_t from = (bits - 1) * kWindows;
@@ -23,7 +22,6 @@ struct Tables {
   }
   const float* scales() const { return data + kLevels + kLevels / 4; }
   const float* square_borders() const { return scales() + 256; }
-  const float* weights() const { return scales() + 2 * 256; }
 };
 
 // coder.py for one KV head.
@@ -132,46 +130,43 @@ inline void pack(const float* x, std::int64_t dim, std::int8_t* integers, std::i
   *exponent = static_cast<std::int8_t>(power);
 }
 
-// blocks.encode of `Many` blocks of as many bits, of each its numbers and their unit; to codes[j] + at and scales[j] + b.
-template <int N, int Bits, int Many>
-inline void encode_blocks(const float (*numbers)[N], const float* unit, const Tables& tables, std::uint8_t* const* codes,
-                          std::int64_t at, std::uint8_t* const* scales, std::int64_t b) {
-  const Levels levels = tables.levels(Bits);
-  std::int32_t standard[Many][N], windows[Many][N];
-  float squares[Many] = {};
-  for (int j = 0; j < Many; ++j) {
-    float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < N; ++i) total += numbers[j][i] * numbers[j][i];
-    const float size = std::max(std::sqrt(total / N), 1e-3f);
-#pragma omp simd
-    for (int i = 0; i < N; ++i) {
-      standard[j][i] = static_cast<std::int32_t>(__builtin_rintf(numbers[j][i] * (kFine * kUnit) / size));
-    }
-    squares[j] = total;
-  }
-  Search<N, Bits, Many>(levels.floats)(standard, windows);
-  for (int j = 0; j < Many; ++j) {
-    pack_codes<N, Bits>(windows[j], codes[j] + at);
-    float power = 0.0f;
-    for (int i = 0; i < N; ++i) power += levels.floats[windows[j][i]] * levels.floats[windows[j][i]];
-    const float square = squares[j] / power * (unit[j] * unit[j]), *squared = tables.square_borders();
-    scales[j][b] = static_cast<std::uint8_t>(std::lower_bound(squared, squared + 255, square) - squared);
-  }
+// The byte of the scale that makes levels, of which `power` is the sum of squares, as long as a block: numbers of which
+// `squares` is that sum, and one is worth `unit`.
+inline std::int32_t scale_of(const Tables& tables, float squares, float power, float unit) {
+  const float square = squares / power * (unit * unit), *borders = tables.square_borders();
+  std::int32_t place = 0;
+  for (std::int32_t step = 128; step > 0; step /= 2) place = borders[place + step - 1] < square ? place + step : place;
+  return place;
 }
 
-// ... of all blocks of `Many` vectors, as a stage keeps them; `read(j, b, x)` gives the numbers of a
-// block and returns their unit.
-template <int N, int Many, typename Read>
-inline void encode_vectors(const Coder& coder, std::int64_t stage, const Read& read, std::uint8_t* const* codes,
-                           std::uint8_t* const* scales) {
-  std::int64_t at = 0;
+// blocks.encode of numbers and their unit; to codes + at and scales[b].
+template <int N, int Bits>
+inline void encode_block(const float* numbers, float unit, const Tables& tables, std::uint8_t* codes, std::uint8_t* scale) {
+  const Levels levels = tables.levels(Bits);
+  std::int32_t standard[N], windows[N];
+  float squares = 0.0f, power = 0.0f;
+#pragma omp simd reduction(+ : squares)
+  for (int i = 0; i < N; ++i) squares += numbers[i] * numbers[i];
+  const float size = std::max(std::sqrt(squares / N), 1e-3f);
+#pragma omp simd
+  for (int i = 0; i < N; ++i) {
+    standard[i] = static_cast<std::int32_t>(__builtin_rintf(numbers[i] * (kFine * kUnit) / size));
+  }
+  Search<N, Bits>(levels.floats)(standard, windows);
+  pack_codes<N, Bits>(windows, 1, codes);
+  for (int i = 0; i < N; ++i) power += levels.floats[windows[i]] * levels.floats[windows[i]];
+  *scale = static_cast<std::uint8_t>(scale_of(tables, squares, power, unit));
+}
+
+// ... of all blocks of a vector, as a stage keeps them; `read(b, x)` gives the numbers of a block and returns their unit.
+template <int N, typename Read>
+inline void encode_vector(const Coder& coder, std::int64_t stage, const Read& read, std::uint8_t* codes, std::uint8_t* scales) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
-    float numbers[Many][N], unit[Many];
-    for (int j = 0; j < Many; ++j) unit[j] = read(j, b, numbers[j]);
-    with_bits(coder.bits_of(stage)[b], [&](auto n) {
-      encode_blocks<N, n, Many>(numbers, unit, coder.tables, codes, at, scales, b);
-      at += n * N / 8;
+    float numbers[N];
+    const float unit = read(b, numbers);
+    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+      encode_block<N, bits>(numbers, unit, coder.tables, codes, scales + b);
+      codes += bits * N / 8;
     });
   }
 }
@@ -186,20 +181,17 @@ inline float whole(float* x) {
   return power_of_two(exponent);
 }
 
-// Coder.encode of `Many` vectors in eight bits, as bytes; `wide` has room for as many.
-template <int N, int Many>
-inline void encode(const Coder& coder, const std::uint8_t* const* integers, const std::uint8_t* const* exponents,
-                   std::int16_t* wide, std::uint8_t* const* codes, std::uint8_t* const* scales) {
-  for (int j = 0; j < Many; ++j) {
-    std::copy_n(reinterpret_cast<const std::int8_t*>(integers[j]), coder.dim, wide + j * coder.dim);
-  }
-  const auto turn = [&](int vector, std::int64_t b, float* x) {
-    const float power = power_of_two(static_cast<std::int8_t>(*exponents[vector]));
-    const std::int16_t* __restrict numbers = wide + vector * coder.dim;
+// Coder.encode of a vector in eight bits, as bytes; `wide` has room for it.
+template <int N>
+inline void encode(const Coder& coder, const std::uint8_t* integers, const std::uint8_t* exponent, std::int16_t* __restrict wide,
+                   std::uint8_t* codes, std::uint8_t* scales) {
+  std::copy_n(reinterpret_cast<const std::int8_t*>(integers), coder.dim, wide);
+  const float power = power_of_two(static_cast<std::int8_t>(*exponent));
+  const auto turn = [&](std::int64_t b, float* x) {
     for (int i = 0; i < N; ++i) {
       const std::int16_t* __restrict row = coder.turn + (b * N + i) * coder.dim;
       std::int32_t turned = 0;
-      for (std::int64_t j = 0; j < coder.dim; ++j) turned += static_cast<std::int32_t>(row[j]) * numbers[j];
+      for (std::int64_t j = 0; j < coder.dim; ++j) turned += static_cast<std::int32_t>(row[j]) * wide[j];
       x[i] = static_cast<float>(turned);
     }
     const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
@@ -207,22 +199,21 @@ inline void encode(const Coder& coder, const std::uint8_t* const* integers, cons
     for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
     return whole<N>(x);
   };
-  encode_vectors<N, Many>(coder, 0, turn, codes, scales);
+  encode_vector<N>(coder, 0, turn, codes, scales);
 }
 
-// Coder.age of `Many` vectors
-template <int N, int Many>
-inline void age(const Coder& coder, std::int64_t stage, const std::uint8_t* const* codes, const std::uint8_t* const* scales,
-                std::uint8_t* const* to_codes, std::uint8_t* const* to_scales) {
-  std::int64_t at[Many] = {};
-  const auto decode = [&](int j, std::int64_t b, float* x) {
-    with_bits(coder.bits_of(stage)[b], [&](auto n) {
-      levels_of<N, n>(codes[j] + at[j], coder.tables.levels(n)).store(x);
-      at[j] += n * N / 8;
+// Coder.age of a vector
+template <int N>
+inline void age(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+                std::uint8_t* to_codes, std::uint8_t* to_scales) {
+  const auto decode = [&](std::int64_t b, float* x) {
+    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+      levels_of<N, bits>(codes, coder.tables.levels(bits)).store(x);
+      codes += bits * N / 8;
     });
-    return coder.tables.scales()[scales[j][b]];
+    return coder.tables.scales()[scales[b]];
   };
-  encode_vectors<N, Many>(coder, stage + 1, decode, to_codes, to_scales);
+  encode_vector<N>(coder, stage + 1, decode, to_codes, to_scales);
 }
 
 // Coder.decode: the turned vector.

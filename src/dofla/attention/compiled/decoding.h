@@ -38,7 +38,7 @@ class Decoder {
       leaves_ = group.keeps(stage) ? choose(n, h) : 0;
       copy(before, group.stages_after[stage], n, h, 0, 0, leaves_);
       copy(before, group.stages_after[stage], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
-      enter<1>(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
+      enter(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
     }
     return finite;
   }

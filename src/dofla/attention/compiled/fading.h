@@ -263,26 +263,19 @@ struct Group {
   }
 };
 
-// Tokens i, i + 1, ... of `from`, the window or what the stage before keeps, as tokens j, j + 1, ... of `to`, which is what
-// `stage` keeps: `Many` of them. `wide` has room for as many vectors.
-template <int Many>
-inline void enter(const Group& group, std::int64_t stage, const Tokens& from, std::int64_t i, const Tokens& to,
-                  std::int64_t j, std::int64_t n, std::int64_t h, std::vector<std::int16_t>& wide) {
+// Token i of `from`, the window or what the stage before keeps, as token j of `to`, which is what `stage` keeps. `wide` has
+// room for a vector.
+inline void enter(const Group& group, std::int64_t stage, const Tokens& from, std::int64_t i, const Tokens& to, std::int64_t j,
+                  std::int64_t n, std::int64_t h, std::vector<std::int16_t>& wide) {
   for (const std::int64_t part : {0, 2}) {
     const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
-    const std::uint8_t *codes[Many], *scales[Many];
-    std::uint8_t *to_codes[Many], *to_scales[Many];
-    for (int m = 0; m < Many; ++m) {
-      codes[m] = from.row<std::uint8_t>(part, n, h, i + m);
-      scales[m] = from.row<std::uint8_t>(part + 1, n, h, i + m);
-      to_codes[m] = to.row<std::uint8_t>(part, n, h, j + m);
-      to_scales[m] = to.row<std::uint8_t>(part + 1, n, h, j + m);
-    }
+    const auto *codes = from.row<std::uint8_t>(part, n, h, i), *scales = from.row<std::uint8_t>(part + 1, n, h, i);
+    auto *to_codes = to.row<std::uint8_t>(part, n, h, j), *to_scales = to.row<std::uint8_t>(part + 1, n, h, j);
     coding::with_block(coder.block, [&](auto block) {
       if (stage > 0) {
-        coding::age<block, Many>(coder, stage - 1, codes, scales, to_codes, to_scales);
+        coding::age<block>(coder, stage - 1, codes, scales, to_codes, to_scales);
       } else {
-        coding::encode<block, Many>(coder, codes, scales, wide.data(), to_codes, to_scales);
+        coding::encode<block>(coder, codes, scales, wide.data(), to_codes, to_scales);
       }
     });
   }

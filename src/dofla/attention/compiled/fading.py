@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from dofla.attention.coding import Fading
-from dofla.attention.coding.kept import WEIGHTS
 from dofla.attention.coding.levels import tables
 from dofla.attention.flat import Layout
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels take."""
-TABLES = torch.cat([tables(), WEIGHTS])
+TABLES = tables()
 """All that is looked up."""
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fading.h"
+#include "whole.h"
 
 #include <cmath>
 #include <numeric>
@@ -31,7 +32,7 @@ class Drawing {
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
         power_(rows), beside_(rows), integers_(rows * dim_), asking_(rows * dim_), units_(rows * blocks_),
-        tile_(kLanes * dim_), numbers_(dim_ * stride_), key_units_(blocks_ * stride_), steps_(rows * stride_),
+        asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_), steps_(rows * stride_),
         drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
   // A query [d] as row `row`.
@@ -57,8 +58,7 @@ class Drawing {
 
   // kept._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
   void draw(std::int64_t first, std::int64_t count, std::int32_t* __restrict score) {
-    const float* __restrict weights = group_.keys.tables.weights();
-    constexpr float most = coding::Tables::kWeights - 1;
+    constexpr float kOctave = 8.0f, kSteps = 13 * kOctave;  // as in kept.py
     float *__restrict drawn = drawn_.data(), *__restrict gain = gain_.data();
     std::fill_n(gain, count, 0.0f);
     for (std::int64_t g = 0; g < group_.groups; ++g) {
@@ -68,10 +68,12 @@ class Drawing {
       const float top = largest(drawn, count, -2.0f * kMostSteps);
 #pragma omp simd
       for (std::int64_t t = 0; t < count; ++t) {
-        const float below = top - drawn[t];
-        const float weight = weights[static_cast<std::int32_t>(below > 0.0f ? std::min(below, most) : 0.0f)];
-        drawn[t] = score[t] < 0 ? 0.0f : weight;
+        const float apart = top - drawn[t], below = apart > 0.0f ? apart : 0.0f;
+        drawn[t] = below < kSteps ? below * static_cast<float>(-M_LN2 / kOctave) : -100.0f;
       }
+      // kept.WEIGHTS: none of those powers of two is so near the middle between two whole numbers that this would miss it.
+#pragma omp simd
+      for (std::int64_t t = 0; t < count; ++t) drawn[t] = __builtin_rintf(4096.0f * exp_of_negative(drawn[t]));
       const float total = std::max(sum(drawn, count), 1.0f);
 #pragma omp simd
       for (std::int64_t t = 0; t < count; ++t) {
@@ -102,6 +104,7 @@ class Drawing {
         for (int i = 0; i < N; ++i) x[i] *= fineness[b * N + i] * power_[row];
         units_[row * blocks_ + b] = coding::whole<N>(x);
       }
+      std::copy_n(&asking_[row * dim_], dim_, &asked_[row * dim_]);
     }
   }
 
@@ -117,35 +120,38 @@ class Drawing {
         const auto* scales = tokens.row<std::uint8_t>(1, n, h, place);
         for (std::int64_t b = 0; b < blocks_; ++b) {
           coding::with_bits(coder.bits_of(stage)[b], [&](auto bits) {
-            coding::levels_of<N, bits>(codes, coder.tables.levels(bits)).store(&tile_[t * dim_ + b * N]);
+            float levels[N];
+            coding::levels_of<N, bits>(codes, coder.tables.levels(bits)).store(levels);
+            std::copy_n(levels, N, &tile_[t * dim_ + b * N]);
             codes += bits * N / 8;
           });
           key_units_[b * stride_ + first + t] = coder.tables.scales()[scales[b]];
         }
       }
-      transpose(tile_.data(), dim_, kLanes, dim_, &numbers_[first], stride_);
+      side_by_side(tile_.data(), dim_, &numbers_[first], stride_);
     }
   }
 
   // kept._steps of R queries and the tokens from t on, kAside vectors of them: what is loaded serves several products.
   template <int N, int R>
   void count_steps(std::int64_t first, std::int64_t t) {
-    const float* asking = &asking_[first * dim_];
+    const Number* asked = &asked_[first * dim_];
     Lanes total[R][kAside];
     for (auto& row : total) std::fill_n(row, kAside, Lanes{});
     for (std::int64_t b = 0; b < blocks_; ++b) {
-      Lanes sum[R][kAside];
-      for (auto& row : sum) std::fill_n(row, kAside, Lanes{});
-      for (std::int64_t i = b * N; i < (b + 1) * N; ++i) {
-        Lanes x[kAside];
-        for (int v = 0; v < kAside; ++v) x[v] = in_register(load(&numbers_[i * stride_ + t + v * kLanes]));
+      Sums sum[R][kAside];
+      for (auto& row : sum) std::fill_n(row, kAside, Sums{});
+      for (std::int64_t i = b * N; i < (b + 1) * N; i += kPair) {
+        Sums x[kAside];
+        for (int v = 0; v < kAside; ++v) x[v] = in_register(load_numbers(&numbers_[i / kPair * stride_ + t + v * kLanes]));
         for (int r = 0; r < R; ++r) {
-          for (int v = 0; v < kAside; ++v) sum[r][v] += asking[r * dim_ + i] * x[v];
+          const Sums y = everywhere(asked + r * dim_ + i);
+          for (int v = 0; v < kAside; ++v) sum[r][v] = plus_products(sum[r][v], x[v], y);
         }
       }
       for (int v = 0; v < kAside; ++v) {
         const Lanes unit = load(&key_units_[b * stride_ + t + v * kLanes]);
-        for (int r = 0; r < R; ++r) total[r][v] += in_register(sum[r][v] * units_[(first + r) * blocks_ + b] * unit);
+        for (int r = 0; r < R; ++r) total[r][v] += in_register(as_floats(sum[r][v]) * units_[(first + r) * blocks_ + b] * unit);
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -162,7 +168,9 @@ class Drawing {
 
   const Group& group_;
   std::int64_t dim_, blocks_, stride_;
-  std::vector<float> power_, beside_, integers_, asking_, units_, tile_, numbers_, key_units_, steps_, drawn_, gain_;
+  std::vector<float> power_, beside_, integers_, asking_, units_;
+  std::vector<Number> asked_, tile_;  // numbers of queries, and of keys on their way into the lanes of numbers_
+  std::vector<float> numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
 

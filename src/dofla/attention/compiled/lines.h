@@ -2,12 +2,13 @@
 #pragma once
 
 #include "kept.h"
+#include "together.h"
 
 #include <ATen/Parallel.h>
 
 namespace dofla::fading {
 
-constexpr int kTogether = 2;  // tokens coded at once
+constexpr std::int64_t kApart = kLanes / 4;  // fewer tokens than these are coded one by one
 
 // What each kind of tokens held before, followed by those that came in.
 struct Lines {
@@ -32,6 +33,26 @@ struct Lines {
   std::vector<at::Tensor> memory_;
 };
 
+// Tokens i, i + 1, ... as enter has them, `count` of them, up to kLanes.
+inline void enter_together(const Group& group, std::int64_t stage, const Tokens& from, std::int64_t i, const Tokens& to,
+                           std::int64_t j, std::int64_t count, std::int64_t n, std::int64_t h, coding::Together& scratch) {
+  const auto rows = [&](const Tokens& tokens, std::int64_t part, std::int64_t first) {
+    return coding::BytesOf{tokens.row<std::uint8_t>(part, n, h, first), tokens.widths[part]};
+  };
+  for (const std::int64_t part : {0, 2}) {
+    const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
+    const auto codes = rows(from, part, i), scales = rows(from, part + 1, i);
+    const auto to_codes = rows(to, part, j), to_scales = rows(to, part + 1, j);
+    coding::with_block(coder.block, [&](auto block) {
+      if (stage > 0) {
+        coding::age<block>(coder, stage - 1, codes, scales, count, to_codes, to_scales);
+      } else {
+        coding::encode<block>(coder, codes, scales, count, scratch, to_codes, to_scales);
+      }
+    });
+  }
+}
+
 // The lines, and the state after; and of each KV head, how many tokens come before the first whose key or value holds NaN
 // or infinity.
 inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
@@ -41,17 +62,18 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
   const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
     at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> vector(wide);
-      std::vector<std::int16_t> integers(kTogether * wide);
+      std::vector<std::int16_t> integers(wide);
+      coding::Together together(wide);
       for (std::int64_t place = begin; place < end; ++place) {
         const std::int64_t unit = place / chunks, first = place % chunks * kChunk, n = unit / heads, h = unit % heads;
         if (first == 0) begin_unit(n, h);
-        each(n, h, first, std::min(first + kChunk, length), vector, integers);
+        each(n, h, first, std::min(first + kChunk, length), vector, integers, together);
       }
     });
   };
   const std::int64_t window = group.window.count;
   for_tokens([&](auto n, auto h) { copy(group.window, lines.window, n, h, 0, 0, window); },
-             [&](auto n, auto h, auto i, auto end, auto& vector, auto&) {
+             [&](auto n, auto h, auto i, auto end, auto& vector, auto&, auto&) {
                for (; i < end; ++i) {
                  const bool hidden = group.lines[0][n * (window + length) + window + i] <= kLogZero;
                  unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
@@ -61,11 +83,11 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
     const Tokens &line = lines.stages[stage], &from = lines.before(stage);
     const std::int64_t count = group.stages[stage].count;
     for_tokens([&](auto n, auto h) { copy(group.stages[stage], line, n, h, 0, 0, count); },
-               [&](auto n, auto h, auto i, auto end, auto&, auto& integers) {
-                 for (; i + kTogether <= end; i += kTogether) {
-                   enter<kTogether>(group, stage, from, i, line, count + i, n, h, integers);
+               [&](auto n, auto h, auto i, auto end, auto&, auto& integers, auto& together) {
+                 for (; end - i >= kApart; i += std::min(end - i, kLanes)) {
+                   enter_together(group, stage, from, i, line, count + i, std::min(end - i, kLanes), n, h, together);
                  }
-                 for (; i < end; ++i) enter<1>(group, stage, from, i, line, count + i, n, h, integers);
+                 for (; i < end; ++i) enter(group, stage, from, i, line, count + i, n, h, integers);
                });
   }
   std::vector<std::int64_t> sound(group.units());

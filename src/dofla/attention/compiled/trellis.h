@@ -1,17 +1,16 @@
 // Trellis codes: the arithmetic of coding/trellis.py, a block at a time.
 #pragma once
 
-#include "vector.h"
+#include "whole.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
+#ifdef __aarch64__
 #include <arm_neon.h>
 #endif
 
 namespace dofla::coding {
 
 constexpr int kMostBits = 5, kWindow = 6, kWindows = 1 << kWindow, kUnit = 45, kFine = 4;  // as in levels.py and trellis.py
+constexpr std::int32_t kBranches = 32, kNowhere = 1 << 29;
 
 template <int N>
 inline Floats<N> floats(const std::int8_t* from) {
@@ -116,86 +115,77 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
 #endif
 }
 
-// Windows as bytes of their codes (blocks.to_bytes).
+// Windows, so far apart, as bytes of their codes (blocks.to_bytes).
 template <int N, int Bits>
-inline void pack_codes(const std::int32_t* windows, std::uint8_t* to) {
+inline void pack_codes(const std::int32_t* windows, std::int64_t apart, std::uint8_t* to) {
   for (int first = 0; first < N; first += 8) {
     std::uint64_t eight = 0;
     for (int i = 0; i < 8; ++i) {
-      eight |= static_cast<std::uint64_t>(windows[N - 1 - first - i] & ((1 << Bits) - 1)) << Bits * i;
+      eight |= static_cast<std::uint64_t>(windows[(N - 1 - first - i) * apart] & ((1 << Bits) - 1)) << Bits * i;
     }
     std::memcpy(to + first / 8 * Bits, &eight, Bits);
   }
 }
 
-constexpr int kWide = kLanes;  // costs of a vector
-using Costs = Integers;
+constexpr int kWide = kLanes;  // windows of a vector
 
-// Viterbi's algorithm for `Many` blocks of whole numbers at once: their steps wait for each other within a block only.
-template <int N, int Bits, int Many>
+// Viterbi's algorithm for a block of whole numbers (trellis.search); lanes are windows.
+template <int N, int Bits>
 class Search {
  public:
   explicit Search(const float* levels) {
     for (int v = 0; v < kTotals; ++v) {
-      const Costs level = __builtin_convertvector(load(levels + kWide * v), Costs);
+      const Integers level = __builtin_convertvector(load(levels + kWide * v), Integers);
       slope_[v] = -2 * kBranches * level;
       start_[v] = kBranches * kFine * level * level + (kWide * v + order(kEachLane)) / kStates;
     }
   }
 
-  // trellis.search, with the windows of the codes.
-  void operator()(const std::int32_t (*x)[N], std::int32_t (*windows)[N]) {
-    Costs cost[Many][kVectors] = {};
-    for (int i = 0; i < N; ++i) step(x, (i + N / 2) % N, i, cost);
-    std::int32_t ends[Many];
-    for (int j = 0; j < Many; ++j) {
-      std::int32_t least = cost[j][0][0];
-      for (int state = 0; state < kStates; ++state) least = std::min(least, cost[j][state / kWide][state % kWide] + state);
-      std::int32_t state = least & (kBranches - 1);
-      for (int i = N - 1; i >= N - N / 2; --i) state = before(j, i, state) >> Bits;
-      ends[j] = state;
-      for (int v = 0; v < kVectors; ++v) {
-        cost[j][v] = (kWide * v + order(kEachLane)) % kStates == state ? Costs{} : kNowhere - Costs{};
-      }
+  // The windows of the codes.
+  void operator()(const std::int32_t* x, std::int32_t* windows) {
+    constexpr auto totals = std::make_integer_sequence<int, kTotals>{};
+    Integers cost[kVectors] = {};
+    for (int i = 0; i < N; ++i) step(x[(i + N / 2) % N], cost, ways_[i], totals);
+    std::int32_t least = cost[0][0];
+    for (int state = 0; state < kStates; ++state) least = std::min(least, cost[state / kWide][state % kWide] + state);
+    std::int32_t state = least & (kBranches - 1);
+    for (int i = N - 1; i >= N - N / 2; --i) state = before(i, state) >> Bits;
+    const std::int32_t end = state;
+    for (int v = 0; v < kVectors; ++v) {
+      cost[v] = (kWide * v + order(kEachLane)) % kStates == end ? Integers{} : kNowhere - Integers{};
     }
-    for (int i = 0; i < N; ++i) step(x, i, i, cost);
-    for (int j = 0; j < Many; ++j) {
-      std::int32_t state = ends[j];
-      for (int i = N - 1; i >= 0; --i) state = (windows[j][i] = before(j, i, state)) >> Bits;
-    }
+    for (int i = 0; i < N; ++i) step(x[i], cost, ways_[i], totals);
+    for (int i = N - 1; i >= 0; --i) state = (windows[i] = before(i, state)) >> Bits;
   }
 
  private:
   static constexpr int kStates = kWindows >> Bits, kTotals = kWindows / kWide;
   static constexpr int kVectors = std::max(kStates / kWide, 1);  // fewer states than lanes stand there again
-  static constexpr std::int32_t kBranches = 32, kNowhere = 1 << 29;
 
   // The window of number i on the path to `state` behind it.
-  std::int32_t before(int j, int i, std::int32_t state) const {
-    return (ways_[j][i][state / kWide][state % kWide] & (kBranches - 1)) * kStates + state;
+  std::int32_t before(int i, std::int32_t state) const {
+    return (ways_[i][state / kWide][state % kWide] & (kBranches - 1)) * kStates + state;
   }
 
   template <int... Lane>
-  static Costs order(std::integer_sequence<int, Lane...>) {
-    return Costs{Lane...};
+  static Integers order(std::integer_sequence<int, Lane...>) {
+    return Integers{Lane...};
   }
 
   // Costs of the states in which the windows of vector V begin.
   template <int V, int... Lane>
-  static Costs begun(const Costs* cost, std::integer_sequence<int, Lane...>) {
-    const Costs& states = cost[(kWide * V >> Bits) / kWide];
+  static Integers begun(const Integers* cost, std::integer_sequence<int, Lane...>) {
+    const Integers& states = cost[(kWide * V >> Bits) / kWide];
     return shuffled<(((kWide * V + Lane) >> Bits) % kWide)...>(states, states);
   }
 
   template <int Apart, int... Lane>
-  static Costs moved(const Costs& x, std::integer_sequence<int, Lane...>) {
+  static Integers moved(const Integers& x, std::integer_sequence<int, Lane...>) {
     return shuffled<((Lane + Apart) % kWide)...>(x, x);
   }
 
-  static Costs lesser(const Costs& a, const Costs& b) { return a < b ? a : b; }
-
   template <int Apart>
-  static Costs folded(const Costs& x) {
+  static Integers folded(const Integers& x) {
     if constexpr (Apart < kStates) {
       return x;
     } else {
@@ -204,22 +194,82 @@ class Search {
   }
 
   template <int... V>
-  void extend(std::int32_t x, Costs* cost, Costs* ways, std::integer_sequence<int, V...>) const {
-    const Costs totals[] = {begun<V>(cost, kEachLane) + (start_[V] + slope_[V] * x)...};
+  void step(std::int32_t x, Integers* cost, Integers* ways, std::integer_sequence<int, V...>) const {
+    const Integers totals[] = {begun<V>(cost, kEachLane) + (start_[V] + slope_[V] * x)...};
     for (int v = 0; v < kVectors; ++v) {
-      Costs least = totals[v];
+      Integers least = totals[v];
       for (int from = v + kVectors; from < kTotals; from += kVectors) least = lesser(least, totals[from]);
       ways[v] = folded<kWide / 2>(least);
     }
     for (int v = 0; v < kVectors; ++v) cost[v] = ways[v] & -kBranches;
   }
 
-  void step(const std::int32_t (*x)[N], int number, int i, Costs (*cost)[kVectors]) {
-    constexpr auto totals = std::make_integer_sequence<int, kTotals>{};
-    for (int j = 0; j < Many; ++j) extend(x[j][number], cost[j], ways_[j][i], totals);
+  Integers slope_[kTotals], start_[kTotals], ways_[N][kVectors];
+};
+
+// The same for as many blocks as there are lanes.
+template <int N, int Bits>
+class SearchSideBySide {
+ public:
+  explicit SearchSideBySide(const float* levels) {
+    for (int w = 0; w < kWindows; ++w) {
+      const auto level = static_cast<std::int32_t>(levels[w]);
+      slope_[w] = factor(-2 * kBranches * level);
+      start_[w] = kBranches * kFine * level * level + w / kStates;
+    }
   }
 
-  Costs slope_[kTotals], start_[kTotals], ways_[Many][N][kVectors];
+  // The windows of the codes of numbers, of each block in a lane.
+  void operator()(const std::int32_t (*numbers)[kLanes], std::int32_t (*windows)[kLanes]) {
+    Integers x[N], begin[kStates] = {};
+    std::memcpy(x, numbers, sizeof x);
+    for (int i = 0; i < N; ++i) step(x[(i + N / 2) % N], i ? paths_[i - 1] : begin, paths_[i]);
+    Integers least = cost(paths_[N - 1][0]);
+    for (int state = 1; state < kStates; ++state) least = lesser(least, cost(paths_[N - 1][state]) + state);
+    Integers state = least & (kBranches - 1);
+    for (int i = N - 1; i >= N - N / 2; --i) state = before(i, state) >> Bits;
+    for (int s = 0; s < kStates; ++s) begin[s] = state == s ? Integers{} : kNowhere - Integers{};
+    for (int i = 0; i < N; ++i) step(x[i], i ? paths_[i - 1] : begin, paths_[i]);
+    for (int i = N - 1; i >= 0; --i) {
+      const Integers window = before(i, state);
+      std::memcpy(windows[i], &window, sizeof window);
+      state = window >> Bits;
+    }
+  }
+
+ private:
+  static constexpr int kStates = kWindows >> Bits, kCodes = 1 << Bits;
+  static constexpr int kBeside = std::min(kCodes, kStates);  // states that are reached from the same ones, as many
+
+  static Integers cost(const Integers& path) { return path & -kBranches; }
+
+  Integers before(int i, const Integers& state) const {
+    Integers way;
+    for (int lane = 0; lane < kLanes; ++lane) way[lane] = paths_[i][state[lane]][lane];
+    return (way & (kBranches - 1)) * kStates + state;
+  }
+
+  // Of the paths that end in each state, cost and way of the best, when x is next.
+  void step(const Integers& x, const Integers* from, Integers* to) const {
+    for (int first = 0; first < kStates; first += kBeside) {
+      Integers costs[kBeside];
+      for (int n = 0; n < kBeside; ++n) costs[n] = cost(from[(n * (kWindows / kBeside) + first) >> Bits]);
+#pragma GCC unroll 4
+      for (int state = first; state < first + kBeside; ++state) {
+        Integers best;
+#pragma GCC unroll 32
+        for (int way = 0; way < kCodes; ++way) {
+          const int w = way * kStates + state;
+          const Integers total = plus_product(costs[way * kBeside / kCodes] + start_[w], x, slope_[w] - Integers{});
+          best = way ? lesser(total, best) : total;
+        }
+        to[state] = best;
+      }
+    }
+  }
+
+  std::int32_t slope_[kWindows], start_[kWindows];
+  Integers paths_[N][kStates];
 };
 
 }  // namespace dofla::coding

@@ -55,7 +55,8 @@ inline Lanes load(const float* from) {
 inline void store(float* to, const Lanes& lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
 // x in a register, where the compiler can neither fuse what made it with what comes after, nor load it anew for each use.
-inline Lanes in_register(Lanes x) {
+template <typename Vector>
+inline Vector in_register(Vector x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
 #elif defined(__aarch64__)
