@@ -27,6 +27,8 @@ class Vectors {
     TORCH_CHECK(t.stride(3) == 1, "rows must be contiguous");
   }
 
+  bool half() const { return half_; }
+
   // False if the vector holds NaN or infinity; `to` is zeros then.
   bool read(std::int64_t n, std::int64_t h, std::int64_t i, float* __restrict to) const {
     const char* from = at(n, h, i);

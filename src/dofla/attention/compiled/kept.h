@@ -120,9 +120,7 @@ class Drawing {
         const auto* scales = tokens.row<std::uint8_t>(1, n, h, place);
         for (std::int64_t b = 0; b < blocks_; ++b) {
           coding::with_bits(coder.bits_of(stage)[b], [&](auto bits) {
-            float levels[N];
-            coding::levels_of<N, bits>(codes, coder.tables.levels(bits)).store(levels);
-            std::copy_n(levels, N, &tile_[t * dim_ + b * N]);
+            store_numbers(&tile_[t * dim_ + b * N], coding::levels_of<N, bits>(codes, coder.tables.levels(bits)));
             codes += bits * N / 8;
           });
           key_units_[b * stride_ + first + t] = coder.tables.scales()[scales[b]];

@@ -34,15 +34,23 @@ class Work {
 
   // One thread's share.
   void take() {
+#ifdef __AVX512BF16__
+    if (jobs_[0].group.query.half() && multiplies_half()) return take<Half>();
+#endif
+    take<float>();
+  }
+
+ private:
+  template <typename Real>
+  void take() {
     const std::int64_t choices = choices_.size(), all = choices + units_.size() * blocks_;
     std::int64_t place = next_++;
     Mine<Drawing> drawing;
     for (; place < choices; place = next_++) choose(choices_[place], drawing);
-    Mine<Reader> reader;
+    Mine<Reader<Real>> reader;
     for (; place < all; place = next_++) read((place - choices) / blocks_, (place - choices) % blocks_ * kRows, reader);
   }
 
- private:
   // Says that a KV head is done, whatever happens: others wait for it.
   struct Done {
     std::atomic<bool>& flag;
@@ -59,7 +67,8 @@ class Work {
     keep(group, prompt.lines.stages.back(), n, h, drawing, fates);
   }
 
-  void read(std::size_t place, std::int64_t first, Mine<Reader>& mine) {
+  template <typename Real>
+  void read(std::size_t place, std::int64_t first, Mine<Reader<Real>>& mine) {
     const auto [which, n, h] = units_[place];
     const auto& [group, result, scores] = jobs_[which];
     auto& [lines, sound, fates] = prompts_[which];

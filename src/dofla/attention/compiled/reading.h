@@ -2,7 +2,7 @@
 #pragma once
 
 #include "lines.h"
-#include "matmul.h"
+#include "operands.h"
 
 #include <cmath>
 
@@ -11,7 +11,8 @@ namespace dofla::fading {
 constexpr std::int64_t kRows = 64;  // queries done at once
 constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if not of all
 
-// One thread's scratch memory and what it does with a block of rows of a KV head.
+// One thread's scratch memory and what it does with a block of rows of a KV head. Scores and averages are products of `Real`.
+template <typename Real>
 class Reader {
  public:
   Reader(const Group& group, const Lines& lines, Fates* fates)
@@ -33,7 +34,6 @@ class Reader {
     }
     if (fates) until_.resize(fates->places + block_);
     vectors_.resize(most * std::max(dim_, value_dim_));
-    keys_.resize(dim_ * most);
     scores_.resize(rows_ * stride_);
     column_weight_.resize(stride_);
   }
@@ -63,7 +63,7 @@ class Reader {
       whole[row] = sum(score, width);
       coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
     }
-    average(n, h, first);
+    average(n, h, first, operands_.left(scores_.data(), rows_ * stride_, weights_));
     straighten(h);
     const coding::Coder coder = group_.values.head(h);
     for (std::int64_t row = 0; row < rows_; ++row) {
@@ -136,6 +136,8 @@ class Reader {
       for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
       beside_[row] = total;
     }
+    asking_ = operands_.left(queries_.data(), rows_ * dim_, rounded_);
+    asking_turned_ = operands_.left(turned_.data(), rows_ * dim_, turned_rounded_);
   }
 
   bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
@@ -184,9 +186,8 @@ class Reader {
     const Band& b = bands_[band];
     const std::int64_t seen = there(band, first) - b.hidden;
     unpack(n, h, first, band, 0);
-    transpose(vectors_.data(), dim_, b.columns, dim_, keys_.data(), b.most);
-    const float* queries = band > 0 ? turned_.data() : queries_.data();
-    matmul(rows_, b.columns, dim_, queries, dim_, keys_.data(), b.most, &scores_[b.start], stride_, false);
+    const Real *queries = band > 0 ? asking_turned_ : asking_, *keys = operands_.across(vectors_.data(), b.columns, dim_);
+    matmul(rows_, b.columns, dim_, queries, dim_, keys, b.columns, &scores_[b.start], stride_, false);
     const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, b.hidden + t); };
     const float* log_weights = log_weights_of(band, n, h);
     for (std::int64_t t = 0; t < seen; ++t) column_weight_[b.start + t] = log_weights[place(t)];
@@ -220,8 +221,8 @@ class Reader {
   void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
     const Tokens& sinks = *group_.sinks_after;
     unpack_sinks(sinks, n, h, 0);
-    transpose(vectors_.data(), dim_, sink_columns_, dim_, keys_.data(), sink_columns_);
-    matmul(rows_, sink_columns_, dim_, queries_.data(), dim_, keys_.data(), sink_columns_, &scores_[columns_], stride_, false);
+    const Real* keys = operands_.across(vectors_.data(), sink_columns_, dim_);
+    matmul(rows_, sink_columns_, dim_, asking_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
     std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
     std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
     for (std::int64_t place = 0; place < sinks.count; ++place) {
@@ -242,16 +243,18 @@ class Reader {
   }
 
   // out_, and turned_out_ of the stages.
-  void average(std::int64_t n, std::int64_t h, std::int64_t first) {
+  void average(std::int64_t n, std::int64_t h, std::int64_t first, const Real* weights) {
     for (std::size_t band = 0; band < bands_.size(); ++band) {
       unpack(n, h, first, band, 2);
+      const auto& [start, columns] = std::tie(bands_[band].start, bands_[band].columns);
       std::vector<float>& to = band > 0 ? turned_out_ : out_;
-      matmul(rows_, value_dim_, bands_[band].columns, &scores_[bands_[band].start], stride_, vectors_.data(), value_dim_,
-             to.data(), value_dim_, band > 1);
+      const Real* values = operands_.along(vectors_.data(), columns, value_dim_);
+      matmul(rows_, value_dim_, columns, weights + start, stride_, values, value_dim_, to.data(), value_dim_, band > 1);
     }
     if (!sink_columns_) return;
     unpack_sinks(*group_.sinks_after, n, h, 2);
-    matmul(rows_, value_dim_, sink_columns_, &scores_[columns_], stride_, vectors_.data(), value_dim_, out_.data(), value_dim_, true);
+    const Real* values = operands_.along(vectors_.data(), sink_columns_, value_dim_);
+    matmul(rows_, value_dim_, sink_columns_, weights + columns_, stride_, values, value_dim_, out_.data(), value_dim_, true);
   }
 
   void straighten(std::int64_t h) {
@@ -267,7 +270,10 @@ class Reader {
   std::int64_t dim_, value_dim_, block_, rows_, stride_ = 0, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, keys_, scores_, column_weight_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, scores_, column_weight_;
+  Operands<Real> operands_;
+  const Real *asking_ = nullptr, *asking_turned_ = nullptr;
+  std::vector<Real> rounded_, turned_rounded_, weights_;
   std::vector<std::int32_t> until_;
 };
 

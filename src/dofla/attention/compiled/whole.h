@@ -41,6 +41,22 @@ inline Sums everywhere(const Number* pair) {
 
 inline Lanes as_floats(const Sums& sums) { return __builtin_convertvector(sums, Lanes); }
 
+template <int Size>
+struct Shorter {
+  typedef std::int32_t Wide __attribute__((vector_size(4 * Size)));
+  typedef Number Narrow __attribute__((vector_size(2 * Size)));
+};
+
+template <int N>
+inline void store_numbers(Number* to, const Floats<N>& x) {
+  constexpr int kPart = Floats<N>::kPart;
+  for (int p = 0; p < Floats<N>::kParts; ++p) {
+    const auto wide = __builtin_convertvector(x.parts[p], typename Shorter<kPart>::Wide);
+    const auto narrow = __builtin_convertvector(wide, typename Shorter<kPart>::Narrow);
+    std::memcpy(to + p * kPart, &narrow, sizeof narrow);
+  }
+}
+
 // sum + x * y, of numbers of 16 bits, and what y is to be for that.
 inline Integers plus_product(const Integers& sum, const Integers& x, const Integers& y) { return plus_products(sum, x, y); }
 inline std::int32_t factor(std::int32_t y) { return y & 0xffff; }
@@ -50,8 +66,16 @@ using Number = float;
 using Sums = Lanes;
 
 inline Sums plus_products(const Sums& sum, const Sums& x, const Sums& y) { return sum + x * y; }
-inline Sums everywhere(const Number* number) { return *number - Sums{}; }
+template <typename Any>
+inline Sums everywhere(const Any* number) {
+  return static_cast<float>(*number) - Sums{};
+}
 inline Lanes as_floats(const Sums& sums) { return sums; }
+
+template <int N>
+inline void store_numbers(Number* to, const Floats<N>& x) {
+  x.store(to);
+}
 inline Integers plus_product(const Integers& sum, const Integers& x, const Integers& y) { return sum + x * y; }
 inline std::int32_t factor(std::int32_t y) { return y; }
 #endif

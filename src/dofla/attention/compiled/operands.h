@@ -1,0 +1,99 @@
+// What is multiplied where a prompt is read: floats, or what they are nearest to in bfloat16, which a processor may multiply
+// several times as fast. Products are summed as floats either way.
+#pragma once
+
+#include "matmul.h"
+#include "vector.h"
+
+#include <c10/util/BFloat16.h>
+
+namespace dofla {
+
+// Matrices as one thread's products take them, in scratch memory where they are not there so.
+template <typename Real>
+class Operands;
+
+template <>
+class Operands<float> {
+ public:
+  // On the left, as it is.
+  const float* left(const float* matrix, std::int64_t, std::vector<float>&) const { return matrix; }
+
+  // On the right, rows [columns, dim] transposed; of whole vectors.
+  const float* across(const float* rows, std::int64_t columns, std::int64_t dim) {
+    right_.resize(std::max<std::size_t>(right_.size(), columns * dim));
+    transpose(rows, dim, columns, dim, right_.data(), columns);
+    return right_.data();
+  }
+
+  // On the right, rows [inner, dim] as they are.
+  const float* along(const float* rows, std::int64_t, std::int64_t) const { return rows; }
+
+ private:
+  std::vector<float> right_;
+};
+
+#ifdef __AVX512BF16__
+using Half = c10::BFloat16;
+
+inline void round_to(Half* __restrict to, const float* __restrict from, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
+// On the right, two rows of the product's inner dimension stand number by number next to each other.
+template <>
+class Operands<Half> {
+ public:
+  const Half* left(const float* matrix, std::int64_t n, std::vector<Half>& scratch) const {
+    scratch.resize(n);
+    round_to(scratch.data(), matrix, n);
+    return scratch.data();
+  }
+
+  const Half* across(const float* rows, std::int64_t columns, std::int64_t dim) {
+    const Half* rounded = left(rows, columns * dim, rounded_);
+    right_.resize(std::max<std::size_t>(right_.size(), columns * dim));
+    transpose(reinterpret_cast<const float*>(rounded), dim / 2, columns, dim / 2, reinterpret_cast<float*>(right_.data()), columns);
+    return right_.data();
+  }
+
+  const Half* along(const float* rows, std::int64_t inner, std::int64_t dim) {
+    right_.resize(std::max<std::size_t>(right_.size(), inner * dim));
+    for (std::int64_t i = 0; i < inner; i += 2) {
+      const float *__restrict upper = rows + i * dim, *__restrict lower = upper + dim;
+      Half* __restrict to = &right_[i * dim];
+      for (std::int64_t j = 0; j < dim; ++j) {
+        to[2 * j] = upper[j];
+        to[2 * j + 1] = lower[j];
+      }
+    }
+    return right_.data();
+  }
+
+ private:
+  std::vector<Half> rounded_, right_;
+};
+
+// matmul with a right side as Operands have it.
+inline void matmul(std::int64_t rows, std::int64_t columns, std::int64_t inner, const Half* a, std::int64_t a_stride,
+                   const Half* b, std::int64_t b_stride, float* c, std::int64_t c_stride, bool accumulate) {
+  at::native::cpublas::brgemm(rows, columns, inner, a_stride, b_stride, c_stride, accumulate, a, b, c);
+}
+
+// Whether torch multiplies them here: somebody may have told it not to use all of the processor.
+inline bool multiplies_half() {
+  static const bool found = [] {
+    const std::vector<Half> a(256), b(256);
+    std::vector<float> c(256);
+    try {
+      matmul(16, 16, 16, a.data(), 16, b.data(), 16, c.data(), 16, false);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
+  }();
+  return found;
+}
+#endif
+
+}  // namespace dofla
