@@ -10,7 +10,6 @@
 
 namespace dofla::coding {
 
-
 // levels.tables: levels by bits, as floats and as bytes; scales and the borders between their squares.
 struct Tables {
   const float* data;
@@ -183,8 +182,8 @@ inline float whole(float* x) {
 
 // Coder.encode of a vector in eight bits, as bytes; `wide` has room for it.
 template <int N>
-inline void encode(const Coder& coder, const std::uint8_t* integers, const std::uint8_t* exponent, std::int16_t* __restrict wide,
-                   std::uint8_t* codes, std::uint8_t* scales) {
+inline void encode(const Coder& coder, const std::uint8_t* integers, const std::uint8_t* exponent,
+                   std::int16_t* __restrict wide, std::uint8_t* codes, std::uint8_t* scales) {
   std::copy_n(reinterpret_cast<const std::int8_t*>(integers), coder.dim, wide);
   const float power = power_of_two(static_cast<std::int8_t>(*exponent));
   const auto turn = [&](std::int64_t b, float* x) {

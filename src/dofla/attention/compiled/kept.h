@@ -32,8 +32,8 @@ class Drawing {
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
         power_(rows), beside_(rows), integers_(rows * dim_), asking_(rows * dim_), units_(rows * blocks_),
-        asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_), steps_(rows * stride_),
-        drawn_(stride_), gain_(stride_), bytes_(dim_) {}
+        asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
+        steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
   // A query [d] as row `row`.
   void take(std::int64_t row, const float* query) {

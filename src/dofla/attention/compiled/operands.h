@@ -53,7 +53,8 @@ class Operands<Half> {
   const Half* across(const float* rows, std::int64_t columns, std::int64_t dim) {
     const Half* rounded = left(rows, columns * dim, rounded_);
     right_.resize(std::max<std::size_t>(right_.size(), columns * dim));
-    transpose(reinterpret_cast<const float*>(rounded), dim / 2, columns, dim / 2, reinterpret_cast<float*>(right_.data()), columns);
+    const auto* pairs = reinterpret_cast<const float*>(rounded);
+    transpose(pairs, dim / 2, columns, dim / 2, reinterpret_cast<float*>(right_.data()), columns);
     return right_.data();
   }
 
