@@ -1,4 +1,4 @@
-"""Codes are the same whatever vectors a processor has, written one by one or side by side; plain torch is the measure."""
+"""Codes are the same whatever vectors a processor has, one by one or side by side; plain torch is the measure."""
 
 from __future__ import annotations
 

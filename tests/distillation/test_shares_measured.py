@@ -60,7 +60,7 @@ def test_costs_are_slopes_of_the_loss_of_the_student(tiny, place):
     student = dofla.linearize(model, fading_plan(model, BUDGET, keep_softmax=kept))
     measure_directions(student, tokens, reach=96)
     layer, loss = linear_layers(student)[name], Objective(student, lambda: dofla.softmax(student))
-    texts = [placed_over(tokens, 3, 96), placed_over(_twice(tokens), 3, 96)]
+    texts = [placed_over(tokens, 3, 96), placed_over(_twice(tokens, 48), 3, 96)]
     texts, step = [list(x) for x in texts], 1e-3
     for head, cost in enumerate(found.costs[name]):
         slope = 0.0
@@ -76,13 +76,27 @@ def test_costs_are_slopes_of_the_loss_of_the_student(tiny, place):
         assert cost == pytest.approx(-slope, rel=1e-3, abs=rounding)
 
 
-def test_some_windows_are_read_with_their_first_half_twice(tiny):
+def test_some_of_the_text_is_read_twice(tiny):
     tokens = windows(tiny, 4, 7)
-    twice = _twice(tokens)
-    assert torch.equal(twice.input_ids, tokens.input_ids[:2, [0, 1, 2, 0, 1, 2]])
+    first, second = tokens.input_ids[:2]
+    for most, whole in ((3, [first[:3], second[:3]]), (7, [first, second]), (13, [first, second])):
+        expected = torch.stack([torch.cat([x, x]) for x in whole])
+        assert torch.equal(_twice(tokens, most).input_ids, expected)
+    both = torch.cat([first, second])
+    for most in (14, 15, 4096):  # as many side by side as there are
+        assert torch.equal(_twice(tokens, most).input_ids, torch.cat([both, both])[None])
     padded = dofla.TokenWindows.of(tiny.padded(4, 8, side="right"))
-    assert torch.equal(_twice(padded).attention_mask, padded.attention_mask[:2, [0, 1, 2, 3] * 2])
-    assert len(_twice(windows(tiny, 1, 1)).input_ids) == 1
+    assert torch.equal(_twice(padded, 4).attention_mask, padded.attention_mask[:2, [0, 1, 2, 3] * 2])
+    assert _twice(windows(tiny, 1, 1), 1).input_ids.shape == (1, 2)
+
+
+def test_text_that_stands_twice_stands_no_further_back_than_positions_go(tiny, monkeypatch):
+    seen, real = [], _twice
+    monkeypatch.setattr("dofla.distillation.fading._twice", lambda *args: seen.append(real(*args)) or seen[-1])
+    model = tiny.llama(max_position_embeddings=120)
+    for reach in (None, 100):
+        dofla.measure_shares(model, windows(tiny), BUDGET, reach=reach)
+    assert [x.input_ids.shape[1] for x in seen] == [120, 100]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -94,7 +108,7 @@ def test_windows_are_read_one_by_one_or_together(tiny, batch_size):
     whole = dofla.measure_shares(model, tokens, BUDGET, batch_size=3)
     for name, costs in found.costs.items():
         assert costs == pytest.approx(whole.costs[name], rel=1e-3, abs=1e-6)
-    passes = -(-3 // batch_size) + 1  # a third of the windows twice
+    passes = -(-3 // batch_size) + 1  # a third of the text twice
     assert seen == [("passes", n, passes) for n in range(1, passes + 1)]
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert all(parameter.requires_grad for parameter in model.parameters())

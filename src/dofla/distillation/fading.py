@@ -30,6 +30,7 @@ from dofla.errors import DoflaError
 from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.places import placed_over, whole_reach
+from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall
 from dofla.integration.sites import attention_implementation, evaluation_mode
@@ -47,8 +48,11 @@ much can be seen in it."""
 SMALLEST = 16
 """Features per KV head with which they are measured however short windows are."""
 TWICE, LOOKED_UP = 1 / 3, 0.05
-"""Of the windows, how many are also read with their first half twice, where everything in the second can be looked up
-in the first; and what the loss on those counts for beside that of the text."""
+"""How much of the text is also read twice, where everything can be looked up the second time; and what the loss on that
+counts for beside the loss on the text."""
+BACK = 1024
+"""How far back it then stands, if the model has so many positions. Other heads look up what stands far back than what
+is near: with 256, one that a needle 4,096 tokens back hangs on got half of the bytes that it wants."""
 _REFERENCE, _ANY = 64, 2**31  # features whose memory is counted in tokens, were there positions for any number
 
 
@@ -161,8 +165,9 @@ def _measured(
     student = linearize(model, fading_plan(model, budget, keep_softmax=keep_softmax))
     try:
         measure_directions(student, windows, batch_size=batch_size, reach=reach)
+        twice = _twice(windows, (reach or positions_of(model) or 2 * BACK) // 2)
         reach = whole_reach(model, windows, reach)
-        kinds = [list(placed_over(x, batch_size, reach)) for x in (windows, _twice(windows))]
+        kinds = [list(placed_over(x, batch_size, reach)) for x in (windows, twice)]
         report = _report(progress, sum(map(len, kinds)))
         text, looked_up = (_costs(student, parts, report) for parts in kinds)
         costs = {name: (own + LOOKED_UP * looked_up[name]).tolist() for name, own in text.items()}
@@ -174,16 +179,19 @@ def _measured(
     return Shares(shared(sizes, costs), costs, describe(model)["name"], made_by)
 
 
-def _twice(windows: TokenWindows) -> TokenWindows:
-    """Some of the windows, with their first halves twice."""
+def _twice(windows: TokenWindows, most: int) -> TokenWindows:
+    """Some of the windows, as many side by side as :data:`BACK` tokens take, or ``most``, or what there is of a longer
+    one; all of that twice."""
     some = windows.take(math.ceil(TWICE * len(windows)))
-    half = max(1, windows.length // 2)
+    back = max(1, min(BACK, most, len(some) * windows.length))
+    beside = max(1, back // windows.length)
+
+    def rows(x: Tensor) -> Tensor:
+        return x[: len(x) // beside * beside].reshape(-1, beside * windows.length)[:, :back].repeat(1, 2)
+
     mask = some.attention_mask
     return replace(
-        some,
-        input_ids=torch.cat([some.input_ids[:, :half]] * 2, 1),
-        attention_mask=None if mask is None else torch.cat([mask[:, :half]] * 2, 1),
-        texts=None,
+        some, input_ids=rows(some.input_ids), attention_mask=None if mask is None else rows(mask), texts=None
     )
 
 
