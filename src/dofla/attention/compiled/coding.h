@@ -90,8 +90,10 @@ inline float largest_size(const float* x, std::int64_t n) {
   return most;
 }
 
-// coder._whole_rows of `from` [dim, dim] transposed: columns of whole numbers, and what one is worth in each.
-inline void whole_columns(const float* from, std::int64_t dim, float* __restrict to, float* __restrict fineness) {
+// coder._whole_rows of `from` [dim, dim] transposed: columns of whole numbers, a vector of them every `stride` pairs, and
+// what one is worth in each.
+inline void whole_columns(const float* from, std::int64_t dim, Number* __restrict to, std::int64_t stride,
+                          float* __restrict fineness) {
   std::vector<double> total(dim), most(dim);
   for (std::int64_t i = 0; i < dim; ++i) {
     for (std::int64_t j = 0; j < dim; ++j) {
@@ -107,7 +109,8 @@ inline void whole_columns(const float* from, std::int64_t dim, float* __restrict
     fineness[j] = static_cast<float>(std::ldexp(1.0, mantissa == 0.5 ? exponent - 1 : exponent));
   }
   for (std::int64_t i = 0; i < dim; ++i) {
-    for (std::int64_t j = 0; j < dim; ++j) to[i * dim + j] = __builtin_rintf(from[i * dim + j] / fineness[j]);
+    Number* __restrict row = to + i / kPair * stride * kPair + i % kPair;
+    for (std::int64_t j = 0; j < dim; ++j) row[j * kPair] = static_cast<Number>(__builtin_rintf(from[i * dim + j] / fineness[j]));
   }
 }
 

@@ -74,16 +74,18 @@ inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZer
 // leave.
 struct Kept {
   std::int64_t newest;
-  float step;                         // of the logarithm of a weight, for a product of a query and a key
-  std::vector<float> turn, fineness;  // as Coder.asking turns queries: [Hkv, d, d] and [Hkv, d]
-  mutable std::vector<float> left;    // log-weights of the tokens that leave [B, Hkv, L]
+  float step;                       // of the logarithm of a weight, for a product of a query and a key
+  std::int64_t stride;              // of vectors of pairs of `turn`
+  std::vector<Number> turn;         // as Coder.asking turns queries [Hkv, d, d]
+  std::vector<float> fineness;      // [Hkv, d]
+  mutable std::vector<float> left;  // log-weights of the tokens that leave [B, Hkv, L]
 
   Kept(std::int64_t newest, double scaling, const Coders& keys, std::int64_t tokens)
-      : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), turn(keys.heads * keys.dim * keys.dim),
-        fineness(keys.heads * keys.dim), left(tokens) {
+      : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(keys.dim)),
+        turn(keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim), left(tokens) {
     const std::int64_t dim = keys.dim;
     for (std::int64_t h = 0; h < keys.heads; ++h) {
-      coding::whole_columns(keys.head(h).back, dim, &turn[h * dim * dim], &fineness[h * dim]);
+      coding::whole_columns(keys.head(h).back, dim, &turn[h * dim * stride], stride, &fineness[h * dim]);
     }
   }
 };

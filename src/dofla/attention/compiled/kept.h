@@ -31,7 +31,7 @@ class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
-        power_(rows), beside_(rows), integers_(rows * dim_), asking_(rows * dim_), units_(rows * blocks_),
+        power_(rows), asking_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
         asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
         steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
@@ -92,20 +92,25 @@ class Drawing {
   // Coder.asking
   template <int N>
   void ask(std::int64_t h, std::int64_t rows) {
-    coding::Coder coder = group_.keys.head(h);
-    coder.back = &group_.kept->turn[h * dim_ * dim_];
-    const float* fineness = &group_.kept->fineness[h * dim_];
+    const Kept& kept = *group_.kept;
+    const auto* turn = reinterpret_cast<const float*>(&kept.turn[h * dim_ * kept.stride]);
+    const float* fineness = &kept.fineness[h * dim_];
     coding::with_groups(rows, [&](auto r, std::int64_t first) {
-      coding::against<N, r>(coder, &integers_[first * dim_], &asking_[first * dim_], &beside_[first]);
-    });
-    for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t b = 0; b < blocks_; ++b) {
-        float* x = &asking_[row * dim_ + b * N];
-        for (int i = 0; i < N; ++i) x[i] *= fineness[b * N + i] * power_[row];
-        units_[row * blocks_ + b] = coding::whole<N>(x);
+      for (std::int64_t j = 0; j < dim_; j += kLanes) {
+        Sums sum[r] = {};
+        for (std::int64_t i = 0; i < dim_; i += kPair) {
+          const Sums numbers = load_numbers(turn + i / kPair * kept.stride + j);
+          for (int n = 0; n < r; ++n) sum[n] = plus_products(sum[n], numbers, everywhere(&integers_[(first + n) * dim_ + i]));
+        }
+        for (int n = 0; n < r; ++n) store(&asking_[n * kept.stride + j], as_floats(sum[n]));
       }
-      std::copy_n(&asking_[row * dim_], dim_, &asked_[row * dim_]);
-    }
+      for (int n = 0; n < r; ++n) {
+        float* x = &asking_[n * kept.stride];
+        for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
+        for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
+        std::copy_n(x, dim_, &asked_[(first + n) * dim_]);
+      }
+    });
   }
 
   // Numbers of keys, number after number, and what one is worth in each block.
@@ -166,8 +171,8 @@ class Drawing {
 
   const Group& group_;
   std::int64_t dim_, blocks_, stride_;
-  std::vector<float> power_, beside_, integers_, asking_, units_;
-  std::vector<Number> asked_, tile_;  // numbers of queries, and of keys on their way into the lanes of numbers_
+  std::vector<float> power_, asking_, units_;
+  std::vector<Number> integers_, asked_, tile_;  // queries, turned ones, and keys on their way into the lanes of numbers_
   std::vector<float> numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
