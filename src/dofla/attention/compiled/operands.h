@@ -29,6 +29,9 @@ class Operands<float> {
   // On the right, rows [inner, dim] as they are.
   const float* along(const float* rows, std::int64_t, std::int64_t) const { return rows; }
 
+  // Once a thread has no more products.
+  static void release() {}
+
  private:
   std::vector<float> right_;
 };
@@ -70,6 +73,8 @@ class Operands<Half> {
     }
     return right_.data();
   }
+
+  static void release() { at::native::cpublas::brgemm_release(); }  // of the tiles of AMX
 
  private:
   std::vector<Half> rounded_, right_;

@@ -49,6 +49,7 @@ class Work {
     for (; place < choices; place = next_++) choose(choices_[place], drawing);
     Mine<Reader<Real>> reader;
     for (; place < all; place = next_++) read((place - choices) / blocks_, (place - choices) % blocks_ * kRows, reader);
+    Operands<Real>::release();
   }
 
   // Says that a KV head is done, whatever happens: others wait for it.
