@@ -76,7 +76,8 @@ def measure_shares(
         budget: that they are for, in features per KV head; fewer are measured with where a memory of so many would hold
             more than a quarter of a window.
         keep_softmax: layers to leave out.
-        batch_size: windows per pass, forward and backward.
+        batch_size: windows per pass, forward and backward; text that stands twice is read in as many tokens, but at
+            least one document of up to 2,048.
         reach: as for :func:`dofla.fade`.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each pass.
@@ -167,7 +168,8 @@ def _measured(
         measure_directions(student, windows, batch_size=batch_size, reach=reach)
         twice = _twice(windows, (reach or positions_of(model) or 2 * BACK) // 2)
         reach = whole_reach(model, windows, reach)
-        kinds = [list(placed_over(x, batch_size, reach)) for x in (windows, twice)]
+        per_pass = batch_size * windows.length
+        kinds = [list(placed_over(x, max(1, per_pass // x.length), reach)) for x in (windows, twice)]
         report = _report(progress, sum(map(len, kinds)))
         text, looked_up = (_costs(student, parts, report) for parts in kinds)
         costs = {name: (own + LOOKED_UP * looked_up[name]).tolist() for name, own in text.items()}
