@@ -141,7 +141,7 @@ inline std::int32_t scale_of(const Tables& tables, float squares, float power, f
   return place;
 }
 
-// blocks.encode of numbers and their unit; to codes + at and scales[b].
+// blocks.encode of numbers and their unit, to `codes` and `scale`.
 template <int N, int Bits>
 inline void encode_block(const float* numbers, float unit, const Tables& tables, std::uint8_t* codes, std::uint8_t* scale) {
   const Levels levels = tables.levels(Bits);
