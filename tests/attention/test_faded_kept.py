@@ -50,7 +50,7 @@ def test_the_same_tokens_stay_with_the_scores_of_plain_torch(
     assert features or calls.alone
     assert_same_codes(states, plain)
     seen = torch.ones(2, length, dtype=torch.bool) if weight is None else weight > 0
-    bound = 2 * error_of(student, *inputs) + 2 * torch.finfo(dtype).eps * wanted.abs().max().item()
+    bound = 2 * error_of(student, *inputs)  # either way
     assert ((out.float() - wanted.float()).abs() * seen[:, None, :, None]).max() < bound
 
 

@@ -28,7 +28,8 @@ def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     (With one of least squares they are shorter, the more so the fewer the bits, and all scores on one side.)
     """
     squares = numbers.square().sum(-1, keepdim=True)
-    size = (squares / numbers.shape[-1]).sqrt()
+    # torch has float32 roots from a library that may round the last bit either way; of doubles, that bit is lost.
+    size = (squares / numbers.shape[-1]).double().sqrt().float()
     known = placed(levels(bits), numbers.device)
     codes = search((numbers * (FINE * UNIT) / size.clamp_min(1e-3)).round(), known, bits)
     found = known[windows(codes, bits)]
