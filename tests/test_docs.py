@@ -90,6 +90,7 @@ def tutorial(small: bool) -> list[tuple[Block, str]]:
     return [(block, text) for block, text in shown if block is not None]
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs_and_prints_what_it_shows_but_for_the_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, printed in tutorial(small=True):

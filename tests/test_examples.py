@@ -50,6 +50,7 @@ def test_text_generation(student, capsys):
     assert capsys.readouterr().out == "\n".join(texts) + "\n"
 
 
+@pytest.mark.slow
 def test_sentence_embeddings(capsys):
     ours, theirs = run("sentence_embeddings")
     assert ours.shape == theirs.shape == (3, 3)
@@ -76,6 +77,7 @@ def test_chat(student, capsys):
     assert capsys.readouterr().out.startswith("> Tell me about a cat.\n" + messages[1]["content"])
 
 
+@pytest.mark.slow
 def test_serving(student, capsys, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "localhost")
     messages = run("serving", student, "Tell me about a cat.")
@@ -99,6 +101,7 @@ def test_lm_eval_harness(student, capsys):
     assert re.search(r"^student next_word [\d.]+%$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_lora(student, capsys):
     losses, after = run("lora", student)
     assert after < losses[-1] < losses[0]

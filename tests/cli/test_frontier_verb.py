@@ -41,6 +41,7 @@ def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
     assert call("frontier", "demo", "--data", folder / "text.txt", "--out", out) == 2
 
 
+@pytest.mark.slow
 def test_the_command_that_is_said_makes_the_student(folder, tmp_path, capsys, monkeypatch):
     texts = ["--data", folder / "text.txt", "--judge", folder / "other.txt"]
     asked = [*texts, *OPTIONS, "--reach", 520, "--budgets", 12, "--target", 50]

@@ -71,6 +71,7 @@ def test_import_dofla_imports_nothing_heavy():
     assert last_line(f"import sys, dofla\nprint(sorted({HEAVY}))") == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     ["import dofla", "import transformers.modeling_utils\nimport dofla", "import dofla\nimport transformers.trainer"],
@@ -81,6 +82,7 @@ def test_a_student_opens_whichever_is_imported_first(tiny, tmp_path, imports):
     assert last_line(OPEN.format(imports=imports, folder=str(tmp_path / "student"))) == "dofla"
 
 
+@pytest.mark.slow
 def test_constants_are_numbers_where_the_first_model_is_made_without_any():
     assert last_line(MADE) == "True {'cpu'}"
 

@@ -30,6 +30,7 @@ def carried_out(*command: str, **environment: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, env=rest | environment)
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(
     ("given", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")]

@@ -105,6 +105,7 @@ def test_the_curves_say_how_they_were_measured(tiny, tmp_path, token_dtype):
     assert Curves.load(tmp_path / "curves.json") == curves
 
 
+@pytest.mark.slow
 def test_more_bytes_lose_less(tiny):
     curves = measured(tiny, steps=20)
     for curve in curves.layers:
@@ -113,6 +114,7 @@ def test_more_bytes_lose_less(tiny):
             assert all(less < more for less, more in zip(points[-1].errors, points[0].errors, strict=True))
 
 
+@pytest.mark.slow
 def test_the_same_seed_measures_the_same_and_another_something_else(tiny):
     assert measured(tiny) == measured(tiny)
     assert measured(tiny).layers != measured(tiny, seed=1).layers

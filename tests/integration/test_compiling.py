@@ -69,7 +69,7 @@ def assert_equal(ours, theirs):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kind", "graphs"), [("static", 2), ("dynamic", 3)])
+@pytest.mark.parametrize(("kind", "graphs"), [("static", 2), pytest.param("dynamic", 3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
 @torch.no_grad()
 def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, graphs):
@@ -86,6 +86,7 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
         assert torch.equal(read(step, student, kind, ids.flip(0), cuts)[0], logits.flip(0))
 
 
+@pytest.mark.slow
 @needs_kernels
 @torch.no_grad()
 def test_padding_and_heads_of_several_sizes_go_through():
@@ -99,6 +100,7 @@ def test_padding_and_heads_of_several_sizes_go_through():
     assert_equal(states, before)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("kind", ["plain", "ragged", "default"])
 @torch.no_grad()
@@ -139,6 +141,7 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         assert torch.equal(student.generate(other, **options, **static), student.generate(other, **options))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
     student, plain, backend = faded(), faded(), Graphs()
@@ -176,6 +179,7 @@ def test_an_encoder_is_told_that_it_writes_no_text(tiny, wrap):
         wrap(dofla.linearize(tiny.bert()))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
     monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")

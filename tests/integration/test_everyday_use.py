@@ -147,6 +147,7 @@ def test_the_state_does_not_grow_over_600_tokens(config, kind):
     assert set(sizes[10:]) == {sizes[10]} == {cache_bytes(cache)}
 
 
+@pytest.mark.slow
 def test_a_compiled_student_gives_the_same_logits():
     torch._dynamo.reset()
     model, ids = own_student("llama", "ragged"), tokens(2, 20)

@@ -32,6 +32,7 @@ def of_the_end(plain, text, begun, tokens=ANSWER):
     return torch.cat([text[:, :begun], answer(plain, text[:, begun:], tokens)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_a_conversation_begins_a_state_anew_before_positions_end(pair, tiny, static):
     student, plain = pair

@@ -100,6 +100,7 @@ def test_layers_that_all_students_keep_softmax_are_not_measured(tmp_path, measur
     assert plan_of(tmp_path / "run", "one")[SECOND].keep_softmax
 
 
+@pytest.mark.slow
 def test_each_feature_map_has_curves_of_its_own(tmp_path, measurements):
     students = [{"name": "A"}, {"name": "B", "feature_map": "exponential"}, {"name": "C", "feature_map": "mlp"}]
     folder = tmp_path / "run"
@@ -109,6 +110,7 @@ def test_each_feature_map_has_curves_of_its_own(tmp_path, measurements):
     assert {x.feature_map for x in plan_of(folder, "b").layers} == {"exponential"}
 
 
+@pytest.mark.slow
 def test_each_way_to_keep_tokens_has_curves_of_its_own(tmp_path, measurements):
     students = [
         {"name": "A"},

@@ -149,6 +149,7 @@ def look_inside(tiny):
     assert distill_end_to_end(again, tiny.tokens(4, LENGTH), steps=1, weights="maps").losses.isfinite().all()
 
 
+@pytest.mark.slow
 def test_each_process_holds_half_of_the_layers_but_the_one_it_computes(tiny):
     assert in_processes(2, look_inside, tiny) == [0, 0]
 

@@ -40,6 +40,7 @@ def growth(benchmark, folder, way, what):
     return grown / (folder / "model" / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 @linux
 def test_a_streamed_model_is_distilled_in_a_quarter_of_its_bytes(benchmark, folder):
     assert growth(benchmark, folder, "stream", "distill") < 0.25

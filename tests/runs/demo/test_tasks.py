@@ -63,6 +63,7 @@ def test_the_teacher_is_well_above_chance(tasks, teacher, tokenizer):
     assert accuracy["continuation"] >= 0.3
 
 
+@pytest.mark.slow
 def test_a_seed_fixes_the_tasks_and_training_has_others(teacher, tokenizer, tasks):
     from dofla import LayerPlan, Plan
 

@@ -101,6 +101,7 @@ def made(home, name, seeds=1) -> tuple[dict, object]:
     return {table.key: table for table in reproduce(study, ["all"], folder, command="go {table}")}, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "pythia-1b"])
 def test_every_table_of_a_language_model(home, name):
     tables, folder = made(home, name)
@@ -124,6 +125,7 @@ def test_every_table_of_a_language_model(home, name):
     assert [row[0] for row in tables["6"].rows] == ["Original", "Performer", "Fix", "DoF", "DoF + Clip"]
 
 
+@pytest.mark.slow
 def test_every_table_of_an_encoder_but_those_that_ask_for_answers(home):
     tables, folder = made(home, "minilm")
     assert tables.keys() == TABLES.keys() - {"3", "6", "probe"}
