@@ -10,7 +10,6 @@ from torch import Tensor
 from dofla.attention import compiled
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
-from dofla.attention.coding import Fading
 from dofla.attention.compiled.fading import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -20,8 +19,7 @@ def attend_faded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    features: Sequence[Features],
-    fading: Sequence[Fading],
+    features: Sequence[Features | None],
     layouts: Sequence[Layout],
     *,
     scaling: float,
@@ -31,20 +29,21 @@ def attend_faded(
     """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits, by the compiled kernels, for
     several groups of heads at once.
 
-    Args and returns are those of :func:`dofla.attention.attend`, but that there is one of each for every group, that
-    states are in one piece, before and after, and ``layouts``, with windows, say what is where in them. Output rows
+    Args and returns are those of :func:`dofla.attention.attend`, but that there is one of each for every group
+    (no feature map where there are no features), that states are in one piece, before and after, and ``layouts``, with
+    windows, say what is where in them. Output rows
     [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do such a call.
     """
     others = () if weight is None else (weight,)
     if query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
         return None
     before = [
-        layout.flat(layout.empty(own, len(query), query.device)) if state is None else state
-        for state, own, layout in zip(states, fading, layouts, strict=True)
+        layout.flat(layout.empty(len(query), query.device)) if state is None else state
+        for state, layout in zip(states, layouts, strict=True)
     ]
     log_weight = None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
     held = [state.tokens for state in before]
-    out, tokens, behind = attend_and_code(query, key, value, log_weight, held, fading, layouts, scaling)
+    out, tokens, behind = attend_and_code(query, key, value, log_weight, held, layouts, scaling)
     far, found = [state.features for state in before], iter(behind)
     for n, layout in enumerate(layouts):
         if layout.features:

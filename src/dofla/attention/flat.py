@@ -43,10 +43,11 @@ class Layout:
     """
 
     def __init__(self, fading: Fading, heads: Sequence[int], features: int, window: int, sinks: int) -> None:
-        self.heads, self.features, self.window, self.sinks = list(heads), features, window, sinks
+        self.fading, self.heads = fading, list(heads)
+        self.features, self.window, self.sinks = features, window, sinks
         counts = window, sinks, fading.kept, int(features > 0)
         self.sizes = [len(heads), *heads, *counts, len(fading.counts), *fading.counts]
-        empty = self.empty(fading, 1, torch.device("cpu"))
+        empty = self.empty(1, torch.device("cpu"))
         self._kinds = [type(tokens) for tokens in empty.stages]
         self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])
 
@@ -55,9 +56,10 @@ class Layout:
         """Of the tokens of a sequence."""
         return self._rows.bytes
 
-    def empty(self, fading: Fading, batch: int, device: torch.device) -> State:
+    def empty(self, batch: int, device: torch.device) -> State:
         """The state before the first token, in eight bits and in codes."""
-        heads, dims = fading.key.heads, (fading.key.dim, fading.value.dim)
+        fading, heads = self.fading, len(self.heads)
+        dims = fading.key.dim, fading.value.dim
         key, value = (torch.empty(batch, heads, 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (
             PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None

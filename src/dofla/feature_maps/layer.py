@@ -190,13 +190,12 @@ class LinearAttention(nn.Module):
         """Output of all heads and states of the groups that the kernels of a memory that fades do, if there are any."""
         if self.hides_tokens or not self._layouts:
             return None, {}
-        (groups, layouts), maps, fading = zip(*self._layouts.items(), strict=True), list(self.maps), self.fading
+        groups, layouts = zip(*self._layouts.items(), strict=True)
         found = attend_faded(
             query,
             key,
             value,
-            [maps[n] for n in groups],
-            [fading[str(n)] for n in groups],
+            [self.maps[n] if layout.features else None for n, layout in self._layouts.items()],
             layouts,
             states=[states[n] for n in groups],
             **options,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dofla.attention.coding import Fading
 from dofla.attention.coding.levels import tables
 from dofla.attention.flat import Layout
 
@@ -23,7 +22,6 @@ def attend_and_code(
     value: Tensor,
     log_weight: Tensor | None,
     states: Sequence[Tensor],
-    fading: Sequence[Fading],
     layouts: Sequence[Layout],
     scaling: float,
 ) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
@@ -35,7 +33,6 @@ def attend_and_code(
         value: [B, Hkv, L, dv].
         log_weight: [B, L], or None for none.
         states: of each group of heads, [B, bytes], window, sinks and stages before.
-        fading: the stages of each group.
         layouts: of ``states``.
         scaling: of the scores.
 
@@ -46,14 +43,14 @@ def attend_and_code(
         infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
         a value those of its head from its token on.
     """
-    out, *found = torch.ops.dofla.fading(
+    out, *found = torch.ops.dofla.fading.default(
         query,
         key,
         value,
         log_weight,
         states,
-        [own.key.constants for own in fading],
-        [own.value.constants for own in fading],
+        [layout.fading.key.constants for layout in layouts],
+        [layout.fading.value.constants for layout in layouts],
         TABLES,
         scaling,
         [number for layout in layouts for number in layout.sizes],
