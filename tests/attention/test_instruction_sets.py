@@ -52,9 +52,12 @@ extern "C" void powers(Size count, const float* x, float* to) {
 LESS = {"x86_64": ("-mno-avx512f", "-mno-avx")}
 """Flags by which a compiler leaves out the longest vectors."""
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in build.FLAGS or shutil.which("c++") is None, reason="no C++ compiler for this machine"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.machine() not in build.FLAGS or shutil.which("c++") is None, reason="no C++ compiler for this machine"
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=LESS.get(platform.machine(), ()) or ("-O2",))

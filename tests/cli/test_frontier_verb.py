@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
     texts = ["--data", folder / "text.txt", "--judge", folder / "text.txt", "--judge", folder / "other.txt"]
     out = tmp_path / "out"

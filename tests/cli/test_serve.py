@@ -23,6 +23,8 @@ import dofla
 from dofla.runs.demo import teacher_path
 from dofla.runs.serving import _AtOnce
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
 

@@ -70,7 +70,9 @@ def assert_equal(ours, theirs):
 
 @needs_kernels
 @pytest.mark.parametrize(("kind", "graphs"), [("static", 2), pytest.param("dynamic", 3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.slow)]
+)
 @torch.no_grad()
 def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, graphs):
     # A dynamic cache counts in a number, which becomes a symbol when the second token is compiled.
@@ -191,6 +193,7 @@ def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
     assert not any(backend.calls)
 
 
+@pytest.mark.slow
 def test_gradients_stay_outside_the_graph():
     student, ids = faded(), tokens(2, 30)
     wanted = student(ids, labels=ids).loss

@@ -22,7 +22,10 @@ from dofla.distillation import distill, distill_end_to_end
 from dofla.errors import DoflaError
 from dofla.storage import processes as module
 
-pytestmark = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP leaves parameters whole from torch 2.7 on")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP leaves parameters whole from torch 2.7 on"),
+]
 
 WINDOWS, LENGTH = 7, 16
 OPTIONS = {"steps": 4, "batch_size": 1, "lora_rank": 4, "window_dropout": 0.3}
@@ -149,7 +152,6 @@ def look_inside(tiny):
     assert distill_end_to_end(again, tiny.tokens(4, LENGTH), steps=1, weights="maps").losses.isfinite().all()
 
 
-@pytest.mark.slow
 def test_each_process_holds_half_of_the_layers_but_the_one_it_computes(tiny):
     assert in_processes(2, look_inside, tiny) == [0, 0]
 

@@ -23,6 +23,8 @@ from dofla.runs.reproduce import TABLES, Study, reproduce
 from dofla.runs.reproduce.bench import Bench
 from dofla.runs.reproduce.methods import paper_methods
 
+pytestmark = pytest.mark.slow
+
 WORDS = [f"w{n}" for n in range(60)]
 TASKS = ("piqa", "winogrande")
 SIZE = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
@@ -101,7 +103,6 @@ def made(home, name, seeds=1) -> tuple[dict, object]:
     return {table.key: table for table in reproduce(study, ["all"], folder, command="go {table}")}, folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "pythia-1b"])
 def test_every_table_of_a_language_model(home, name):
     tables, folder = made(home, name)
@@ -125,7 +126,6 @@ def test_every_table_of_a_language_model(home, name):
     assert [row[0] for row in tables["6"].rows] == ["Original", "Performer", "Fix", "DoF", "DoF + Clip"]
 
 
-@pytest.mark.slow
 def test_every_table_of_an_encoder_but_those_that_ask_for_answers(home):
     tables, folder = made(home, "minilm")
     assert tables.keys() == TABLES.keys() - {"3", "6", "probe"}

@@ -43,7 +43,7 @@ def attend_and_code(
         infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
         a value those of its head from its token on.
     """
-    out, *found = torch.ops.dofla.fading.default(
+    out, *found = torch.ops.dofla.fading(
         query,
         key,
         value,
