@@ -227,6 +227,15 @@ def test_each_kind_of_processor_has_a_library_of_its_own(fresh, monkeypatch, mac
 
 @needs_kernels
 @can_build
+@pytest.mark.slow
+def test_a_compiler_may_be_several_words(tmp_path):
+    _, obstacle, _ = finish(start(tmp_path, CXX="env -u HOME c++ -DNDEBUG"))
+    assert obstacle == "None"
+    assert len(left_in(tmp_path)) == 1
+
+
+@needs_kernels
+@can_build
 @pytest.mark.long
 def test_two_processes_building_at_once_both_succeed_and_a_third_does_not_build(tmp_path):
     both = [start(tmp_path), start(tmp_path)]

@@ -8,6 +8,7 @@ from torch import Tensor
 from dofla.attention.coding.levels import UNIT, constant, levels, placed, scale_code, scale_of
 from dofla.attention.coding.trellis import FINE, search, windows
 from dofla.attention.eight_bits import power_of_two
+from dofla.attention.state import widest
 
 _WHOLE = 256
 """Blocks become whole numbers up to this before they are coded. Sums of products of those with levels are below 2²⁴ for
@@ -29,7 +30,7 @@ def encode(numbers: Tensor, unit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     squares = numbers.square().sum(-1, keepdim=True)
     # torch has float32 roots from a library that may round the last bit either way; of doubles, that bit is lost.
-    size = (squares / numbers.shape[-1]).double().sqrt().float()
+    size = (squares / numbers.shape[-1]).to(widest(squares)).sqrt().float()
     known = placed(levels(bits), numbers.device)
     codes = search((numbers * (FINE * UNIT) / size.clamp_min(1e-3)).round(), known, bits)
     found = known[windows(codes, bits)]

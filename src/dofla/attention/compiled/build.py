@@ -90,10 +90,12 @@ def _compile_and_load(folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
     logger.warning("compiling the CPU kernels into %s, once (about 10 seconds)", folder)
-    path, library, loaded = os.environ.get("PATH", ""), folder / f"{_LIBRARY}.so", False
-    os.environ["PATH"] = os.pathsep.join((path, _ninja_folder() or ""))
+    before, library, loaded = dict(os.environ), folder / f"{_LIBRARY}.so", False
+    compiler = before.get("CXX") or "c++"
+    os.environ |= {"PATH": os.pathsep.join((before.get("PATH", ""), _ninja_folder() or "")), "CXX": compiler}
     try:
         with new_folder(folder) as building:
+            os.environ["CXX"] = _in_one_word(compiler, building)
             load(
                 _LIBRARY,
                 [str(_HERE / name) for name in _SOURCES],
@@ -108,7 +110,19 @@ def _compile_and_load(folder: Path) -> None:
         if not loaded:
             torch.ops.load_library(library)
     finally:
-        os.environ["PATH"] = path
+        for name in ("PATH", "CXX"):
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in ("PATH", "CXX") if name in before})
+
+
+def _in_one_word(compiler: str, building: Path) -> str:
+    """A compiler as torch takes it: ``ccache c++`` or ``c++ -flag`` it would take for a program of that name."""
+    if len(shlex.split(compiler)) == 1:
+        return compiler
+    script = building / "compiler"
+    script.write_text(f'#!/bin/sh\nexec {compiler} "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return str(script)
 
 
 def _processor() -> str:
