@@ -29,10 +29,10 @@ def attend_faded(
     """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits, by the compiled kernels, for
     several groups of heads at once.
 
-    Args and returns are those of :func:`dofla.attention.attend`, but that there is one of each for every group
-    (no feature map where there are no features), that states are in one piece, before and after, and ``layouts``, with
-    windows, say what is where in them. Output rows
-    [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do such a call.
+    Args and returns are those of :func:`dofla.attention.attend`, but that there is one of each for every group (no
+    feature map where there are no features), that states are in one piece, before and after, and ``layouts``, with
+    windows, say what is where in them. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do
+    not do such a call.
     """
     others = () if weight is None else (weight,)
     if query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):

@@ -70,7 +70,7 @@ def _obstacle() -> str | None:
         return f"made for x86-64 and ARM Linux (aarch64), not {platform.machine()} {platform.system()}"
     if (cache_folder() / f"{_LIBRARY}.so").exists():
         return None
-    if shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0]) is None:
+    if shutil.which(_compiler()[0]) is None:
         return "no C++ compiler found"
     if _ninja_folder() is None:
         return "ninja is not installed: pip install 'dofla[cpu]'"
@@ -90,12 +90,12 @@ def _compile_and_load(folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
     logger.warning("compiling the CPU kernels into %s, once (about 10 seconds)", folder)
-    before, library, loaded = dict(os.environ), folder / f"{_LIBRARY}.so", False
-    compiler = before.get("CXX") or "c++"
-    os.environ |= {"PATH": os.pathsep.join((before.get("PATH", ""), _ninja_folder() or "")), "CXX": compiler}
+    before, library, loaded = os.environ.copy(), folder / f"{_LIBRARY}.so", False
+    os.environ["PATH"] = os.pathsep.join((before.get("PATH", ""), _ninja_folder() or ""))
     try:
         with new_folder(folder) as building:
-            os.environ["CXX"] = _in_one_word(compiler, building)
+            if len(_compiler()) > 1:
+                os.environ["CXX"] = _in_one_word(building)
             load(
                 _LIBRARY,
                 [str(_HERE / name) for name in _SOURCES],
@@ -111,16 +111,19 @@ def _compile_and_load(folder: Path) -> None:
             torch.ops.load_library(library)
     finally:
         for name in ("PATH", "CXX"):
-            del os.environ[name]
-        os.environ.update({name: before[name] for name in ("PATH", "CXX") if name in before})
+            os.environ.pop(name, None)
+        os.environ |= {name: before[name] for name in ("PATH", "CXX") if name in before}
 
 
-def _in_one_word(compiler: str, building: Path) -> str:
-    """A compiler as torch takes it: ``ccache c++`` or ``c++ -flag`` it would take for a program of that name."""
-    if len(shlex.split(compiler)) == 1:
-        return compiler
+def _compiler() -> list[str]:
+    """The compiler, and what it is told."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def _in_one_word(building: Path) -> str:
+    """A compiler of several words as torch takes it: ``ccache c++`` it would take for a program of that name."""
     script = building / "compiler"
-    script.write_text(f'#!/bin/sh\nexec {compiler} "$@"\n', encoding="utf-8")
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(_compiler())} "$@"\n', encoding="utf-8")
     script.chmod(0o755)
     return str(script)
 
