@@ -149,7 +149,7 @@ def desk(tiny, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.long] if p.name in TAKES_LONG else []) for p in RUN],
+    [pytest.param(p, id=p.stem, marks=pytest.mark.long if p.name in TAKES_LONG else pytest.mark.slow) for p in RUN],
 )
 def test_the_python_of_a_page_runs(page, desk, tmp_path, monkeypatch):
     shutil.copytree(desk, tmp_path, dirs_exist_ok=True)

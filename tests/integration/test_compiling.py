@@ -68,11 +68,10 @@ def assert_equal(ours, theirs):
     assert all(torch.equal(a, b) for a, b in zip(leaves(ours), leaves(theirs), strict=True))
 
 
+@pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize(("kind", "graphs"), [("static", 2), pytest.param("dynamic", 3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "graphs"), [("static", 2), ("dynamic", 3)])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
 @torch.no_grad()
 def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, graphs):
     # A dynamic cache counts in a number, which becomes a symbol when the second token is compiled.

@@ -24,9 +24,17 @@ MAPS = sorted(set(FEATURE_MAPS) - {"prf", "none"})
 FIXED = [name for name in MAPS if not FEATURE_MAPS[name].learning_rates]
 
 every_map = pytest.mark.parametrize("name", MAPS)
-every_family = pytest.mark.parametrize(
-    ("family", "kind"), [*[(family, "plain") for family in CAUSAL], ("gpt2", "ragged"), ("llama", "ragged")]
+STUDENTS = [*[(family, "plain") for family in CAUSAL], ("gpt2", "ragged"), ("llama", "ragged")]
+
+every_map_in_every_family = pytest.mark.parametrize(
+    ("family", "kind", "name"),
+    [
+        pytest.param(*where, name, marks=[] if row % len(MAPS) == column else pytest.mark.slow)
+        for row, where in enumerate(STUDENTS)
+        for column, name in enumerate(MAPS)
+    ],
 )
+"""All pairs are slow; each family with one map, and each map with one family or two, is not."""
 
 
 def own_student(family, kind, name, model=None):
@@ -55,15 +63,13 @@ def assert_same_student(opened, original):
     assert_close(output(opened, ids), output(original, ids), rtol=0, atol=0)
 
 
-@every_map
-@every_family
+@every_map_in_every_family
 def test_greedy_search_with_cache_is_greedy_search_without(family, kind, name):
     model, ids = student(family, kind, name), tokens(2, 9)
     assert_close(generate(model, ids), generate(model, ids, use_cache=False))
 
 
-@every_map
-@every_family
+@every_map_in_every_family
 def test_a_left_padded_sequence_is_the_sequence_alone(family, kind, name):
     model, ids, mask = student(family, kind, name), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     ids[1, :5], mask[1, :5] = 0, 0
@@ -86,8 +92,7 @@ def test_a_padded_sequence_of_an_encoder_is_the_sequence_alone(name, kind, side)
     assert_close(together[1, real], output(model, ids[1:, real])[0], **LOGITS)
 
 
-@every_map
-@every_family
+@every_map_in_every_family
 def test_a_student_is_the_same_when_saved_and_opened(family, kind, name, tmp_path):
     model = student(family, kind, name)
     model.save_pretrained(tmp_path)

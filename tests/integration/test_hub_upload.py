@@ -139,6 +139,7 @@ def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
     assert "GET /me/adapter/resolve/main/README.md" not in hub.asked  # nor anything else that is not needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True], ids=["base where it was", "base elsewhere"])
 def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     words = {f"w{n}": n for n in range(64)}

@@ -43,6 +43,7 @@ def forget(folder):
         path.unlink()
 
 
+@pytest.mark.slow
 def test_a_run_measures_what_its_page_needs(llama_run):
     run = read_run(llama_run)
     assert [student.name for student in run.students] == ["Performer", "DoF", "Measured", "Fading", "One softmax"]

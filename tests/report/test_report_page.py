@@ -65,6 +65,7 @@ def both_runs(llama_run, bert_run, tmp_path_factory):
     return write_report([llama_run, bert_run], tmp_path_factory.mktemp("both") / "report.html")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 def test_a_run_ends_with_a_page_that_opens_anywhere(browser, llama_run, width, scheme):
     path = llama_run / "report.html"
