@@ -13,7 +13,7 @@ from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, Moments, Stage, stage_bytes
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
-from dofla.attention.faded import attend_faded
+from dofla.attention.faded import FadedHeads
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
@@ -25,6 +25,7 @@ __all__ = [
     "Affine",
     "CodedTokens",
     "Coder",
+    "FadedHeads",
     "Fading",
     "FeatureState",
     "FlatState",
@@ -37,7 +38,6 @@ __all__ = [
     "TokenBuffer",
     "accumulable",
     "attend",
-    "attend_faded",
     "chunked",
     "exact_scores",
     "log_kernel",

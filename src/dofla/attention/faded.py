@@ -3,58 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from dofla.attention import compiled
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
+from dofla.attention.compiled import usable
 from dofla.attention.compiled.fading import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
 
 
-def attend_faded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    features: Sequence[Features | None],
-    layouts: Sequence[Layout],
-    *,
-    scaling: float,
-    weight: Tensor | None,
-    states: Sequence[FlatState | None],
-) -> tuple[Tensor, list[FlatState]] | None:
-    """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits, by the compiled kernels, for
-    several groups of heads at once.
+class FadedHeads:
+    """The groups of a layer's heads that are kept in one piece: one call of the compiled kernels for all of them.
 
-    Args and returns are those of :func:`dofla.attention.attend`, but that there is one of each for every group (no
-    feature map where there are no features), that states are in one piece, before and after, and ``layouts``, with
-    windows, say what is where in them. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do
-    not do such a call.
+    What does not change from token to token is looked up here once, since a decoded token is little else.
+
+    Args:
+        layouts: of each group, with a window; they say what is where in a state.
+        features: the feature map of each group, of which those are used that have features.
     """
-    others = () if weight is None else (weight,)
-    if query.shape[-2] == 0 or not compiled.usable((query, key, value), others, DTYPES):
-        return None
-    before = [
-        layout.flat(layout.empty(len(query), query.device)) if state is None else state
-        for state, layout in zip(states, layouts, strict=True)
-    ]
-    log_weight = None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
-    held = [state.tokens for state in before]
-    out, tokens, behind = attend_and_code(query, key, value, log_weight, held, layouts, scaling)
-    far, found = [state.features for state in before], iter(behind)
-    for n, layout in enumerate(layouts):
-        if layout.features:
-            heads, (normaliser, *left) = _of_queries(layout.heads, query.shape[1] // key.shape[1]), next(found)
-            near = _select(out, heads), normaliser
-            line = TokenBuffer(*left)
-            piece, far[n] = _through_features(_select(query, heads), line, features[n], scaling, far[n], near)
-            _write(piece, out, heads)
-    if out.dtype != value.dtype:  # where features are behind
-        out = out.to(value.dtype)
-    return out, [FlatState(*parts) for parts in zip(far, tokens, strict=True)]
+
+    def __init__(self, layouts: Sequence[Layout], features: Sequence[Features]) -> None:
+        self.layouts, self.features = layouts, features
+        self._keys = [layout.fading.key for layout in layouts]
+        self._values = [layout.fading.value for layout in layouts]
+        self._sizes = [number for layout in layouts for number in layout.sizes]
+        self._behind = any(layout.features for layout in layouts)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        weight: Tensor | None,
+        states: Sequence[FlatState | None],
+    ) -> tuple[Tensor, list[FlatState]] | None:
+        """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits.
+
+        Args and returns are those of :func:`dofla.attention.attend`, but that there is a state for each group, in one
+        piece, before and after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do
+        such a call.
+        """
+        if query.shape[-2] == 0 or not usable((query, key, value), () if weight is None else (weight,), DTYPES):
+            return None
+        before = [
+            layout.flat(layout.empty(len(query), query.device)) if state is None else state
+            for state, layout in zip(states, self.layouts, strict=True)
+        ]
+        log_weight = None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
+        out, *found = attend_and_code(
+            query,
+            key,
+            value,
+            log_weight,
+            [state.tokens for state in before],
+            [coder._buffers["constants"] for coder in self._keys],  # as an attribute it takes ten times as long to find
+            [coder._buffers["constants"] for coder in self._values],
+            self._sizes,
+            scaling,
+        )
+        if not self._behind:
+            return out, [FlatState(None, tokens) for tokens in found]
+        far, behind = [state.features for state in before], iter(found[len(before) :])
+        for n, layout in enumerate(self.layouts):
+            if layout.features:
+                heads = _of_queries(layout.heads, query.shape[1] // key.shape[1])
+                normaliser, *left = islice(behind, 4)
+                near, line = (_select(out, heads), normaliser), TokenBuffer(*left)
+                piece, far[n] = _through_features(_select(query, heads), line, self.features[n], scaling, far[n], near)
+                _write(piece, out, heads)
+        return out.to(value.dtype), [FlatState(*parts) for parts in zip(far, found[: len(far)], strict=True)]
 
 
 def _through_features(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dofla.attention import (
     LOG_ZERO,
+    FadedHeads,
     Fading,
     FlatState,
     Layout,
@@ -18,7 +19,6 @@ from dofla.attention import (
     State,
     accumulable,
     attend,
-    attend_faded,
     exact_scores,
     log_kernel,
     packed,
@@ -35,7 +35,7 @@ def without_autocast(method: Callable) -> Callable:
 
     @wraps(method)
     def call(self: nn.Module, query: Tensor, *args, **kwargs):
-        device = query.device.type
+        device = "cpu" if query.is_cpu else query.device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return method(self, query, *args, **kwargs)
         with torch.autocast(device, enabled=False):
@@ -98,6 +98,9 @@ class LinearAttention(nn.Module):
                 features, window, sinks = self.sizes[n]
                 if window:
                     self._layouts[n] = Layout(fading, self.groups[n], features, window, sinks)
+        self._faded: FadedHeads | None = None
+        if self._layouts:
+            self._faded = FadedHeads(list(self._layouts.values()), [self.maps[n] for n in self._layouts])
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
@@ -174,7 +177,11 @@ class LinearAttention(nn.Module):
                 feature_map.new_training_pass()
         options = {"scaling": scaling, "weight": weight}
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        out, after = self._attend_faded(query, key, value, states, **options) if causal else (None, {})
+        out, after = None, {}
+        if causal and self._faded is not None and not self.hides_tokens:
+            found = self._faded.attend(query, key, value, states=[states[n] for n in self._layouts], **options)
+            if found is not None:
+                out, after = found[0], dict(zip(self._layouts, found[1], strict=True))
         if rest := [n for n in range(len(self.groups)) if n not in after]:
             tokens = self._as_kept(key, value)
             if out is None and ragged:
@@ -183,24 +190,6 @@ class LinearAttention(nn.Module):
                 options |= {"state": states[n], "heads": self.groups[n] if ragged else None, "out": out}
                 out, after[n] = self._attend(n, query, *tokens, causal=causal, **options)
         return out, [after[n] for n in range(len(after))] if causal else []
-
-    def _attend_faded(
-        self, query: Tensor, key: Tensor, value: Tensor, states: Sequence[State | FlatState | None], **options: Any
-    ) -> tuple[Tensor | None, dict[int, State | FlatState]]:
-        """Output of all heads and states of the groups that the kernels of a memory that fades do, if there are any."""
-        if self.hides_tokens or not self._layouts:
-            return None, {}
-        groups, layouts = zip(*self._layouts.items(), strict=True)
-        found = attend_faded(
-            query,
-            key,
-            value,
-            [self.maps[n] if layout.features else None for n, layout in self._layouts.items()],
-            layouts,
-            states=[states[n] for n in groups],
-            **options,
-        )
-        return (None, {}) if found is None else (found[0], dict(zip(groups, found[1], strict=True)))
 
     def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)

@@ -45,7 +45,7 @@ class AttachedLinearAttention(LinearAttention):
         )
         self.name = layer.name
         self.beside_softmax, self.reach = beside_softmax, reach
-        self._all = tuple(self.modules())
+        self._holders = [part for part in self.modules() if part._parameters or part._buffers]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def move_only(t: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class AttachedLinearAttention(LinearAttention):
     # accelerate brings offloaded weights back when their module is called, and maps never are.
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
-        for part in self._all:  # hardly ever there, and looked for at every token
-            if "_hf_hook" in vars(part):
+        for part in self._holders:  # hardly ever there, and looked for at every token
+            if "_hf_hook" in part.__dict__:
                 with in_memory(self):
                     return super().forward(*args, **kwargs)
         return super().forward(*args, **kwargs)

@@ -114,12 +114,14 @@ class LinearCacheLayer(CacheLayerMixin):
 def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a linearised module: give it its cache entry, swapping in ours the first time.
 
-    Families name the argument differently (``past_key_values``, ``layer_past``), so any Cache among them is taken. The
+    Few families name the argument otherwise than ``past_key_values``, and of those any Cache among them is taken. The
     entry goes along as one more argument, which all of them pass on to the attention function.
     """
     if module.config._attn_implementation != LINEAR:
         return None
-    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is None:
@@ -129,7 +131,7 @@ def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
 def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
     """A linearised module's entry of the cache, made linear if it is still empty, and ready for the next tokens."""
-    index, beside_softmax = module.layer_idx, module.dofla.beside_softmax
+    index = module.layer_idx
     while len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     entry = cache.layers[index]
@@ -139,6 +141,7 @@ def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
                 "start generation of a linearised model with a fresh cache"
             )
+        beside_softmax = module.dofla.beside_softmax
         if beside_softmax and isinstance(entry, StaticLayer):
             raise DoflaError(
                 "a static cache cannot serve linear and softmax layers in one model: use the dynamic cache, "

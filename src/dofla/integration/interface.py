@@ -44,7 +44,7 @@ def linear_attention(
     ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None. Dropout of attention weights has
     no counterpart here, as no weight is ever formed, and is left out.
     """
-    layer = getattr(module, "dofla", None)
+    layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
     if layer is None:
         return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:

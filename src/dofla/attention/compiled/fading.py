@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from dofla.attention.coding.levels import tables
-from dofla.attention.flat import Layout
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels take."""
@@ -21,10 +18,12 @@ def attend_and_code(
     key: Tensor,
     value: Tensor,
     log_weight: Tensor | None,
-    states: Sequence[Tensor],
-    layouts: Sequence[Layout],
+    states: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    sizes: list[int],
     scaling: float,
-) -> tuple[Tensor, list[Tensor], list[list[Tensor]]]:
+) -> list[Tensor]:
     """Causal attention of new tokens to themselves and to what fading memories hold, and the memories after them.
 
     Args:
@@ -33,7 +32,8 @@ def attend_and_code(
         value: [B, Hkv, L, dv].
         log_weight: [B, L], or None for none.
         states: of each group of heads, [B, bytes], window, sinks and stages before.
-        layouts: of ``states``.
+        keys, values: of each group, the constants of its coders.
+        sizes: those of the groups' layouts (:attr:`dofla.attention.Layout.sizes`), one after the other.
         scaling: of the scores.
 
     Returns:
@@ -43,17 +43,4 @@ def attend_and_code(
         infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
         a value those of its head from its token on.
     """
-    out, *found = torch.ops.dofla.fading(
-        query,
-        key,
-        value,
-        log_weight,
-        states,
-        [layout.fading.key.constants for layout in layouts],
-        [layout.fading.value.constants for layout in layouts],
-        TABLES,
-        scaling,
-        [number for layout in layouts for number in layout.sizes],
-    )
-    behind = found[len(states) :]
-    return out, found[: len(states)], [behind[n : n + 4] for n in range(0, len(behind), 4)]
+    return torch.ops.dofla.fading(query, key, value, log_weight, states, keys, values, TABLES, scaling, sizes)
