@@ -1,4 +1,4 @@
-"""Tiny random models for all tests, as the fixture ``tiny``. Nothing may try the network.
+"""Tiny random models for all tests, as the fixture ``tiny``, and the demo's tokenizer. Nothing may try the network.
 
 Tests compute in one thread, or in ``OMP_NUM_THREADS``, and so do the processes they start.
 """
@@ -14,6 +14,7 @@ import pytest
 import torch
 import trials
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertModel,
     GPT2Config,
@@ -21,6 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     ViTConfig,
     ViTModel,
 )
@@ -29,6 +31,7 @@ from transformers.utils import logging
 from dofla import LayerPlan, Plan
 from dofla.attention import compiled
 from dofla.integration.sites import attention_sites
+from dofla.runs.demo import teacher_path
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 logging.set_verbosity_error()
@@ -95,6 +98,11 @@ class Tiny:
 @pytest.fixture(scope="session")
 def tiny() -> Tiny:
     return Tiny()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(teacher_path())
 
 
 def pytest_configure(config: pytest.Config) -> None:

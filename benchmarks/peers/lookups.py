@@ -11,7 +11,8 @@ questions with an interval of 95 % by bootstrap over contexts.
 
 Of each kind the template is taken that the original does best with, at the shortest length, on contexts of their own;
 what it scores less than ``--least`` with is left out, since nothing can be lost there. What is measured stays in the
-folder and is not measured again.
+folder and is not measured again. With ``--retrieval-heads`` there is one more memory, some of whose KV heads hold every
+token of ``--reach``.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from continuation import SOFTMAX, students
+from continuation import OURS, SOFTMAX, students
 from needles import KINDS, Context, Writer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.data import TokenWindows
@@ -37,9 +39,9 @@ from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import cache_bytes
-from dofla.integration.checkpoint import load_model
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.sites import evaluation_mode
+from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 
 CHOOSING, ASKING = 1, 0
@@ -136,13 +138,16 @@ def main(
     questions: Annotated[int, typer.Option(help="Of each kind and length, at least.")] = 50,
     choosing: Annotated[int, typer.Option(help="Contexts that choose among templates.")] = 6,
     least: Annotated[float, typer.Option(help="Score of the original with which a kind is worth asking.")] = 0.3,
+    reach: Annotated[int | None, typer.Option(help="Positions that memories are for; default all there are.")] = None,
+    retrieval_heads: Annotated[int, typer.Option(help="KV heads that hold every token, in one more memory.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
     kinds, lengths, budgets = kind or list(KINDS), length or [1024, 2048], budget or [64, 256]
     if unknown := set(kinds) - KINDS.keys():
         raise typer.BadParameter(f"no kind is called {min(unknown)!r}: choose of {', '.join(KINDS)}")
     if min(questions, choosing) < 1:
         raise DoflaError(f"questions: {questions}, choosing: {choosing}; give 1 at least of each")
-    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    teacher, tokenizer = load_teacher(model, dtype)
     check_room(teacher, max(lengths))
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     asking = Asking(Writer(tokenizer, _tokens(text, tokenizer)), out)
@@ -168,8 +173,12 @@ def main(
     if not wanted:
         raise DoflaError(f"the original scores below {least} on every kind: give a smaller --least or a larger model")
     for features in budgets:
-        for name, make in students(features, known, None).items():
-            memory = f"{name}, {features}"
+        made = students(features, known, None, reach)
+        if retrieval_heads:
+            options = {"budget": features, "reach": reach, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
+            made[f"{OURS}, {retrieval_heads} retrieval heads"] = partial(dofla.fade, tokens=known, **options)
+        for name, make in made.items():
+            memory = f"{name}, {features}" + ("" if reach is None else f", reach {reach}")
             memories.append(memory)
             there = [asking.there(memory, each, template, n, count[each]) for each, template, n in wanted]
             if not all(there):

@@ -16,8 +16,8 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
+from dofla.data.words import one_token_words, pieces
 from dofla.errors import DoflaError
-from dofla.evaluation.recall import pieces
 
 NOISE = (" The grass is green.", " The sky is blue.", " The sun is yellow.", " Here we go.", " There and back again.")
 NEEDLES, HOPS, COMMON = 4, 4, 10
@@ -82,8 +82,7 @@ class Writer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: Sequence[int]) -> None:
         self.tokenizer, self.text = tokenizer, list(text)
-        known = {word[1:] for word in tokenizer.get_vocab() if re.fullmatch("[Ġ▁][a-z]{4,8}", word)}
-        self.words = sorted(known & set(re.findall("[a-z]+", tokenizer.decode(self.text))))
+        self.words = sorted(one_token_words(tokenizer).keys() & set(re.findall("[a-z]+", tokenizer.decode(self.text))))
         if len(self.words) < LEAST:
             raise DoflaError(f"the text has {len(self.words)} words that are one token: give one with {LEAST} or more")
 

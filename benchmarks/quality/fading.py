@@ -27,7 +27,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.attention import stage_bytes
@@ -35,12 +35,12 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.recall import WordPairs, recall_figures
-from dofla.integration.checkpoint import load_model
 from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost
 from dofla.runs.reproduce.bench import recalled
+from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 
 Student = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
@@ -90,6 +90,14 @@ def by_age(budget: int, reach: int | None) -> Student:
     return make
 
 
+def retrieval(
+    budget: int, reach: int | None, heads: int = 8, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Student:
+    """:func:`fading`, with so many KV heads that hold every token of ``reach``."""
+    options = {"budget": budget, "reach": reach, "retrieval_heads": heads, "tokenizer": tokenizer}
+    return lambda model, tokens, _: dofla.fade(model, tokens, **options)
+
+
 def features(budget: int, reach: int | None) -> Student:
     """:func:`fading` with an eighth of the bytes for features, which sum up what is forgotten: trained layer by layer,
     on the text that it was measured on."""
@@ -123,7 +131,7 @@ def trained(budget: int, reach: int | None, rate: float | None = None) -> Studen
 
 
 STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "fading": fading, "features": features}
-STUDENTS |= {"trained": trained}
+STUDENTS |= {"trained": trained, "retrieval": retrieval}
 MEASURED = 12
 """Windows that students are measured on."""
 TRAINED, AT_ONCE = 120 * 512, 2 * 512
@@ -151,19 +159,24 @@ def main(
     trained_length: Annotated[int, typer.Option(help="Of those that they are trained on; as many in all.")] = 512,
     rate: Annotated[float | None, typer.Option(help="Learning rate of weights, instead of the default.")] = None,
     reach: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
+    retrieval_heads: Annotated[int, typer.Option(help="Of the student of that name, which hold every token.")] = 8,
     recall: Annotated[bool, typer.Option("--recall", help="Of pairs of words, too.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
     names = student or ["window", "fading"]
     if unknown := set(names) - STUDENTS.keys():
         raise typer.BadParameter(f"no student is called {min(unknown)!r}: choose of {', '.join(STUDENTS)}")
-    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    teacher, tokenizer = load_teacher(model, dtype)
     texts, lengths = sources(text or []), length or [512]
     judged = {
         (tokens, kind): _windows(where, tokenizer, tokens, windows)
         for tokens, (kind, where) in product(lengths, texts.items())
     }
-    students = STUDENTS | {"trained": partial(trained, rate=rate)}
+    students = STUDENTS | {
+        "trained": partial(trained, rate=rate),
+        "retrieval": partial(retrieval, heads=retrieval_heads, tokenizer=tokenizer),
+    }
     pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
     if {"trained", "features"} & set(names):
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)

@@ -121,14 +121,15 @@ def test_what_was_found_is_not_measured_again_and_intervals_are_over_contexts(ti
 
 def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys):
     lookups = modules[1]
-    monkeypatch.setattr(lookups, "load_model", lambda _: tiny.llama(vocab_size=len(tokenizer), head_dim=16))
-    monkeypatch.setattr(lookups.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
+    model = tiny.llama(vocab_size=len(tokenizer), head_dim=16)
+    monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
     monkeypatch.setattr(lookups, "_tokens", lambda *_: writer.text)
-    monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(2, 48)))
+    monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 1}
-    lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options)
+    lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, reach=160, retrieval_heads=1)
     printed = capsys.readouterr().out
-    for row in (lookups.SOFTMAX, "dofla.fade, 24", "window and sinks, 8 bits, 24", "single, 150 (2)"):
+    ours = ("dofla.fade, 24, reach 160", "dofla.fade, 1 retrieval heads, 24, reach 160")
+    for row in (lookups.SOFTMAX, *ours, "window and sinks, 8 bits, 24, reach 160", "single, 150 (2)"):
         assert row in printed
     with pytest.raises(DoflaError, match=r"the original scores below 1\.1 on every kind"):
         lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=1.1, **options)

@@ -9,9 +9,10 @@ import torch
 from students import reader_of
 
 import dofla
+from dofla.data.words import pieces
 from dofla.errors import DoflaError
 from dofla.evaluation import recall_figures
-from dofla.evaluation.recall import DEPTHS, Question, RecallPrompt, WordPairs, pieces
+from dofla.evaluation.recall import DEPTHS, Question, RecallPrompt, WordPairs
 from dofla.integration.checkpoint import load_model
 from dofla.runs.demo import teacher_path
 from dofla.runs.demo.recall import Villagers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
-from dofla.plans.shares import LEAST, MOST, RUNG, Shares, shared
+from dofla.plans.shares import LEAST, MOST, RUNG, WHOLE_AT_MOST, Shares, shared
 
 COST = st.floats(-1, 1) | st.floats(-1e-6, 1e-6)
 LAYERS = st.lists(st.tuples(st.lists(COST, min_size=1, max_size=8), st.integers(100, 9_000)), min_size=1, max_size=12)
@@ -66,6 +67,30 @@ def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layer
     assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
 
 
+@given(LAYERS, st.floats(0.2, 3), st.data())
+def test_whole_heads_have_the_most_and_the_others_share_the_rest(layers, most, data):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    heads, bounds = [(name, n) for name, own in costs.items() for n in range(len(own))], dict.fromkeys(sizes, most)
+    chosen = data.draw(st.sets(st.sampled_from(heads)))
+    whole = {name: [n for place, n in sorted(chosen) if place == name] for name, _ in sorted(chosen)}
+    total = sum(sizes[name] for name, _ in heads)
+    before = Shares(shared(sizes, costs), whole=whole)
+    taken = sum(most * sizes[name] for name, _ in chosen) / total
+    assume(abs(taken / WHOLE_AT_MOST - 1) < 1e-12 or abs(taken / WHOLE_AT_MOST - 1) > 1e-6)
+    if taken > WHOLE_AT_MOST * (1 + 1e-6):
+        with pytest.raises(DoflaError, match=f"{len(chosen)} of the KV heads to hold every token would take"):
+            before.at_most(bounds, sizes)
+        return
+    found, beyond = before.at_most(bounds, sizes), max(1 / most, 1)  # all get as much more if nobody can fill the rest
+    assert sum(found.layers[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
+    assert all(found.layers[name][n] == pytest.approx(beyond * most) for name, n in chosen)
+    rest = [(name, n) for name, n in heads if (name, n) not in chosen]
+    assert all(0 < found.layers[name][n] <= beyond * most * (1 + 1e-9) for name, n in rest)
+    below = [(name, n) for name, n in rest if found.layers[name][n] < beyond * most * (1 - 1e-9)]
+    more = [found.layers[name][n] / before.layers[name][n] for name, n in below]
+    assert max(more, default=1) == pytest.approx(min(more, default=1))
+
+
 def test_shares_that_all_can_fill_stay_as_they_are():
     shares = Shares({"a": [1.5, 1 / 3], "left alone": [9.0], "b": [0.7]})
     assert shares.at_most({"a": 1.5, "b": 1.0}, {"a": 100, "b": 300}) == shares
@@ -83,10 +108,17 @@ def test_shares_are_read_as_they_were_written(tmp_path):
     shares.save(tmp_path / "shares.json")
     assert Shares.load(tmp_path / "shares.json") == shares
     assert "0.70" in str(shares)
+    assert "every token" not in str(shares)
+    some = replace(shares, whole={"a": [1], "b": [0]})
+    some.save(tmp_path / "shares.json")
+    assert Shares.load(tmp_path / "shares.json") == some
+    assert "KV heads that hold every token: a 1; b 0" in str(some)
 
 
 @pytest.mark.parametrize(
-    "damage", [{}, *({"layers": own} for own in ({}, {"a": [-1]}, {"a": []}, {"a": 1.0}, 3, {"a": "x"}))]
+    "damage",
+    [{}, *({"layers": own} for own in ({}, {"a": [-1]}, {"a": []}, {"a": 1.0}, 3, {"a": "x"}))]
+    + [{"layers": {"a": [1.0]}, "whole": whole} for whole in ({"a": [1]}, {"b": [0]}, {"a": 0}, {"a": [-1]}, [0])],
 )
 def test_damaged_and_older_shares_are_named(tmp_path, damage):
     path = tmp_path / "shares.json"

@@ -26,6 +26,10 @@ def fade(
     reach: Annotated[
         int | None, typer.Option(help="Positions that the memory is for; default all that the model has.")
     ] = None,
+    retrieval_heads: Annotated[
+        int,
+        typer.Option(help="KV heads that hold every token, those that facts are looked up with; text pays for them."),
+    ] = 0,
     keep_softmax: KeepSoftmax = None,
     dtype: Dtype = None,
     seed: Seed = 0,
@@ -35,7 +39,7 @@ def fade(
     from dofla.distillation.fading import fade as make
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.surgery import plan_of
-    from dofla.plans.shares import Shares
+    from dofla.plans.shares import Shares, named
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
     from dofla.storage.files import new_folder
@@ -46,11 +50,22 @@ def fade(
         with view.progress("fade"):
             tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed)
             known = shares if shares in WAYS else Shares.load(shares)
-            make(student, tokens, budget=budget, shares=known, keep_softmax=keep_softmax or (), reach=reach)
+            make(
+                student,
+                tokens,
+                budget=budget,
+                shares=known,
+                keep_softmax=keep_softmax or (),
+                reach=reach,
+                retrieval_heads=retrieval_heads,
+                tokenizer=tokenizer,
+            )
         write_adapter(student, folder)
         tokenizer.save_pretrained(folder)
     warn_of_local_base(student, out)
     plan = plan_of(student)
     view.show(plan)
+    if whole := plan.made_by.get("retrieval_heads"):
+        view.say(named(whole))
     view.say(f"\nadapter written to {out}")
     return {"adapter": out, "state_bytes": plan.state_bytes(student.dtype), **plan.to_dict()}

@@ -1,41 +1,33 @@
 """A memory that fades, at once, and what its forgetting does to the model, head by head, measured in one pass over the
 text.
 
-A student is made whose KV heads all have the same size, and a small one. While it reads a window, each layer also
-computes what softmax attention would have answered; and the gradient of the student's loss at the layer's output says
-what forgetting costs there: ⟨∂ KL(teacher ‖ student) / ∂ out, out_softmax − out⟩, to first order, head by head. So the
-cost is that on a model whose other heads forget as well, which matters: where one head alone forgets what is far back,
-others make up for it. Most heads look at little that is far, and a few look things up (retrieval heads, Wu et al. 2024,
-arXiv 2404.15574; DuoAttention, Xiao et al. 2024, arXiv 2410.10819, keeps those whole): bytes go to them.
+A student is made whose KV heads all have the same size, and a small one; what forgetting costs in each head of it
+(:mod:`dofla.distillation.forgetting`) says which of them want the bytes. Most heads look at little that is far, and a
+few look things up (retrieval heads, Wu et al. 2024, arXiv 2404.15574): bytes go to them, and with ``retrieval_heads``
+as many of them as are asked for hold all tokens, as DuoAttention (Xiao et al. 2024, arXiv 2410.10819) keeps them whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
-from dofla.distillation.objective import Objective
-from dofla.distillation.trainable import trainable
+from dofla.distillation.forgetting import costs_of_heads
+from dofla.distillation.retrieval import facts_for, with_retrieval_heads
 from dofla.errors import DoflaError
 from dofla.integration.fading import fading_plan, measure_directions
-from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import AttentionCall
-from dofla.integration.sites import attention_implementation, evaluation_mode
 from dofla.integration.streaming import is_streamed
-from dofla.integration.surgery import describe, linear_layers, linearize, plan_of, restore
+from dofla.integration.surgery import describe, linearize, plan_of, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.shares import LEAST, Shares, shared
 from dofla.storage.defaults import with_torchs_defaults
@@ -66,6 +58,8 @@ def measure_shares(
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
     reach: int | None = None,
+    retrieval_heads: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Shares:
     """How the bytes of a memory that fades are best shared among KV heads; :func:`dofla.fade` spends them so.
@@ -78,14 +72,15 @@ def measure_shares(
         keep_softmax: layers to leave out.
         batch_size: windows per pass, forward and backward; text that stands twice is read in as many tokens, but at
             least one document of up to 2,048.
-        reach: as for :func:`dofla.fade`.
+        reach, retrieval_heads, tokenizer: as for :func:`dofla.fade`.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each pass.
 
     Raises:
         DoflaError: as :func:`dofla.fade`; a model that predicts no tokens; a streamed one.
     """
-    return _measured(model, windows_for(model, tokens), budget, keep_softmax, batch_size, reach, progress=progress)
+    windows, wanted = windows_for(model, tokens), (retrieval_heads, tokenizer)
+    return _measured(model, windows, budget, keep_softmax, batch_size, reach, *wanted, progress=progress)
 
 
 @unwraps_its_model
@@ -99,6 +94,8 @@ def fade(
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
     reach: int | None = None,
+    retrieval_heads: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
     """Give a causal model a memory that fades, in place and without training: tokens lose bits as they age, and are
     forgotten at the end.
@@ -114,18 +111,29 @@ def fade(
         reach: positions that the memory is for: windows are read as if they stood here and there among so many, and no
             KV head gets places for more tokens. Default all that the model has; windows are moved where they are
             rotary. Fewer are a little better within, and much worse beyond.
+        retrieval_heads: how many KV heads hold every token of ``reach``: those on which most hangs when facts are
+            looked up that stand among the windows' text, and what was measured besides. A choice between text and
+            facts: the others pay for it.
+        tokenizer: the model's, to tell such facts; without retrieval heads there is no need of it.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
 
     Raises:
         DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
-            for a token of each kind; heads whose size is no multiple of 8; as :func:`dofla.measure_shares`.
+            for a token of each kind, or for so many retrieval heads; heads whose size is no multiple of 8; as
+            :func:`dofla.measure_shares`.
     """
     if not isinstance(shares, Shares) and shares not in WAYS:
         raise DoflaError(f"shares is {shares!r}: give {', '.join(WAYS)}, or what dofla.measure_shares returned")
+    if retrieval_heads and shares != "measured":
+        raise DoflaError(
+            f"retrieval_heads is {retrieval_heads}: they are found when shares are measured, "
+            "so leave shares out, or give what dofla.measure_shares returned with them"
+        )
     if shares == "measured":
-        shares = _measured(model, windows_for(model, tokens), budget, keep_softmax, batch_size, reach)
+        windows, wanted = windows_for(model, tokens), (retrieval_heads, tokenizer)
+        shares = _measured(model, windows, budget, keep_softmax, batch_size, reach, *wanted)
     known = shares if isinstance(shares, Shares) else None
     linearize(model, fading_plan(model, budget, shares=known, keep_softmax=keep_softmax, reach=reach))
     try:
@@ -151,34 +159,42 @@ def _measured(
     keep_softmax: Collection[str],
     batch_size: int,
     reach: int | None,
+    retrieval_heads: int,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     progress: Callable[[str, int, int], None] | None,
 ) -> Shares:
     if is_streamed(model):
         raise DoflaError("measuring shares needs the whole model in memory: open it without stream, or split evenly")
     fading_plan(model, budget, keep_softmax=keep_softmax)  # what is wrong with it is wrong with any share
-    budget = measured_at(model, budget, windows, keep_softmax)
+    facts = facts_for(model, windows, retrieval_heads, tokenizer, budget, keep_softmax, reach)
+    least = measured_at(model, budget, windows, keep_softmax)
     try:
-        fading_plan(model, math.floor(LEAST * budget), keep_softmax=keep_softmax)
+        fading_plan(model, math.floor(LEAST * least), keep_softmax=keep_softmax)
     except DoflaError:
-        least = f"a KV head's least share is {LEAST:.2f} of it"
-        raise DoflaError(f"budget {budget} is too small to share: {least}; give more, or shares='even'") from None
-    student = linearize(model, fading_plan(model, budget, keep_softmax=keep_softmax))
+        share = f"a KV head's least share is {LEAST:.2f} of it"
+        raise DoflaError(f"budget {least} is too small to share: {share}; give more, or shares='even'") from None
+    student = linearize(model, fading_plan(model, least, keep_softmax=keep_softmax))
     try:
         measure_directions(student, windows, batch_size=batch_size, reach=reach)
         twice = _twice(windows, (reach or positions_of(model) or 2 * BACK) // 2)
-        reach = whole_reach(model, windows, reach)
+        everywhere = whole_reach(model, windows, reach)
         per_pass = batch_size * windows.length
-        kinds = [list(placed_over(x, max(1, per_pass // x.length), reach)) for x in (windows, twice)]
-        report = _report(progress, sum(map(len, kinds)))
-        text, looked_up = (_costs(student, parts, report) for parts in kinds)
+        kinds = [list(placed_over(x, max(1, per_pass // x.length), everywhere)) for x in (windows, twice)]
+        report = _report(progress, sum(map(len, kinds)) + (len(facts.documents) if facts else 0))
+        text, looked_up = (costs_of_heads(student, parts, report) for parts in kinds)
         costs = {name: (own + LOOKED_UP * looked_up[name]).tolist() for name, own in text.items()}
         plan = plan_of(student)
         sizes = {name: plan[name].state_bytes(model.dtype.itemsize) // len(own) for name, own in costs.items()}
     finally:
         restore(model)
-    made_by = {"budget": budget, "tokens": windows.tokens, "source": windows.source, "reach": reach}
-    return Shares(shared(sizes, costs), costs, describe(model)["name"], made_by)
+    made_by = {"budget": least, "tokens": windows.tokens, "source": windows.source, "reach": everywhere}
+    shares = Shares(shared(sizes, costs), costs, describe(model)["name"], made_by)
+    if facts is None:
+        return shares
+    return with_retrieval_heads(
+        model, shares, retrieval_heads, facts, windows, budget, keep_softmax=keep_softmax, reach=reach, report=report
+    )
 
 
 def _twice(windows: TokenWindows, most: int) -> TokenWindows:
@@ -201,57 +217,3 @@ def _report(progress: Callable[[str, int, int], None] | None, total: int) -> Cal
     """What to call after each pass."""
     done = count(1)
     return lambda: progress and progress("passes", next(done), total)
-
-
-def _costs(
-    student: PreTrainedModel, parts: Sequence[Mapping[str, Tensor]], report: Callable[[], None]
-) -> dict[str, Tensor]:
-    """By layer, what forgetting costs in each KV head [Hkv], float64: the mean loss, less what it would be, to first
-    order, if that head alone answered as softmax attention does."""
-    layers = linear_layers(student)
-    costs = dict.fromkeys(layers, 0.0)
-    with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
-        loss = Objective(student, part.teacher)
-        tokens, rows = sum(map(loss.count, parts)), sum(len(batch["input_ids"]) for batch in parts)
-        for batch in parts:
-            with _answers(student) as seen:
-                value = loss({name: data.to(student.device) for name, data in batch.items()}, tokens, rows)
-            gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
-            for (name, (_, difference)), gradient in zip(seen.items(), gradients, strict=True):
-                by_head = -(gradient.double() * difference).sum((0, 1, 3)).cpu()
-                costs[name] += by_head.unflatten(0, (len(layers[name].features), -1)).sum(1)
-            report()
-    return costs
-
-
-@contextmanager
-def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Within the block the student answers as ever, and gradients pass as through softmax attention. Yields, by layer,
-    its output [B, L, H, dv] in the last call, and what that of softmax attention is more than that."""
-    layers = linear_layers(student)
-    by_module = {student.get_submodule(name): name for name in layers}
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        smooth, _ = softmax_attention(module, query, key, value, mask, scaling, **kwargs)
-        if module not in by_module:
-            return smooth, None
-        call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
-        with torch.no_grad():
-            own, _ = layers[call.name](call.query, key, value, scaling=call.scaling, weight=call.weight)
-            own = own.transpose(1, 2)
-        out = own + (smooth - smooth.detach())
-        out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains
-        seen[call.name] = out, smooth.detach() - own
-        return out, None
-
-    with attention_implementation(student, RECORDING), visiting(None, attention):
-        yield seen

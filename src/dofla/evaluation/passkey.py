@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows, batches
+from dofla.data.words import pieces
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.position import finite
-from dofla.evaluation.recall import DEPTHS, Recall, RecallRow, check_asked, pieces
+from dofla.evaluation.recall import DEPTHS, Recall, RecallRow, check_asked
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
 

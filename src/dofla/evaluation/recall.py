@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows, batches
+from dofla.data.words import one_token_words, pieces
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, last_logits
@@ -77,8 +77,7 @@ class WordPairs:
     _WORDS = slice(200, 2200)
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, questions: int = 8) -> None:
-        vocabulary = sorted((token, word) for word, token in tokenizer.get_vocab().items())
-        words = [token for token, word in vocabulary if re.fullmatch("[Ġ▁][a-z]{4,8}", word)]
+        words = list(one_token_words(tokenizer).values())
         self.words = words[self._WORDS]
         if len(self.words) < 4:
             raise DoflaError(f"the tokenizer has {len(words)} words of one token: recall of word pairs needs many more")
@@ -223,12 +222,6 @@ def check_asked(lengths: Sequence[int], count: int) -> None:
     """DoflaError unless there is a length and a prompt."""
     if not lengths or count < 1:
         raise DoflaError(f"lengths: {list(lengths)}, count: {count}; give one length and one prompt at least")
-
-
-def pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of ``text`` inside a sentence: SentencePiece adds a space to what stands alone."""
-    before, after = (tokenizer.encode(x, add_special_tokens=False) for x in ("a", "a" + text))
-    return after[len(before) :]
 
 
 def _parts(prompts: list[RecallPrompt], batch_size: int) -> list[range]:

@@ -120,7 +120,7 @@ def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     if module.config._attn_implementation != LINEAR:
         return None
     cache = kwargs.get("past_key_values")
-    if cache is None:
+    if not isinstance(cache, Cache):
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache

@@ -57,6 +57,8 @@ def fading_plan(
         if site.name not in keep_softmax:
             cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
             shapes[site.name] = site.head_dim, site.value_dim, cost
+    if shares is not None and shares.whole and positions is None:
+        raise DoflaError(f"{type(model).__name__} has any number of positions: say by reach how many heads are to hold")
     if shares is not None and positions is not None and budget > 0:  # no other is enough for any head
         shares = fillable(shares, budget, positions, shapes)
 
@@ -70,6 +72,8 @@ def fading_plan(
         return {**sizes[0], **fields, "feature_map": "none"}
 
     made_by = {"strategy": FADING, "budget": budget} | ({} if shares is None else {"shares": shares.layers})
+    if shares is not None and shares.whole:
+        made_by["retrieval_heads"] = shares.whole
     return plan_by_site(model, size, keep_softmax, made_by, reach)
 
 

@@ -19,6 +19,9 @@ LEAST, MOST = 1 / RUNG, 4 * RUNG
 """Bytes of a KV head over those of an even split. With half of it, too many heads that seemed to need little missed it
 (``docs/quality/fading.md``)."""
 
+WHOLE_AT_MOST = 0.5
+"""Of all bytes, what heads that hold every token may take: the others do worse with what is left to them."""
+
 _FORMAT = 2
 """1 had one share for all heads of a layer."""
 _EXACT = 1e-9
@@ -35,12 +38,14 @@ class Shares(Result):
             same size: nats of KL of the next-token distribution, to first order.
         model: its name.
         made_by: budget and text it was measured with.
+        whole: by name, the KV heads that hold every token whatever their share: those that facts are looked up with.
     """
 
     layers: dict[str, list[float]]
     costs: dict[str, list[float]] = field(default_factory=dict, repr=False)
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, list[int]] = field(default_factory=dict)
 
     def budgets(self, layer: str, heads: int, budget: float) -> list[int]:
         """Of each KV head of a layer, in features, where all of the model have ``budget`` in the mean.
@@ -54,21 +59,32 @@ class Shares(Result):
         return [math.floor(share * budget + _EXACT) for share in own]
 
     def at_most(self, most: Mapping[str, float], sizes: Mapping[str, float]) -> Shares:
-        """These shares where no KV head has more than ``most`` of its layer: what that leaves goes to all others, in
-        proportion to what they have. Where all have that much, the rest goes to them in proportion to it.
+        """These shares where no KV head has more than ``most`` of its layer, and whole ones have as much: what that
+        leaves goes to all others, in proportion to what they have. Where all have that much, the rest goes to them in
+        proportion to it.
 
         Args:
             most: by name of the layer.
             sizes: by name, bytes of one of its KV heads in an even split.
+
+        Raises:
+            DoflaError: whole heads would take more than :data:`WHOLE_AT_MOST` of the bytes.
         """
         found = {name: list(own) for name, own in self.layers.items()}
         heads = [(share / most[name], name, n) for name in sizes for n, share in enumerate(found.get(name, ()))]
+        whole = {(name, n) for name in sizes for n in self.whole.get(name, ())}
         left = wanted = sum(found[name][n] * sizes[name] for _, name, n in heads)
         beyond = max(left / sum(most[name] * sizes[name] for _, name, _ in heads), 1) if heads else 1
-        for _, name, n in sorted(heads, reverse=True):  # those that reach their most first
+        if sum(most[name] * sizes[name] for name, _ in whole) > WHOLE_AT_MOST * left * (1 + _EXACT):
+            raise DoflaError(
+                f"{len(whole)} of the KV heads to hold every token would take more than {WHOLE_AT_MOST:.0%} of the "
+                "bytes: give more, fewer of them, or a smaller reach"
+            )
+        # Those that reach their most first.
+        for _, name, n in sorted(heads, key=lambda x: (x[1:] in whole, x), reverse=True):
             share, bound = found[name][n], beyond * most[name]
             found[name][n] = left / wanted * share
-            if found[name][n] > bound:
+            if found[name][n] > bound or (name, n) in whole:
                 found[name][n] = bound
                 left, wanted = left - bound * sizes[name], wanted - share * sizes[name]
         return replace(self, layers=found)
@@ -82,6 +98,8 @@ class Shares(Result):
         yield shown
         yield "share: bytes over those of an even split; least, most: of the KV heads;"
         yield "cost: what forgetting does to the model's KL where all have the same, in nats"
+        if self.whole:
+            yield named(self.whole)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -100,7 +118,11 @@ class Shares(Result):
             layers = {name: [float(share) for share in own] for name, own in data["layers"].items()}
             if not layers or not all(own and all(0 < share < math.inf for share in own) for own in layers.values()):
                 raise ValueError("a share that is no positive number")
-            return cls(layers, dict(data.get("costs", {})), data.get("model", ""), dict(data.get("made_by", {})))
+            whole = {name: [int(head) for head in own] for name, own in data.get("whole", {}).items()}
+            if not all(0 <= head < len(layers[name]) for name, own in whole.items() for head in own):
+                raise ValueError("a head that holds every token and is none")
+            costs, made_by = (dict(data.get(part, {})) for part in ("costs", "made_by"))
+            return cls(layers, costs, data.get("model", ""), made_by, whole)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no shares of KV heads ({what}): measure them again") from error
@@ -126,6 +148,13 @@ def shared(sizes: Mapping[str, int], costs: Mapping[str, Sequence[float]]) -> di
     chosen = spend(choices, total)
     spare = total / sum(size.bytes for size in chosen.values())  # what was too little for another rung
     return {name: [spare * chosen[name, head].share for head in range(len(own))] for name, own in costs.items()}
+
+
+def named(whole: Mapping[str, Sequence[int]]) -> str:
+    """A line that names the KV heads that hold every token, by layer."""
+    return "KV heads that hold every token: " + "; ".join(
+        f"{name} {', '.join(map(str, own))}" for name, own in whole.items()
+    )
 
 
 def shares_of_heads(layers: Mapping[str, list[float] | float]) -> list[float]:

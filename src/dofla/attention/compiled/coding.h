@@ -95,6 +95,7 @@ inline float largest_size(const float* x, std::int64_t n) {
 inline void whole_columns(const float* from, std::int64_t dim, Number* __restrict to, std::int64_t stride,
                           float* __restrict fineness) {
   std::vector<double> total(dim), most(dim);
+  std::vector<float> inverse(dim);
   for (std::int64_t i = 0; i < dim; ++i) {
     for (std::int64_t j = 0; j < dim; ++j) {
       const double size = std::abs(from[i * dim + j]);
@@ -107,10 +108,15 @@ inline void whole_columns(const float* from, std::int64_t dim, Number* __restric
     const double needed = std::max({total[j] / (16777215.0 / 127), most[j] / 32767, 1e-30});
     const double mantissa = std::frexp(needed, &exponent);
     fineness[j] = static_cast<float>(std::ldexp(1.0, mantissa == 0.5 ? exponent - 1 : exponent));
+    inverse[j] = 1.0f / fineness[j];
   }
-  for (std::int64_t i = 0; i < dim; ++i) {
-    Number* __restrict row = to + i / kPair * stride * kPair + i % kPair;
-    for (std::int64_t j = 0; j < dim; ++j) row[j * kPair] = static_cast<Number>(__builtin_rintf(from[i * dim + j] / fineness[j]));
+  for (std::int64_t i = 0; i < dim; i += kPair) {
+    Number* __restrict row = to + i / kPair * stride * kPair;
+    for (std::int64_t j = 0; j < dim; ++j) {
+      for (int n = 0; n < kPair; ++n) {
+        row[j * kPair + n] = static_cast<Number>(__builtin_rintf(from[(i + n) * dim + j] * inverse[j]));
+      }
+    }
   }
 }
 

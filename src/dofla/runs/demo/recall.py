@@ -6,7 +6,8 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from dofla.evaluation.recall import Question, RecallPrompt, pieces
+from dofla.data.words import pieces
+from dofla.evaluation.recall import Question, RecallPrompt
 from dofla.runs.demo.documents import NAMES, recall_prompts
 
 

@@ -1,0 +1,79 @@
+"""Facts told among text, and asked for at its end: what a memory must look up again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+
+from dofla.data.windows import TokenWindows
+from dofla.data.words import one_token_words, pieces
+from dofla.errors import DoflaError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FACT = " The number of the {word} is {number}."
+_DIGITS = 5
+_PER_FACT = 128
+"""Tokens of a document for each fact in it; of these, telling it twice takes about thirty."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Documents of text with facts at places that were drawn.
+
+    Attributes:
+        documents: the windows.
+        asked: of each, so many tokens at its end tell all facts once more, in another order.
+    """
+
+    documents: TokenWindows
+    asked: int
+
+    @classmethod
+    def among(
+        cls, text: TokenWindows, tokenizer: PreTrainedTokenizerBase, length: int, count: int = 2, seed: int = 0
+    ) -> Facts:
+        """Facts among windows of text, which stand one after the other in an order that is drawn for each document.
+
+        Args:
+            text: without padding.
+            tokenizer: whose vocabulary marks beginnings of words by a space.
+            length: tokens of a document; fewer where the text is shorter.
+            count: documents.
+            seed: of order, places and facts.
+
+        Raises:
+            DoflaError: padding; a vocabulary with too few words; no room for a fact.
+        """
+        if text.attention_mask is not None:
+            raise DoflaError("facts are told among whole windows: give text without padding")
+        words, facts = list(one_token_words(tokenizer)), min(length, text.tokens) // _PER_FACT
+        if facts < 1:
+            raise DoflaError(f"no room for a fact among {min(length, text.tokens)} tokens: {_PER_FACT} are needed")
+        if len(words) < facts:
+            raise DoflaError(f"the tokenizer has {len(words)} words of one token, fewer than {facts} facts: all differ")
+        rng, documents = Random(seed), []
+        for _ in range(count):
+            told = [
+                pieces(tokenizer, FACT.format(word=word, number=rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS)))
+                for word in rng.sample(words, facts)
+            ]
+            order = torch.tensor(rng.sample(range(len(text)), len(text)))
+            documents.append(_told_twice(text.input_ids[order].flatten().tolist(), told, length, rng))
+        length, asked = (min(sizes) for sizes in zip(*((len(ids), own) for ids, own in documents), strict=True))
+        ids = torch.tensor([ids[len(ids) - length :] for ids, _ in documents])
+        return cls(TokenWindows(ids, source=f"facts among {text.source}"), asked)
+
+
+def _told_twice(text: list[int], told: list[list[int]], length: int, rng: Random) -> tuple[list[int], int]:
+    """At most ``length`` tokens, and how many of them tell the facts again."""
+    again = [token for fact in rng.sample(told, len(told)) for token in fact]
+    text = text[: length - 2 * len(again)]
+    places = sorted(rng.randrange(len(text) + 1) for _ in told)
+    for place, fact in reversed(list(zip(places, told, strict=True))):
+        text[place:place] = fact
+    return text + again, len(again)

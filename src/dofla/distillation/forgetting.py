@@ -1,0 +1,88 @@
+"""What forgetting does to a model, KV head by KV head.
+
+While a student reads a window, each layer also computes what softmax attention would have answered; and the gradient of
+the student's loss at the layer's output says what forgetting costs there:
+⟨∂ KL(teacher ‖ student) / ∂ out, out_softmax − out⟩, to first order, head by head. So the cost is that on a model whose
+other heads forget as well, which matters: where one head alone forgets what is far back, others make up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dofla.distillation.objective import Objective
+from dofla.distillation.trainable import trainable
+from dofla.integration.interface import RECORDING, softmax_attention, visiting
+from dofla.integration.recorder import AttentionCall
+from dofla.integration.sites import attention_implementation, evaluation_mode
+from dofla.integration.surgery import linear_layers
+
+
+def costs_of_heads(
+    student: PreTrainedModel,
+    parts: Sequence[Mapping[str, Tensor]],
+    report: Callable[[], None],
+    last: int | None = None,
+) -> dict[str, Tensor]:
+    """By layer, what forgetting costs in each KV head [Hkv], float64: the mean loss, less what it would be, to first
+    order, if that head alone answered as softmax attention does.
+
+    Args:
+        student: a linearised causal model.
+        parts: batches.
+        report: called after each of them.
+        last: tokens at the end of each window that count; default all.
+    """
+    layers = linear_layers(student)
+    costs = dict.fromkeys(layers, 0.0)
+    with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
+        loss = Objective(student, part.teacher, last)
+        tokens, rows = sum(map(loss.count, parts)), sum(len(batch["input_ids"]) for batch in parts)
+        for batch in parts:
+            with _answers(student) as seen:
+                value = loss({name: data.to(student.device) for name, data in batch.items()}, tokens, rows)
+            gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
+            for (name, (_, difference)), gradient in zip(seen.items(), gradients, strict=True):
+                by_head = -(gradient.double() * difference).sum((0, 1, 3)).cpu()
+                costs[name] += by_head.unflatten(0, (len(layers[name].features), -1)).sum(1)
+            report()
+    return costs
+
+
+@contextmanager
+def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Within the block the student answers as ever, and gradients pass as through softmax attention. Yields, by layer,
+    its output [B, L, H, dv] in the last call, and what that of softmax attention is more than that."""
+    layers = linear_layers(student)
+    by_module = {student.get_submodule(name): name for name in layers}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        smooth, _ = softmax_attention(module, query, key, value, mask, scaling, **kwargs)
+        if module not in by_module:
+            return smooth, None
+        call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
+        with torch.no_grad():
+            own, _ = layers[call.name](call.query, key, value, scaling=call.scaling, weight=call.weight)
+            own = own.transpose(1, 2)
+        out = own + (smooth - smooth.detach())
+        out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains
+        seen[call.name] = out, smooth.detach() - own
+        return out, None
+
+    with attention_implementation(student, RECORDING), visiting(None, attention):
+        yield seen
