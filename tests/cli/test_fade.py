@@ -34,8 +34,7 @@ def test_heads_that_hold_every_token_are_found(tmp_path, capsys):
     assert call(*words, "--out", tmp_path / "faded") == 0
     plan = plan_of(dofla.load(tmp_path / "faded"))
     ((name, (head,)),) = plan.made_by["retrieval_heads"].items()
-    (_, window, sinks), (stages,) = plan[name].sizes[head], plan[name].coded_per_head[head : head + 1]
-    assert window + sinks + sum(count for count, _ in stages) == 256
+    assert plan[name].places_per_head[head] == 256
     assert f"KV heads that hold every token: {name} {head}\n" in capsys.readouterr().out
     assert call(*words, "--shares", "even", "--out", tmp_path / "other") == 2
     assert "retrieval_heads is 1: they are found when shares are measured" in capsys.readouterr().err

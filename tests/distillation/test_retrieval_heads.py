@@ -30,13 +30,7 @@ def windows(tiny):
 
 def places(plan):
     """Tokens that each KV head holds at most."""
-    return {
-        (layer.name, head): window + sinks + sum(count for count, _ in stages)
-        for layer in plan.layers
-        for head, ((_, window, sinks), (stages, _)) in enumerate(
-            zip(layer.sizes, zip(layer.coded_per_head, layer.sizes, strict=True), strict=True)
-        )
-    }
+    return {(layer.name, head): n for layer in plan.layers for head, n in enumerate(layer.places_per_head)}
 
 
 def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):

@@ -147,7 +147,7 @@ def fade(
 def measured_at(model: PreTrainedModel, budget: int, windows: TokenWindows, keep_softmax: Collection[str] = ()) -> int:
     """The budget that shares of ``budget`` are measured with: one that holds no more than :data:`HELD` of a window."""
     even = fading_plan(model, _REFERENCE, keep_softmax=keep_softmax, reach=_ANY)
-    held = [layer.window + layer.sinks + sum(n for n, _ in layer.coded_per_head[0]) for layer in even.layers]
+    held = [layer.places_per_head[0] for layer in even.layers]
     return min(budget, max(SMALLEST, math.floor(_REFERENCE * HELD * windows.length / max(held, default=1))))
 
 

@@ -84,8 +84,7 @@ def with_retrieval_heads(
     looked_up = [found[name][head].item() * shares.layers[name][head] for name, head in places]
     of_all = [sum(parts) for parts in zip(_parts(text), _parts(looked_up), strict=True)]
     first = {place for _, place in sorted(zip(of_all, places, strict=True), reverse=True)[:heads]}
-    made_by = shares.made_by | {"retrieval_heads": heads}
-    return replace(shares, made_by=made_by, whole=_by_layer([place for place in places if place in first]))
+    return replace(shares, whole=_by_layer([place for place in places if place in first]))
 
 
 def _parts(costs: list[float]) -> list[float]:

@@ -157,6 +157,14 @@ class LayerPlan:
         return list(zip(*(x if isinstance(x, list) else [x] * self.kv_heads for x in fields), strict=True))
 
     @property
+    def places_per_head(self) -> list[int]:
+        """Tokens that each KV head holds at most: window, sinks and stages."""
+        return [
+            window + sinks + sum(count for count, _ in stages)
+            for (_, window, sinks), stages in zip(self.sizes, self.coded_per_head, strict=True)
+        ]
+
+    @property
     def features_per_head(self) -> list[int]:
         """The number of features of each KV head."""
         return [features for features, _, _ in self.sizes]
