@@ -9,10 +9,10 @@ of four needles in prose (``--text``); *variables*, four assignments that lead f
 words* of a list. A score is the share of what was asked for that stands in what the model writes, greedily; a mean over
 questions with an interval of 95 % by bootstrap over contexts.
 
-Of each kind the template is taken that the original does best with, at the shortest length, on contexts of their own;
-what it scores less than ``--least`` with is left out, since nothing can be lost there. What is measured stays in the
-folder and is not measured again. With ``--retrieval-heads`` there is one more memory, some of whose KV heads hold every
-token of ``--reach``.
+Of each kind the template is taken that the original does best with, at the shortest length, on contexts of their own,
+among those of ``--template``, if some are named; what it scores less than ``--least`` with is left out, since nothing
+can be lost there. What is measured stays in the folder and is not measured again. With ``--retrieval-heads`` there is
+one more memory, some of whose KV heads hold every token of ``--reach``.
 """
 
 from __future__ import annotations
@@ -133,6 +133,9 @@ def main(
     text: Annotated[Path, typer.Option(help="Prose to hide needles in.")],
     out: Annotated[Path, typer.Option(help="Folder of what is found.")],
     kind: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KINDS)}; repeatable; default all.")] = None,
+    template: Annotated[
+        list[str] | None, typer.Option(help="To choose of, in kinds that have it; repeatable; default all.")
+    ] = None,
     budget: Annotated[list[int] | None, typer.Option(help="Features per KV head; repeatable; default 64, 256.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable; default 1024 and 2048.")] = None,
     questions: Annotated[int, typer.Option(help="Of each kind and length, at least.")] = 50,
@@ -145,6 +148,10 @@ def main(
     kinds, lengths, budgets = kind or list(KINDS), length or [1024, 2048], budget or [64, 256]
     if unknown := set(kinds) - KINDS.keys():
         raise typer.BadParameter(f"no kind is called {min(unknown)!r}: choose of {', '.join(KINDS)}")
+    templates = {each: [name for name in KINDS[each][1] if name in (template or KINDS[each][1])] for each in kinds}
+    if template and (lacking := [each for each, own in templates.items() if not own]):
+        of = "; ".join(f"{each}: {', '.join(KINDS[each][1])}" for each in lacking)
+        raise typer.BadParameter(f"no template left for {', '.join(lacking)}: choose of {of}")
     if min(questions, choosing) < 1:
         raise DoflaError(f"questions: {questions}, choosing: {choosing}; give 1 at least of each")
     teacher, tokenizer = load_teacher(model, dtype)
@@ -159,7 +166,7 @@ def main(
         for each in kinds:
             tried = {
                 template: asking.ask("choosing", teacher, each, template, min(lengths), choosing, CHOOSING).mean
-                for template in KINDS[each][1]
+                for template in templates[each]
             }
             best = max(tried, key=tried.__getitem__)
             console.print(f"{each}: the original scores {', '.join(f'{x:.2f} ({name})' for name, x in tried.items())}")

@@ -35,7 +35,8 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.recall import WordPairs, recall_figures
-from dofla.integration.fading import fading_plan, measure_directions
+from dofla.integration.directions import measure_directions
+from dofla.integration.fading import fading_plan
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import plan_of
 from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost

@@ -70,10 +70,10 @@ def test_what_costs_most_of_text_or_of_facts_comes_first(tiny, tokenizer, monkey
         return found
 
     monkeypatch.setattr(retrieval, "costs_of_heads", costs)
-    options = {"keep_softmax": (), "reach": None, "report": lambda: None}
+    student = dofla.linearize(model, fading_plan(model, 24, shares=shares))
     order = [(SECOND, 0), (FIRST, 0), (FIRST, 1), (SECOND, 1)]  # 1.0, .5, .4, .1
     for heads in range(1, 5):
-        whole = retrieval.with_retrieval_heads(model, shares, heads, facts, tokens, 24, **options).whole
+        whole = retrieval.with_retrieval_heads(student, shares, heads, facts, lambda: None).whole
         assert {(name, head) for name, own in whole.items() for head in own} == set(order[:heads])
         assert list(whole) == sorted(whole)
     assert asked[0] == (2, facts.asked, shares.layers)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import dofla
-from dofla.distillation.fading import LOOKED_UP, _twice
+from dofla.distillation.faded import LOOKED_UP, _twice
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
-from dofla.integration.fading import fading_plan, measure_directions
+from dofla.integration.directions import measure_directions
+from dofla.integration.fading import fading_plan
 from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.places import placed_over
 from dofla.integration.sites import attention_implementation
@@ -92,7 +93,7 @@ def test_some_of_the_text_is_read_twice(tiny):
 
 def test_text_that_stands_twice_stands_no_further_back_than_positions_go(tiny, monkeypatch):
     seen, real = [], _twice
-    monkeypatch.setattr("dofla.distillation.fading._twice", lambda *args: seen.append(real(*args)) or seen[-1])
+    monkeypatch.setattr("dofla.distillation.faded._twice", lambda *args: seen.append(real(*args)) or seen[-1])
     model = tiny.llama(max_position_embeddings=120)
     for reach in (None, 100):
         dofla.measure_shares(model, windows(tiny), BUDGET, reach=reach)
@@ -115,7 +116,7 @@ def test_windows_are_read_one_by_one_or_together(tiny, batch_size):
 
 
 def test_padding_plays_no_part(tiny, monkeypatch):
-    monkeypatch.setattr("dofla.distillation.fading.LOOKED_UP", 0.0)  # half of a longer window is another half
+    monkeypatch.setattr("dofla.distillation.faded.LOOKED_UP", 0.0)  # half of a longer window is another half
     model = tiny.llama().double()
     batch = tiny.padded(3, 96, side="right")
     longer = {name: torch.nn.functional.pad(x, (0, 8)) for name, x in batch.items()}

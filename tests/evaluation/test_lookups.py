@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import typer
 from benches import scripts
 from students import reader_of
 
@@ -133,3 +134,10 @@ def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenize
         assert row in printed
     with pytest.raises(DoflaError, match=r"the original scores below 1\.1 on every kind"):
         lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=1.1, **options)
+    capsys.readouterr()
+    lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, template=["pass codes"])
+    printed = capsys.readouterr().out
+    assert "(pass codes)" in printed
+    assert "(magic numbers)" not in printed
+    with pytest.raises(typer.BadParameter, match="no template left for single: choose of single: magic numbers, pass"):
+        lookups.main("model", tmp_path, tmp_path, tmp_path / "run", **options, template=["as it is"])

@@ -26,6 +26,7 @@ from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
 from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
 from dofla.report.html import LIMIT
+from dofla.report.tables import slider_tables
 from dofla.runs.frontier import FRONTIER, Frontier
 from dofla.runs.frontier import Point as Judged
 from dofla.storage.files import write_json
@@ -127,18 +128,22 @@ def plans_agree(page, profile, curves, lambdas, budgets):
     assert compared > len(settings) / 2
 
 
-def fading_agrees(page, profile, budgets, shares=None):
+def fading_agrees(page, profile, budgets, shares=None, reach=None, whole=None):
     """Strategy fading at every budget: the page's plan is that of fade_evenly, or both say that there is none."""
-    shares, shapes = Shares(shares or {}), {}
+    shares, shapes, positions = Shares(shares or {}, whole=whole or {}), {}, reach or profile.positions
     for x in profile.layers:
         cost = HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8")
         shapes[x.name] = x.head_dim, x.value_dim, cost
     for budget, found in zip(budgets, page.evaluate(script("sweep"), [["fading", b, 0] for b in budgets]), strict=True):
-        known = fillable(shares, budget, profile.positions, shapes) if profile.positions else shares
+        try:
+            known = fillable(shares, budget, positions, shapes) if positions else shares
+        except DoflaError:
+            assert found["words"].endswith("heads that hold every token would take more than half of the bytes.")
+            continue
         try:
             sizes = [
                 [
-                    asdict(fade_evenly(own, *shapes[x.name], profile.positions))
+                    asdict(fade_evenly(own, *shapes[x.name], positions))
                     for own in known.budgets(x.name, x.kv_heads, budget)
                 ]
                 for x in profile.layers
@@ -159,7 +164,9 @@ def fading_agrees(page, profile, budgets, shares=None):
         assert found["stages"] == [layer.coded_per_head for layer in layers]
         assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
         assert int(found["total"]) == sum(found["bytes"])
+        options = [f" --reach {reach}"] * bool(reach) + [" --retrieval-heads 1"] * bool(whole)
         assert found["command"].startswith("dofla fade ")
+        assert f"--budget {budget}{''.join(options)} --out" in found["command"].replace(" --shares even", "")
 
 
 def test_sliders_make_the_plans_of_allocate(browser, llama_run):
@@ -169,17 +176,33 @@ def test_sliders_make_the_plans_of_allocate(browser, llama_run):
         fading_agrees(page, profile, [1, 2, 12, 33, 128])
 
 
-def test_sliders_know_the_shares_of_heads(browser, llama_run, tmp_path):
+@pytest.mark.parametrize(
+    ("reach", "whole", "budgets"),
+    [
+        (None, None, [1, 2, 12, 33, 90]),
+        (96, None, [2, 12, 33, 90]),
+        (96, {"model.layers.1.self_attn": [1]}, [2, 12, 20, 33, 90]),
+        (None, {"model.layers.0.self_attn": [1]}, [12, 90, 128]),
+    ],
+)
+def test_sliders_know_the_shares_of_heads(browser, llama_run, tmp_path, reach, whole, budgets):
     shares = {"model.layers.0.self_attn": [0.6, 2.0], "model.layers.1.self_attn": [0.7, 0.7]}  # its own may be even
+    profile = Profile.load(llama_run / "profile")
     before, rest = (llama_run / "report.html").read_text().split('id="data">')
     data, after = rest.split("</script>", 1)
     data = json.loads(data)
-    next(x for x in data["runs"][0]["students"] if x["name"] == "Fading")["made_by"]["shares"] = shares
+    run = data["runs"][0]
+    student = next(x for x in run["students"] if x["name"] == "Fading")
+    student["reach"], student["made_by"]["shares"] = reach, shares
+    if whole:
+        student["made_by"]["retrieval_heads"] = whole
+    start = {"budget": run["sliders"]["budget"], "lam": run["sliders"]["lambda"]}
+    run["sliders"] |= slider_tables(profile, {}, **start, largest_share=2.0, reaches=[reach], whole=bool(whole))
     path = tmp_path / "report.html"
     path.write_text(before + 'id="data">' + json.dumps(data).replace("</", "<\\/") + "</script>" + after)
     with opened(browser, path) as page:
         page.locator("#student").select_option(label="Fading")
-        fading_agrees(page, Profile.load(llama_run / "profile"), [1, 2, 12, 33, 90], shares)
+        fading_agrees(page, profile, budgets, shares, reach, whole)
 
 
 def synthetic(layers=13, seed=0):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dofla
+from dofla.distillation import faded
 from dofla.errors import DoflaError
 from dofla.integration.surgery import plan_of
 from dofla.runs.frontier import FRONTIER, STUDENTS, Frontier, Point, _next
@@ -45,6 +46,33 @@ def test_with_a_target_it_stops_where_it_is_met(tiny):
     tokens, judged = windows(tiny, 3, 64), {"a": [windows(tiny, 2, 64, seed=9)]}
     (only,) = dofla.frontier(tiny.llama(), tokens, judged, budgets=[12, 24, 48], target=100.0).points
     assert only.budget == 12
+
+
+def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_them(tiny, tokenizer):
+    model, tokens = tiny.llama(vocab_size=2048), windows(tiny, 4, 96)
+    options = {"reach": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
+    found = dofla.frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[32, 8, 40], **options)
+    assert [x.budget for x in found.points] == [32, 40]
+    assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "reach": 192, "retrieval_heads": 1}
+    assert "KV heads of each student that hold every token: 1;" in str(found)
+    for point in found.points:
+        plan = plan_of(dofla.fade(model, tokens, budget=point.budget, **options))
+        assert plan.state_bytes(model.dtype) == point.bytes
+        assert plan.made_by["retrieval_heads"]
+        dofla.restore(model)
+    with pytest.raises(DoflaError, match="would take more than 50% of the bytes"):
+        dofla.frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[8, 10], **options)
+
+
+def test_directions_are_measured_once_and_shares_once_for_large_budgets(tiny, monkeypatch):
+    calls, real = [], faded.directions_of
+    monkeypatch.setattr(faded, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options))
+    measured, costs = [], faded.costs_of_heads
+    monkeypatch.setattr(faded, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
+    model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
+    dofla.frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[16, 48, 64])
+    assert len(calls) == 1
+    assert len(measured) == 4  # text, and text that stands twice; 48 and 64 have them in common
 
 
 def test_what_was_found_is_kept(tiny, tmp_path):

@@ -199,6 +199,38 @@ def test_a_memory_that_fades_at_once(tmp_path, measurements, tiny):
         assert torch.equal(opened(windows.input_ids).logits, student(windows.input_ids).logits)
 
 
+def test_a_memory_that_fades_for_so_many_positions_with_heads_that_hold_them_all(
+    tmp_path, measurements, tiny, tokenizer, monkeypatch
+):
+    model, tokens = tiny.llama(vocab_size=2048), TokenWindows.of(tiny.tokens(8, 96))
+    monkeypatch.setattr(workshop, "load_teacher", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(workshop, "windows_of", lambda *_, **__: tokens)
+    folder, options = tmp_path / "run", {"reach": 192, "retrieval_heads": 1}
+    known = {"strategy": "fading", "trained": False, "budget": 32}
+    asked = {"All": {}, "Near": {"reach": 192}, "Facts": options}
+    students = [{"name": name} | known | own for name, own in asked.items()]
+    run(recipe(tmp_path, students, ["profile.windows=4", "seeds=[0]"]), folder)
+    assert not measurements
+    for name, own in asked.items():
+        student = dofla.fade(model, tokens.take(4), budget=32, batch_size=4, tokenizer=tokenizer, **own)
+        plan = plan_of(folder, name.lower())
+        assert plan == student.config.quantization_config.plan
+        assert plan.reach == own.get("reach")
+        with torch.no_grad():
+            expected = student(tokens.input_ids[:2], use_cache=False).logits
+        dofla.restore(model)
+        apply_adapter(dofla.linearize(model, plan), folder / "students" / f"{name.lower()}-seed0" / "adapter")
+        with torch.no_grad():
+            assert torch.equal(model(tokens.input_ids[:2], use_cache=False).logits, expected)
+        dofla.restore(model)
+    assert plan_of(folder, "facts").made_by["retrieval_heads"]
+    assert sorted(path.name for path in folder.glob("shares-*.json")) == [
+        "shares-32-reach-192-retrieval-1.json",
+        "shares-32-reach-192.json",
+        "shares-32.json",
+    ]
+
+
 def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):
     recipes, folder = Path(workshop.__file__).parent / "recipes", tmp_path / "run"
     changes = ["model=tiny", f"budget={BUDGET}", "profile.windows=4", "evaluate.prompts=0", "end_to_end.steps=6"]
@@ -221,8 +253,14 @@ def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):
         ({"trained": False, "shares": "odd"}, "student Old: shares is 'odd': give measured or even"),
         ({"trained": False, "window": 4}, "student Old: strategy fading knows no window: leave it out"),
         ({"trained": False, "feature_map": "mlp"}, "student Old: strategy fading knows no feature_map: leave it out"),
+        (
+            {"trained": False, "shares": "even", "retrieval_heads": 2},
+            "student Old: retrieval_heads is 2: they are found when shares are measured, so leave shares out",
+        ),
+        ({"strategy": "hybrid", "reach": 64}, "student Old: strategy hybrid knows no reach: leave it out"),
+        ({"strategy": "dof", "retrieval_heads": 1}, "student Old: strategy dof knows no retrieval_heads: leave it out"),
     ],
 )
 def test_a_memory_that_fades_has_no_features(tmp_path, options, words):
     with pytest.raises(DoflaError, match=words):
-        recipe(tmp_path, [{"name": "Old", "strategy": "fading", **options}])
+        recipe(tmp_path, [{"name": "Old", "strategy": "fading"} | options])

@@ -33,12 +33,16 @@ def frontier(
     reach: Annotated[
         int | None, typer.Option(help="Positions that the memory is for; default all that the model has.")
     ] = None,
+    retrieval_heads: Annotated[
+        int,
+        typer.Option(help="KV heads that hold every token, as for dofla fade; smaller budgets are left out."),
+    ] = 0,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """How many bytes a model needs on your text: quality by size of state and length."""
-    from dofla.integration.fading import WINDOWS
+    from dofla.integration.directions import WINDOWS
     from dofla.report import REPORT, write_report
     from dofla.runs.frontier import BUDGETS, STUDENTS
     from dofla.runs.frontier import frontier as measure
@@ -63,6 +67,8 @@ def frontier(
             target=target,
             batch_size=batch_size,
             reach=reach,
+            retrieval_heads=retrieval_heads,
+            tokenizer=tokenizer,
             out=out,
             progress=bar.stage,
         )
@@ -73,6 +79,7 @@ def frontier(
     elif target is not None:
         options = f"--data {shlex.quote(data)} --seed {seed}" + (f" --dtype {dtype}" if dtype else "")
         options += f" --reach {reach}" if reach else ""
+        options += f" --retrieval-heads {retrieval_heads}" if retrieval_heads else ""
         for budget in found.kept:
             view.say(f"dofla fade {shlex.quote(model)} --budget {budget} {options} --out faded-{budget}")
     return found.to_dict()

@@ -12,7 +12,7 @@ from dofla.attention import LOG_ZERO
 from dofla.data import Images, TokenWindows
 from dofla.distillation.losses import student_log_scores
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.fading import WINDOWS, measure_directions
+from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
 from dofla.integration.surgery import linear_layers
 

@@ -6,7 +6,7 @@ what the model finds; what the others then forget costs text more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,70 +15,58 @@ from dofla.data import TokenWindows
 from dofla.data.facts import Facts
 from dofla.distillation.forgetting import costs_of_heads
 from dofla.errors import DoflaError
-from dofla.integration.fading import fading_plan, measure_directions
 from dofla.integration.places import placed_over
 from dofla.integration.positions import positions_of
-from dofla.integration.surgery import linearize, restore
+from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
 
 FAR = 4096
 """Tokens of a document with facts in it, if the model has so many positions and the text so many tokens."""
 
 
-def facts_for(
-    model: PreTrainedModel,
-    windows: TokenWindows,
-    heads: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    budget: int,
-    keep_softmax: Collection[str],
-    reach: int | None,
-) -> Facts | None:
-    """What to find so many retrieval heads by; None for none.
+def check_retrieval_heads(
+    even: Plan, heads: int, tokenizer: PreTrainedTokenizerBase | None, plan: Callable[[Shares], Plan]
+) -> None:
+    """See that so many can be found and will have room; 0 for none.
+
+    Args:
+        even: the plan in which all KV heads have the same size.
+        heads: that are to hold every token.
+        tokenizer: to tell facts with.
+        plan: makes one of the same bytes by shares.
 
     Raises:
-        DoflaError: fewer than none; no tokenizer, or no words in it; no end of positions; too few bytes for so many.
+        DoflaError: fewer than none; no tokenizer; no end of positions; too few bytes for so many.
     """
     if heads < 0:
         raise DoflaError(f"retrieval_heads is {heads}: give how many KV heads are to hold every token, or 0")
     if heads == 0:
-        return None
+        return
     if tokenizer is None:
         raise DoflaError(f"retrieval_heads is {heads}: give the tokenizer too, to tell facts among the text")
-    even = fading_plan(model, budget, keep_softmax=keep_softmax, reach=reach)
-    places = [(layer.name, head) for layer in even.layers if not layer.keep_softmax for head in range(layer.kv_heads)]
+    shares = {layer.name: [1.0] * layer.kv_heads for layer in even.layers if not layer.keep_softmax}
+    places = [(name, head) for name, own in shares.items() for head in range(len(own))]
     if heads > len(places):
         raise DoflaError(f"retrieval_heads is {heads}: the model has {len(places)} KV heads")
-    any_of_them = _by_layer(places[:heads])
-    shares = {layer.name: [1.0] * layer.kv_heads for layer in even.layers if not layer.keep_softmax}
-    fading_plan(model, budget, shares=Shares(shares, whole=any_of_them), keep_softmax=keep_softmax, reach=reach)
+    plan(Shares(shares, whole=_by_layer(places[:heads])))
+
+
+def facts_for(
+    model: PreTrainedModel, windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, reach: int | None
+) -> Facts:
+    """What to find retrieval heads by; DoflaError as :meth:`Facts.among`."""
     return Facts.among(windows, tokenizer, min(FAR, reach or positions_of(model)))
 
 
 def with_retrieval_heads(
-    model: PreTrainedModel,
-    shares: Shares,
-    heads: int,
-    facts: Facts,
-    windows: TokenWindows,
-    budget: int,
-    *,
-    keep_softmax: Collection[str],
-    reach: int | None,
-    report: Callable[[], None],
+    student: PreTrainedModel, shares: Shares, heads: int, facts: Facts, report: Callable[[], None]
 ) -> Shares:
     """``shares`` with the ``heads`` KV heads on which most hangs holding every token.
 
     A student with these shares looks facts up. What forgetting still costs in a head there, as it would be at an even
     split (cost times share), is set beside what it cost on text: of either, its part of what all cost.
     """
-    plan = fading_plan(model, budget, shares=shares, keep_softmax=keep_softmax, reach=reach)
-    student = linearize(model, plan)
-    try:
-        measure_directions(student, windows, batch_size=1, reach=reach)
-        found = costs_of_heads(student, list(placed_over(facts.documents, 1, None)), report, facts.asked)
-    finally:
-        restore(model)
+    found = costs_of_heads(student, list(placed_over(facts.documents, 1, None)), report, facts.asked)
     places = [(name, head) for name, own in shares.layers.items() for head in range(len(own))]
     text = [shares.costs[name][head] for name, head in places]
     looked_up = [found[name][head].item() * shares.layers[name][head] for name, head in places]

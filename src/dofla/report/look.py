@@ -17,7 +17,7 @@ from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
 from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import apply_adapter
-from dofla.integration.fading import measure_directions
+from dofla.integration.directions import measure_directions
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linearize, restore

@@ -76,6 +76,8 @@ def sliders(run: RunRecord, where: str) -> dict[str, Any]:
     curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
     shares = [share for x in run.students for share in shares_of_heads(x.plan.made_by.get("shares", {}))]
     known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(shares, default=1.0)}
+    known |= {"reaches": [x.plan.reach for x in run.students]}
+    known |= {"whole": any("retrieval_heads" in x.plan.made_by for x in run.students)}
     tables = slider_tables(run.profile, curves, **known)
     tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
     return tables | {"length": run.students[0].evaluations[0].get("length")}
@@ -135,6 +137,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "end_to_end": _losses(student.folder / "end_to_end"),
         "seconds": first.get("distill_seconds"),
         "made_by": student.plan.made_by,
+        "reach": student.plan.reach,
         "maps": maps if maps and maps["tokens"] == len(look.get("ids", ())) else None,
         "texts": own.get("texts"),
         "agreed": _agreed(probed, own),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +28,8 @@ def slider_tables(
     budget: int,
     lam: float,
     largest_share: float = 1.0,
+    reaches: Sequence[int | None] = (),
+    whole: bool = False,
 ) -> dict[str, Any]:
     """What strategies need to know of a teacher, so that a plan is a matter of whole numbers and comparisons.
 
@@ -36,15 +38,17 @@ def slider_tables(
         curves: by the file they stand in; those that do not know all layers are left out.
         budget, lam: where the sliders start.
         largest_share: that any KV head has of the bytes of a memory that fades (:class:`dofla.Shares`).
+        reaches: positions that such memories are for, beside all that the model has.
+        whole: whether KV heads of one of them hold every token.
 
     Returns:
         ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
         ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
         and ``largest``, the exact maximum over heads;
-        ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``fading``, likewise
-        (window, sinks, stages) or None, see :func:`_faded`, up to the largest budget that a single head may have;
-        ``fillable``, for each shape the budget with which a head has places for all positions, or None where the
-        profile does not say how many there are;
+        ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``reaches``, the first of
+        them None, for all positions; ``fading``, for each reach, shape and budget (window, sinks, stages) or None, see
+        :func:`_faded`, up to the largest budget that a single head may have; ``fillable``, for each reach and shape the
+        budget with which a head has places for all its positions, or None where nobody says how many there are;
         and ``curves``, for each file and layer the choices of
         strategy ``measured``: (bytes, loss, sizes of each head).
     """
@@ -56,7 +60,14 @@ def slider_tables(
     largest = math.ceil(most * max(largest_share, 1.0))
     kinds = [cost[kept] for cost, kept in zip(costs, defaults, strict=True)]
     shapes = list(dict.fromkeys(kinds))
-    examples = [profile.layers[kinds.index(shape)] for shape in shapes]
+    examples = [(profile.layers[kinds.index(shape)], shape) for shape in shapes]
+    reaches = list(dict.fromkeys([None, *reaches]))
+    positions = [reach or profile.positions for reach in reaches]
+    fillable = [
+        most and [budget_for(most, x.head_dim, x.value_dim, cost) for x, cost in examples] for most in positions
+    ]
+    if whole:
+        largest = max(largest, *(budget for budgets in fillable for budget in budgets or ()))
     return {
         "layers": [
             {
@@ -80,16 +91,12 @@ def slider_tables(
         "largest": [[max(row) for row in rows] for rows in dof],
         "shapes": [shapes.index(kind) for kind in kinds],
         "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
+        "reaches": reaches,
         "fading": [
-            [_faded(n, layer, shape, profile.positions) for n in range(1, largest + 1)]
-            for layer, shape in zip(examples, shapes, strict=True)
+            [[_faded(n, layer, shape, most) for n in range(1, largest + 1)] for layer, shape in examples]
+            for most in positions
         ],
-        "fillable": None
-        if profile.positions is None
-        else [
-            budget_for(profile.positions, layer.head_dim, layer.value_dim, shape)
-            for layer, shape in zip(examples, shapes, strict=True)
-        ],
+        "fillable": fillable,
         "curves": [
             _choices(file, found, profile, costs)
             for file, found in curves.items()

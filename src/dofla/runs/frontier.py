@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, reports_progress, size, table
-from dofla.distillation import fade, measure_shares
-from dofla.distillation.fading import measured_at
+from dofla.distillation.faded import FadedStudents
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.checkpoint import write_adapter
-from dofla.integration.reading import check_readable, windows_for
+from dofla.integration.reading import check_readable
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import describe, plan_of, restore
+from dofla.integration.surgery import describe, plan_of
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.plans.shares import Shares
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
 
@@ -77,7 +75,8 @@ class Frontier(Result):
         cache: by length, bytes of the softmax model's key-value cache.
         target: loss that was asked for, if any.
         model: class, name and number of parameters.
-        made_from: source, length and number of the windows that students were made from; ``reach``, if it was given.
+        made_from: source, length and number of the windows that students were made from; ``reach`` and
+            ``retrieval_heads``, if they were given.
         judged: by name of a text, source of its windows.
     """
 
@@ -134,6 +133,8 @@ class Frontier(Result):
         for length in sorted(self.cache):
             yield from self._part(length)
         yield "gap to the original and KL, nats per token; within the target where both are, on every text"
+        if heads := self.made_from.get("retrieval_heads"):
+            yield f"KV heads of each student that hold every token: {heads}; smaller budgets have no room for so many"
 
     def _part(self, length: int) -> Iterator[Part]:
         shown = table("budget", "state", *self.texts, gap=2)
@@ -181,6 +182,8 @@ def frontier(
     target: float | None = None,
     batch_size: int = 1,
     reach: int | None = None,
+    retrieval_heads: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | Path | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Frontier:
@@ -196,16 +199,19 @@ def frontier(
             does not.
         batch_size: windows per pass.
         reach: positions that the memory is for, as for :func:`dofla.fade`; smaller states do for fewer.
+        retrieval_heads, tokenizer: as for :func:`dofla.fade`. Budgets without room for so many heads are not tried.
         out: new folder for ``frontier.json`` and for ``students``: adapters, called by their budgets, of those that
             are smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each budget.
 
     Raises:
-        DoflaError: as :func:`dofla.fade`; no budget, or no windows to judge by; a text without windows, or with
-            two sets of one length; windows longer than ``reach``; a target that is not above 0; ``out`` exists.
+        DoflaError: as :func:`dofla.fade`; no budget, or none with room for so many retrieval heads; no windows to judge
+            by; a text without windows, or with two sets of one length; windows longer than ``reach``; a target that is
+            not above 0; ``out`` exists.
     """
-    windows, sets = windows_for(model, tokens), _sets(judged)
+    options = {"batch_size": batch_size, "reach": reach, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
+    students, sets = FadedStudents(model, tokens, **options), _sets(judged)
     for own in sets.values():
         check_readable(model, own.input_ids, own.source)
     if not budgets:
@@ -216,19 +222,17 @@ def frontier(
         raise DoflaError(
             f"reach is {reach}, and texts of {longest} tokens are to be read: give as many, or leave it out"
         )
+    windows, order = students.windows, _with_room(students, sorted(set(budgets)))
     made_from = {"source": windows.source, "length": windows.length, "windows": len(windows)}
-    made_from |= {} if reach is None else {"reach": reach}
+    wanted = {"reach": reach, "retrieval_heads": retrieval_heads or None}
+    made_from |= {name: number for name, number in wanted.items() if number is not None}
     sources = {text: own[0].source for text, own in judged.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
-    shares: dict[int, Shares] = {}  # by the budget they were measured with, which large ones have in common
 
     with new_folder(out) if out is not None else nullcontext() as folder:
-
-        def judge(budget: int) -> None:
-            if (at := measured_at(model, budget, windows)) not in shares:
-                shares[at] = measure_shares(model, windows, at, batch_size=batch_size, reach=reach)
-            student = fade(model, windows, budget=budget, shares=shares[at], batch_size=batch_size, reach=reach)
-            try:
+        tried = 0
+        while (budget := _next(found, order)) is not None:
+            with students.made(budget, students.shares(budget)) as student:
                 plan = plan_of(student)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
                 found.points += _judged(student, budget, sets, batch_size)
@@ -236,12 +240,6 @@ def frontier(
                     home = folder / STUDENTS / str(budget)
                     home.mkdir(parents=True)
                     write_adapter(student, home)
-            finally:
-                restore(model)
-
-        order, tried = sorted(set(budgets)), 0
-        while (budget := _next(found, order)) is not None:
-            judge(budget)
             tried += 1
             if progress:
                 progress("budgets", tried, max(tried, len(order)))
@@ -259,6 +257,19 @@ def _sets(judged: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int],
         what = ", ".join(f"{text!r} of {[w.length for w in own]} tokens" for text, own in judged.items()) or "none"
         raise DoflaError(f"windows to judge by: {what}: give each text one set of windows for each length")
     return sets
+
+
+def _with_room(students: FadedStudents, budgets: Sequence[int]) -> list[int]:
+    """Of the budgets, the smallest first, those from the first on in which so many heads can hold every token."""
+    for n, budget in enumerate(budgets):
+        try:
+            students.check_shares(budget)
+        except DoflaError:
+            if not students.retrieval_heads or n == len(budgets) - 1:
+                raise
+        else:
+            return list(budgets[n:])
+    return []
 
 
 def _judged(

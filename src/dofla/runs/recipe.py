@@ -59,8 +59,8 @@ class StudentSpec:
     features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
     (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so after its layerwise training, as the recipe's
     section of that name says. The rest is as for :func:`dofla.allocate`. One more strategy is ``fading``, a memory that
-    fades (:func:`dofla.fade`): it has no features, so it goes by budget and ``shares`` (``measured`` or ``even``) alone
-    and is not ``trained``.
+    fades (:func:`dofla.fade`): it has no features, so it goes by budget, ``shares`` (``measured`` or ``even``),
+    ``reach`` and ``retrieval_heads`` alone and is not ``trained``.
     """
 
     name: str = "Measured"
@@ -79,24 +79,33 @@ class StudentSpec:
     context: int | None = None
     keep_softmax: list[str] = field(default_factory=list)
     shares: str = "measured"
+    reach: int | None = None
+    retrieval_heads: int | None = None
     trained: bool = True
     end_to_end: bool = False
 
     def check(self, where: str) -> None:
         """DoflaError if it asks for what its strategy does not have."""
+        others = _OF_FEATURES if self.strategy == FADING else _OF_FADING
+        given = next((what for what in others if getattr(self, what) is not None), None)
+        if given:
+            raise DoflaError(f"{where}: student {self.name}: strategy {self.strategy} knows no {given}: leave it out")
         if self.strategy != FADING:
             return
         if self.trained:
             raise DoflaError(f"{where}: student {self.name} has no features to train: give trained: false")
         if self.shares not in ("measured", "even"):
             raise DoflaError(f"{where}: student {self.name}: shares is {self.shares!r}: give measured or even")
-        given = next((what for what in _OF_FEATURES if getattr(self, what) is not None), None)
-        if given:
-            raise DoflaError(f"{where}: student {self.name}: strategy {FADING} knows no {given}: leave it out")
+        if self.retrieval_heads and self.shares != "measured":
+            raise DoflaError(
+                f"{where}: student {self.name}: retrieval_heads is {self.retrieval_heads}: they are found when shares "
+                "are measured, so leave shares out"
+            )
 
 
 _OF_FEATURES = ("feature_map", "per_head", "loss", "window", "sinks", "token_dtype", "context")
-"""Fields of a student that strategy ``fading`` has no use for."""
+_OF_FADING = ("reach", "retrieval_heads")
+"""Fields of a student that strategy ``fading`` has no use for, and that it alone has."""
 
 
 @dataclass

@@ -23,7 +23,8 @@ from dofla.distillation import distill, distill_end_to_end, measure_curves, meas
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter, write_adapter
-from dofla.integration.fading import WINDOWS, fading_plan, measure_directions
+from dofla.integration.directions import WINDOWS, measure_directions
+from dofla.integration.fading import fading_plan
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
@@ -126,11 +127,15 @@ class Workshop:
         return Curves.load(path)
 
     def shares(self, spec: StudentSpec, budget: int) -> Shares:
-        """How KV heads share the bytes of a memory that fades, measured once per budget and layers kept softmax."""
+        """How KV heads share the bytes of a memory that fades, measured once for students that differ in nothing that
+        plays a part."""
+        reach = f"-reach-{spec.reach}" if spec.reach else ""
+        whole = f"-retrieval-{spec.retrieval_heads}" if spec.retrieval_heads else ""
         left_out = "".join(f"-without-{name}" for name in sorted(spec.keep_softmax))
-        path = self.folder / f"shares-{budget}{left_out}.json"
+        path = self.folder / f"shares-{budget}{reach}{whole}{left_out}.json"
         if not path.exists():
             options = {"keep_softmax": spec.keep_softmax, "batch_size": self.recipe.profile.batch_size}
+            options |= {"reach": spec.reach, "retrieval_heads": spec.retrieval_heads or 0, "tokenizer": self.tokenizer}
             with self.view.progress(f"shares, {budget}") as bar:
                 measured = measure_shares(self.model, self._few(), budget, progress=bar.stage, **options)
             measured.save(path)
@@ -146,7 +151,7 @@ class Workshop:
         budget = self.recipe.budget if spec.budget is None else spec.budget
         if spec.strategy == FADING:
             shares = self.shares(spec, budget) if spec.shares == "measured" else None
-            return fading_plan(self.model, budget, shares=shares, keep_softmax=spec.keep_softmax)
+            return fading_plan(self.model, budget, shares=shares, keep_softmax=spec.keep_softmax, reach=spec.reach)
         measured = self.profile()
         skipped = {x.name for x in measured.skipped}
         return allocate(
@@ -214,7 +219,7 @@ class Workshop:
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.strategy == FADING:
             with self.view.progress(f"directions of {spec.name}, seed {seed}"):
-                measure_directions(self.model, self._few(), batch_size=self.recipe.profile.batch_size)
+                measure_directions(self.model, self._few(), batch_size=self.recipe.profile.batch_size, reach=spec.reach)
         elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:

@@ -93,17 +93,23 @@ function byBits(stages) {
   return [...found].sort((a, b) => b[0] - a[0]);
 }
 
-// Shares.at_most: of each layer's heads, most of a layer and what the heads of one cost.
-function atMost(shares, most, costs) {
+// Shares.at_most: of each layer's heads, most of a layer and what the heads of one cost; whole, by layer, the heads that
+// hold every token. Null where these would take more than half of the bytes.
+function atMost(shares, most, costs, whole) {
   const found = shares.map((own) => [...own]);
-  const heads = shares.flatMap((own, layer) => own.map((share, head) => ({ layer, head, share })));
+  const heads = shares.flatMap((own, layer) =>
+    own.map((share, head) => ({ layer, head, share, whole: whole[layer].includes(head) })),
+  );
   let left = sum(heads.map(({ layer, share }) => share * costs[layer])),
     wanted = left;
   const beyond = Math.max(left / sum(heads.map(({ layer }) => most[layer] * costs[layer])), 1);
-  for (const { layer, head, share } of heads.sort((a, b) => b.share / most[b.layer] - a.share / most[a.layer])) {
+  const held = sum(heads.map((own) => own.whole * most[own.layer] * costs[own.layer]));
+  if (held > 0.5 * left * (1 + 1e-9)) return null;
+  heads.sort((a, b) => b.whole - a.whole || b.share / most[b.layer] - a.share / most[a.layer]);
+  for (const { layer, head, share, whole } of heads) {
     const bound = beyond * most[layer];
     found[layer][head] = (left / wanted) * share;
-    if (found[layer][head] > bound) {
+    if (found[layer][head] > bound || whole) {
       found[layer][head] = bound;
       left -= bound * costs[layer];
       wanted -= share * costs[layer];
@@ -112,7 +118,8 @@ function atMost(shares, most, costs) {
   return found;
 }
 
-// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes, by head}}
+// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes, by head},
+// reach (positions, null for all), whole {layer: heads that hold every token}}
 // → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
 // window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
 function allocate(tables, wanted) {
@@ -130,13 +137,16 @@ function allocate(tables, wanted) {
       const found = (wanted.shares || {})[name] ?? 1; // one number for all heads in runs of older versions
       return Array.isArray(found) ? found : Array(heads).fill(found);
     });
-    if (wanted.shares && tables.fillable) {
-      const most = tables.shapes.map((shape) => tables.fillable[shape] / budget);
+    const reach = tables.reaches.indexOf(wanted.reach ?? null);
+    if (wanted.shares && tables.fillable[reach]) {
+      const most = tables.shapes.map((shape) => tables.fillable[reach][shape] / budget);
       const costs = price.map(([feature]) => feature);
-      shares = atMost(shares, most, costs);
+      const whole = layers.map(({ name }) => (wanted.whole || {})[name] || []);
+      shares = atMost(shares, most, costs, whole);
+      if (!shares) return { error: "KV heads that hold every token would take more than half of the bytes.", full };
     }
     const own = shares.map((heads, n) =>
-      heads.map((share) => tables.fading[tables.shapes[n]][Math.floor(share * budget + 1e-9) - 1]),
+      heads.map((share) => tables.fading[reach][tables.shapes[n]][Math.floor(share * budget + 1e-9) - 1]),
     );
     if (!own.flat().every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
     sizes = own.map((heads) => heads.map(([window, sinks]) => [0, window, sinks]));
@@ -175,13 +185,17 @@ function allocate(tables, wanted) {
 }
 
 // Whether a memory that fades is possible, at some budget: of a decoder whose heads are of fitting sizes.
-const canFade = (tables) => tables.fading.every((budgets) => budgets.some(Boolean));
+const canFade = (tables) => tables.fading[0].every((budgets) => budgets.some(Boolean));
 
 function allocateCommand(tables, wanted) {
   if (wanted.strategy === "fading") {
     const kept = tables.skipped.map((layer) => `--keep-softmax ${layer.name}`);
     const even = wanted.shares ? [] : ["--shares even"];
-    return [`dofla fade ${tables.model}`, `--budget ${wanted.budget}`, ...even, ...kept, "--out faded"].join(" ");
+    const reach = wanted.reach ? [`--reach ${wanted.reach}`] : [];
+    const heads = sum(Object.values(wanted.whole || {}).map((own) => own.length));
+    const whole = heads ? [`--retrieval-heads ${heads}`] : [];
+    const options = [`--budget ${wanted.budget}`, ...even, ...reach, ...whole, ...kept];
+    return [`dofla fade ${tables.model}`, ...options, "--out faded"].join(" ");
   }
   const words = ["dofla allocate", tables.profile, `--budget ${wanted.budget}`, `--strategy ${wanted.strategy}`];
   if (wanted.strategy.startsWith("dof")) words.push(`--lambda ${tables.lambdas[wanted.lambda]}`);

@@ -70,7 +70,9 @@ function sizesFound(run) {
     el(
       "p",
       { class: "small quiet" },
-      `Made from ${made.windows} windows of ${whole(made.length)} tokens: ${made.source}. `,
+      `Made from ${made.windows} windows of ${whole(made.length)} tokens: ${made.source}`,
+      made.reach ? `, for ${whole(made.reach)} positions` : "",
+      made.retrieval_heads ? `, with ${made.retrieval_heads} KV heads that hold every token. ` : ". ",
       `Judged on ${Object.values(texts).join(", ")}.`,
     ),
   );

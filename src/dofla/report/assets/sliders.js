@@ -20,6 +20,8 @@ function drawSliders(host, run, student) {
     lambda: start,
     curves: 0,
     shares: asked.shares,
+    reach: student && student.reach,
+    whole: asked.retrieval_heads,
   };
   const lacks = {
     measured: !tables.curves.length && "needs error curves: dofla curves",

@@ -1,0 +1,185 @@
+"""Students with a memory that fades, of one model and one text: what does not hang on their bytes is measured once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.data import TokenWindows
+from dofla.data.facts import Facts
+from dofla.distillation.forgetting import costs_of_heads
+from dofla.distillation.retrieval import check_retrieval_heads, facts_for, with_retrieval_heads
+from dofla.errors import DoflaError
+from dofla.integration.directions import Directions, directions_of, give_directions
+from dofla.integration.fading import fading_plan
+from dofla.integration.places import placed_over, whole_reach
+from dofla.integration.positions import positions_of
+from dofla.integration.reading import windows_for
+from dofla.integration.streaming import is_streamed
+from dofla.integration.surgery import describe, linearize, plan_of, restore
+from dofla.plans.plan import Plan
+from dofla.plans.shares import LEAST, Shares, shared
+
+HELD = 0.25
+"""Of a window, the most that a memory holds with which shares are measured: what a head would do with four times as
+much can be seen in it."""
+SMALLEST = 16
+"""Features per KV head with which they are measured however short windows are."""
+TWICE, LOOKED_UP = 1 / 3, 0.05
+"""How much of the text is also read twice, where everything can be looked up the second time; and what the loss on that
+counts for beside the loss on the text."""
+BACK = 1024
+"""How far back it then stands, if the model has so many positions. Other heads look up what stands far back than what
+is near: with 256, one that a needle 4,096 tokens back hangs on got half of the bytes that it wants."""
+_REFERENCE, _ANY = 64, 2**31  # features whose memory is counted in tokens, were there positions for any number
+
+Batches = list[dict[str, Tensor]]
+
+
+class FadedStudents:
+    """Makes them, one at a time, of the model itself.
+
+    A student is measured whose KV heads all have the same size, and a small one; what forgetting costs in each head of
+    it (:mod:`dofla.distillation.forgetting`) says which of them want the bytes. Most heads look at little that is far,
+    and a few look things up (retrieval heads, Wu et al. 2024, arXiv 2404.15574): bytes go to them, and with
+    ``retrieval_heads`` as many of them as are asked for hold all tokens, as DuoAttention (Xiao et al. 2024, arXiv
+    2410.10819) keeps them whole.
+
+    Args:
+        model, tokens, keep_softmax, batch_size, reach, retrieval_heads, tokenizer: as for :func:`dofla.fade`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokens: TokenWindows | Tensor | Mapping[str, Tensor],
+        *,
+        keep_softmax: Collection[str] = (),
+        batch_size: int = 1,
+        reach: int | None = None,
+        retrieval_heads: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.model, self.windows = model, windows_for(model, tokens)
+        self.keep_softmax, self.batch_size, self.reach = keep_softmax, batch_size, reach
+        self.retrieval_heads, self.tokenizer = retrieval_heads, tokenizer
+        self._on_text: dict[int, Shares] = {}  # by the budget they were measured with, which large ones have in common
+
+    def plan(self, budget: float, shares: Shares | None = None) -> Plan:
+        """What becomes of the model with so many bytes; DoflaError as :func:`dofla.fade`."""
+        return fading_plan(self.model, budget, shares=shares, keep_softmax=self.keep_softmax, reach=self.reach)
+
+    def make(self, budget: float, shares: Shares | None = None) -> PreTrainedModel:
+        """The model as a student; by default all its KV heads have the same size."""
+        linearize(self.model, self.plan(budget, shares))
+        try:
+            give_directions(self.model, self.directions)
+        except BaseException:
+            restore(self.model)
+            raise
+        return self.model
+
+    @contextmanager
+    def made(self, budget: float, shares: Shares | None = None) -> Iterator[PreTrainedModel]:
+        """Within the block the model is a student (:meth:`make`)."""
+        student = self.make(budget, shares)
+        try:
+            yield student
+        finally:
+            restore(self.model)
+
+    def check_shares(self, budget: float) -> None:
+        """DoflaError, as :func:`dofla.measure_shares`, if those of ``budget`` cannot be measured: before minutes go."""
+        if is_streamed(self.model):
+            raise DoflaError(
+                "measuring shares needs the whole model in memory: open it without stream, or split evenly"
+            )
+        even = self.plan(budget)  # what is wrong with it is wrong with any share
+        check_retrieval_heads(even, self.retrieval_heads, self.tokenizer, lambda shares: self.plan(budget, shares))
+        least = self.measured_at(budget)
+        try:
+            self.plan(math.floor(LEAST * least))
+        except DoflaError:
+            share = f"a KV head's least share is {LEAST:.2f} of it"
+            raise DoflaError(f"budget {least} is too small to share: {share}; give more, or shares='even'") from None
+
+    def measured_at(self, budget: int) -> int:
+        """The budget that shares of ``budget`` are measured with: it holds no more than :data:`HELD` of a window."""
+        even = fading_plan(self.model, _REFERENCE, keep_softmax=self.keep_softmax, reach=_ANY)
+        held = [layer.places_per_head[0] for layer in even.layers]
+        most = math.floor(_REFERENCE * HELD * self.windows.length / max(held, default=1))
+        return min(budget, max(SMALLEST, most))
+
+    @property
+    def passes(self) -> int:
+        """Over batches, that measuring shares takes."""
+        return sum(map(len, self._texts)) + (len(self._facts.documents) if self.retrieval_heads else 0)
+
+    def shares(self, budget: int, report: Callable[[], None] = lambda: None) -> Shares:
+        """How KV heads best share ``budget``; ``report`` is called after each pass.
+
+        Raises:
+            DoflaError: as :func:`dofla.measure_shares`.
+        """
+        self.check_shares(budget)
+        if (least := self.measured_at(budget)) not in self._on_text:
+            self._on_text[least] = self._shares_on_text(least, report)
+        shares = self._on_text[least]
+        if not self.retrieval_heads:
+            return shares
+        with self.made(budget, shares) as student:
+            return with_retrieval_heads(student, shares, self.retrieval_heads, self._facts, report)
+
+    @cached_property
+    def directions(self) -> dict[str, Directions]:
+        """That matter to coded tokens, by layer."""
+        layers = [layer.name for layer in self.plan(_REFERENCE).layers if not layer.keep_softmax]
+        return directions_of(self.model, self.windows, layers, batch_size=self.batch_size, reach=self.reach)
+
+    @cached_property
+    def _facts(self) -> Facts:
+        return facts_for(self.model, self.windows, self.tokenizer, self.reach)
+
+    @property
+    def _everywhere(self) -> int | None:
+        return whole_reach(self.model, self.windows, self.reach)
+
+    @cached_property
+    def _texts(self) -> list[Batches]:
+        """What is read: the text, and some of it that stands twice."""
+        twice = _twice(self.windows, (self.reach or positions_of(self.model) or 2 * BACK) // 2)
+        tokens = self.batch_size * self.windows.length
+        return [list(placed_over(x, max(1, tokens // x.length), self._everywhere)) for x in (self.windows, twice)]
+
+    def _shares_on_text(self, budget: int, report: Callable[[], None]) -> Shares:
+        with self.made(budget) as student:
+            text, looked_up = (costs_of_heads(student, batches, report) for batches in self._texts)
+            costs = {name: (own + LOOKED_UP * looked_up[name]).tolist() for name, own in text.items()}
+            plan = plan_of(student)
+        itemsize = self.model.dtype.itemsize
+        sizes = {name: plan[name].state_bytes(itemsize) // len(own) for name, own in costs.items()}
+        made_by = {"budget": budget, "tokens": self.windows.tokens, "source": self.windows.source}
+        made_by["reach"] = self._everywhere
+        return Shares(shared(sizes, costs), costs, describe(self.model)["name"], made_by)
+
+
+def _twice(windows: TokenWindows, most: int) -> TokenWindows:
+    """Some of the windows, as many side by side as :data:`BACK` tokens take, or ``most``, or what there is of a longer
+    one; all of that twice."""
+    some = windows.take(math.ceil(TWICE * len(windows)))
+    back = max(1, min(BACK, most, len(some) * windows.length))
+    beside = max(1, back // windows.length)
+
+    def rows(x: Tensor) -> Tensor:
+        return x[: len(x) // beside * beside].reshape(-1, beside * windows.length)[:, :back].repeat(1, 2)
+
+    mask = some.attention_mask
+    return replace(
+        some, input_ids=rows(some.input_ids), attention_mask=None if mask is None else rows(mask), texts=None
+    )

@@ -1,0 +1,161 @@
+"""The directions that matter to the coded tokens of a memory that fades."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dofla.attention import Moments
+from dofla.data import Images, TokenWindows
+from dofla.integration.attaching import AttachedLinearAttention
+from dofla.integration.places import placed_over, whole_reach
+from dofla.integration.reading import windows_for
+from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.sites import evaluation_mode
+from dofla.integration.surgery import linear_layers
+
+WINDOWS = 12
+"""That directions and shares are measured on where nobody says how many; of 512 tokens they are enough."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What coders take of a layer, by KV head. It does not depend on what becomes of the layer.
+
+    Attributes:
+        queries, keys, values: sums over tokens; of the queries of all query heads of a KV head together.
+        weighing: [Hkv, dv, dv], what an error in a value does to the output; None where that is not known.
+    """
+
+    queries: Moments
+    keys: Moments
+    values: Moments
+    weighing: Tensor | None
+
+    def calibrate(self, layer: AttachedLinearAttention) -> None:
+        """Give them to all stages of the layer."""
+        for group, heads in enumerate(layer.groups):
+            if (fading := layer.fading_of(group)) is not None:
+                fading.key.calibrate(self.keys[heads], self.queries.second[heads])
+                fading.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
+
+
+def measure_directions(
+    student: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    *,
+    batch_size: int = 4,
+    reach: int | None = None,
+) -> None:
+    """Calibrate the coders of all stages (:class:`dofla.attention.Coder`) that have not been.
+
+    Args:
+        student: a linearised model.
+        tokens, batch_size, reach: as for :func:`directions_of`.
+
+    Raises:
+        DoflaError: the model is not linearised; as :func:`directions_of`.
+    """
+    new = [name for name, layer in linear_layers(student).items() if _is_new(layer)]
+    if new:
+        give_directions(student, directions_of(student, tokens, new, batch_size=batch_size, reach=reach))
+
+
+def give_directions(student: PreTrainedModel, directions: Mapping[str, Directions]) -> None:
+    """Calibrate the coders of a linearised model by what was measured of it, before or after it was linearised."""
+    for name, layer in linear_layers(student).items():
+        if _is_new(layer):
+            directions[name].calibrate(layer)
+
+
+@torch.no_grad()
+def directions_of(
+    model: PreTrainedModel,
+    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    layers: Collection[str],
+    *,
+    batch_size: int = 4,
+    reach: int | None = None,
+) -> dict[str, Directions]:
+    """Measure the directions of layers, under softmax attention; the model may be linearised or not.
+
+    An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
+    linear layer of its module that runs after attention. Where that is none, all errors in values count alike.
+
+    Args:
+        model: a causal one.
+        tokens: a few windows, of any text: a dozen of 512 tokens are enough.
+        layers: names.
+        batch_size: windows per forward pass.
+        reach: as for :func:`dofla.fade`.
+
+    Raises:
+        DoflaError: as :func:`dofla.fade`; NaN in the activations, with layer and batch.
+    """
+    windows = windows_for(model, tokens)
+    found: dict[str, tuple[Moments, Moments, Moments]] = {}
+    answered: list[str] = []
+    batch_number = 0
+
+    def look(call: AttentionCall) -> None:
+        call.check_finite(batch_number)
+        answered.append(call.name)
+        real = call.real_rows(torch.arange(call.key.shape[-2], device=call.key.device))
+        heads = call.key.shape[1]
+        vectors = [x.transpose(1, 2)[real].transpose(0, 1).cpu() for x in (call.query, call.key, call.value)]
+        vectors[0] = vectors[0].unflatten(0, (heads, -1)).flatten(1, 2)
+        moments = tuple(map(Moments.of, vectors))
+        found[call.name] = (
+            tuple(a + b for a, b in zip(found[call.name], moments, strict=True)) if call.name in found else moments
+        )
+
+    with evaluation_mode(model), recording(model, layers, look), _outputs(model, layers, answered) as outputs:
+        for batch in placed_over(windows, batch_size, whole_reach(model, windows, reach)):
+            run_body(model, batch)
+            batch_number += 1
+    return {
+        name: Directions(*found[name], _weighing(outputs.get(name), *found[name][2].total.shape)) for name in layers
+    }
+
+
+def _is_new(layer: AttachedLinearAttention) -> bool:
+    return any(not fading.key.is_calibrated for fading in layer.fading.values())
+
+
+@contextmanager
+def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str]) -> Iterator[dict[str, nn.Module]]:
+    """By layer, once it has run: the first linear layer inside its module after attention has ``answered``."""
+    found: dict[str, nn.Module] = {}
+
+    def hook(name: str):
+        def note(module: nn.Module, _: tuple) -> None:
+            if name in answered:
+                found.setdefault(name, module)
+
+        return note
+
+    with ExitStack() as stack:
+        for name in layers:
+            for module in model.get_submodule(name).modules():
+                if isinstance(module, (nn.Linear, Conv1D)):
+                    stack.callback(module.register_forward_pre_hook(hook(name)).remove)
+        yield found
+
+
+def _weighing(output: nn.Module | None, heads: int, value_dim: int) -> Tensor | None:
+    """The quadratic forms [Hkv, dv, dv] that say what an error in a value does to the output."""
+    weight = getattr(output, "weight", None)
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        return None  # quantised
+    weight = weight.detach().double().cpu()
+    weight = weight.T if isinstance(output, Conv1D) else weight  # [D, H · dv]
+    if weight.shape[1] % (heads * value_dim):
+        return None
+    per_head = weight.unflatten(1, (heads, -1, value_dim))
+    return torch.einsum("ohgi,ohgj->hij", per_head, per_head)
