@@ -23,13 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dofla.attention import Coder, FeatureState, gpu
+from dofla.attention import Coder, Fading, FeatureState, gpu
 from dofla.attention.coding.kept import WEIGHTS
-from dofla.attention.coding.levels import UNIT, levels
-from dofla.attention.coding.trellis import FINE
+from dofla.attention.flat import Layout
+from dofla.attention.gpu.asking import ask
+from dofla.attention.gpu.encode import entered
 from dofla.attention.gpu.kept import choose
-from dofla.attention.gpu.search import search
 from dofla.attention.gpu.stages import attend
+from dofla.attention.gpu.token import Decoder
 
 
 class _Absent:
@@ -73,17 +74,27 @@ def main(
 def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], object]]:
     """Of all kernels, for ``length`` tokens."""
     a, b, value = torch.zeros(1, groups, length, dim), torch.zeros(1, 1, length, dim), torch.zeros(1, 1, length, dim)
-    state = FeatureState.empty(1, 1, dim, dim)
+    features = FeatureState.empty(1, 1, dim, dim)
     coder = Coder(1, dim, [3.0])
     coder.reset()
     line = torch.zeros(1, 1, tokens + length, dim)
     codes = coder.for_kernels(*coder.encode(line), 0)
     turned, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
     score, gone = log_weight.to(torch.int16), log_weight.int()
+    if length == 1:  # all that a decoded token of a memory that fades takes
+        fading = Fading(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
+        layout, out = Layout(fading, [0], 0, 31, 2), torch.zeros_like(a)
+        state = layout.flat(layout.empty(1, a.device)).tokens
+        decoder = Decoder(fading.key, fading.value, [0], 31, 2, fading.counts[0], fading.kept, layout.starts)
+        return [
+            lambda: gpu.linear_attention(a, b, value, state=features),
+            lambda: decoder(a, b, value, None, state, out, 1.0, 1.0, WEIGHTS),
+        ]
     return [
-        lambda: gpu.linear_attention(a, b, value, state=state),
-        lambda: gpu.linear_attention(a, b, value.bfloat16(), state=state),
-        lambda: search(FINE * UNIT * torch.zeros(length, coder.block), levels(3), 3, FINE),
+        lambda: gpu.linear_attention(a, b, value, state=features),
+        lambda: gpu.linear_attention(a, b, value.bfloat16(), state=features),
+        lambda: entered(coder, b),
+        lambda: ask(coder, a, groups),
         lambda: choose(coder.asking(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS),
         lambda: attend(turned, codes, codes, log_weight[0], None, 1.0),
         lambda: attend(turned, codes, codes, log_weight, gone, 1.0),

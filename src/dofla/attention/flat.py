@@ -56,6 +56,11 @@ class Layout:
         """Of the tokens of a sequence."""
         return self._rows.bytes
 
+    @property
+    def starts(self) -> list[int]:
+        """Where the parts begin in a row, in their order."""
+        return self._rows.starts
+
     def empty(self, batch: int, device: torch.device) -> State:
         """The state before the first token, in eight bits and in codes."""
         fading, heads = self.fading, len(self.heads)

@@ -7,8 +7,6 @@ import torch
 from device import DEVICE, INTERPRETED, needs_device
 
 from dofla.attention import FeatureState, chunked, gpu, naive_attention, recurrent
-from dofla.attention.coding.levels import MOST_BITS, UNIT, levels
-from dofla.attention.coding.trellis import FINE, search
 from dofla.attention.state import LOG_ZERO
 
 pytestmark = needs_device
@@ -216,13 +214,3 @@ def test_who_is_served():
     assert not gpu.usable(x.double())
     with torch.no_grad():
         assert gpu.usable(x.clone().requires_grad_()) == served
-
-
-@pytest.mark.parametrize("length", [8, 16])
-@pytest.mark.parametrize("bits", range(1, MOST_BITS + 1))
-def test_the_search_finds_the_codes_of_plain_torch(bits, length):
-    from dofla.attention.gpu.search import search as in_one_call
-
-    x = (FINE * UNIT * torch.randn(2, 5, length, generator=torch.Generator().manual_seed(bits))).round()
-    found = in_one_call(x.to(DEVICE), levels(bits), bits, FINE)
-    assert torch.equal(found.cpu(), search(x, levels(bits), bits))

@@ -95,8 +95,7 @@ STAGES = {  # tokens and bits, kept ones, and the kernels of a call
 }
 
 
-@pytest.mark.parametrize("left", [0, 7], ids=["no padding", "padding"])
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(("stages", "left"), zip(STAGES, (0, 7, 7, 0), strict=True), ids=list(STAGES))
 def test_a_text_in_any_pieces_leaves_the_state_of_plain_torch(stages, left):
     stages, kept, kernels = STAGES[stages]
     text = vectors(0, 2, 1, 3, 26)

@@ -140,6 +140,16 @@ class Coder(nn.Module):
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
 
     @property
+    def starts(self) -> list[int]:
+        """Where :attr:`turn`, :attr:`fineness`, :attr:`back`, :attr:`mean`, :attr:`middle` and :attr:`bits` begin."""
+        return self._rows.starts
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What codes and the bytes of scales stand for, as the Triton kernels take it."""
+        return on_device(self.constants.device)
+
+    @property
     def turn(self) -> Tensor:
         """What vectors are turned by, rows of whole numbers [Hkv, d, d], int16."""
         return self._rows.part(self.constants, 0)
@@ -261,7 +271,7 @@ class Coder(nn.Module):
 
     def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
         """Codes of a stage as the Triton kernels take them."""
-        return Codes(codes, scales, self.bits[stage], self.block, *on_device(codes.device))
+        return Codes(codes, scales, self.bits[stage], self.block, *self.tables[:2])
 
     def _runs(self, stage: int) -> Iterator[tuple[slice, int]]:
         """Neighbouring blocks of as many bits."""

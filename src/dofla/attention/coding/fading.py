@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -89,8 +89,7 @@ class Fading(nn.Module):
             Output [B, H, L, dv] and log-normaliser [B, H, L]; what the stages hold after; and the L tokens that leave
             the last one, or None.
         """
-        turned, beside = self.key.against(accumulable(query))
-        turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
+        turned, asking = self._asked(query)
         length = query.shape[-2]
         with torch.no_grad():
             moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
@@ -100,7 +99,7 @@ class Fading(nn.Module):
             if self.kept and stage + 1 == len(self.counts):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
                 part, stays, moving, unrounded = self._attend_kept(
-                    query, turned, real, held[stage], KeptTokens.of(moving), unrounded, scaling
+                    asking, turned, real, held[stage], KeptTokens.of(moving), unrounded, scaling
                 )
                 parts.append(part)
                 after.append(stays)
@@ -117,9 +116,21 @@ class Fading(nn.Module):
         left = self.straight(moving, len(self.counts) - 1, turned.dtype, unrounded) if behind else None
         return (self.value.straight(out), normaliser), tuple(after), left
 
+    def _asked(self, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
+        """Queries turned [B, H, L, d + 1], and what gives those of some tokens as whole numbers, as :func:`keep` takes
+        them."""
+        if gpu.usable(query):
+            from dofla.attention.gpu.asking import ask
+
+            turned, (numbers, units) = ask(self.key, query, query.shape[1] // self.key.heads)
+            return turned, lambda part: (numbers[:, :, part], units[:, :, part])
+        turned, beside = self.key.against(accumulable(query))
+        turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
+        return turned, lambda part: self.key.asking(query[:, :, part].detach())
+
     def _attend_kept(
         self,
-        query: Tensor,
+        asking: Callable[[slice], Numbers],
         turned: Tensor,
         real: Tensor,
         held: KeptTokens,
@@ -131,8 +142,7 @@ class Fading(nn.Module):
         out, left, last = [], [], len(self.counts) - 1
         for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
             line, passing = held.then(entering[part]), _in_front(unrounded, len(held))
-            asking = self.key.asking(query[:, :, part].detach())
-            held, leaving, gone = keep(asking, real[:, part], line, self.counts[last], self.key, scaling)
+            held, leaving, gone = keep(asking(part), real[:, part], line, self.counts[last], self.key, scaling)
             out.append(self._see(turned[:, :, part], line, last, passing, gone, scaling))
             left.append(line.chosen(leaving))
             if passing is not None:
@@ -174,6 +184,10 @@ class Fading(nn.Module):
 
     def enter(self, tokens: TokenBuffer) -> CodedTokens:
         """Tokens as the first stage keeps them."""
+        if gpu.usable(tokens.key, tokens.value):
+            from dofla.attention.gpu.encode import entered
+
+            return CodedTokens(*entered(self.key, tokens.key), *entered(self.value, tokens.value), tokens.log_weight)
         return self._kept_by(0, [self.key.exactly_turned(tokens.key), self.value.exactly_turned(tokens.value)], tokens)
 
     def aged(self, tokens: CodedTokens, stage: int) -> CodedTokens:
@@ -183,7 +197,12 @@ class Fading(nn.Module):
         return self._kept_by(stage + 1, [key, value], tokens)
 
     def _kept_by(self, stage: int, vectors: list[Numbers], tokens: TokenBuffer | CodedTokens) -> CodedTokens:
-        key, value = encode_together([self.key, self.value], vectors, stage)
+        if gpu.usable(*(numbers for numbers, _ in vectors)):
+            from dofla.attention.gpu.encode import age
+
+            key, value = (age(coder, own, stage) for coder, own in zip((self.key, self.value), vectors, strict=True))
+        else:
+            key, value = encode_together([self.key, self.value], vectors, stage)
         return CodedTokens(*key, *value, tokens.log_weight)
 
     def straight(

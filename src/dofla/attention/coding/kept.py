@@ -108,17 +108,23 @@ def keep(
         The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
         of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of those that stay.
     """
-    per_step = scaling * math.log2(math.e) * OCTAVE
+    per_step, weights = falling(scaling, real.device)
     last = len(coder.stages) - 1
     if gpu.usable(*asking):
         from dofla.attention.gpu.kept import choose
 
-        keys, weights = coder.for_kernels(line.key, line.key_scale, last), placed(WEIGHTS, real.device)
+        keys = coder.for_kernels(line.key, line.key_scale, last)
         index, score, left, gone = choose(asking, real, keys, line.score, newest, per_step, weights)
     else:
         steps = _steps(asking, coder.numbers(line.key, line.key_scale, last), per_step)
         index, score, left, gone = _choose(steps, real, line.score, newest)
     return replace(line.chosen(index), score=score), left, gone
+
+
+def falling(scaling: float, device: torch.device) -> tuple[float, Tensor]:
+    """Steps of the logarithm of a weight to one of a product of a query and a key, and weights by steps below the
+    largest."""
+    return scaling * math.log2(math.e) * OCTAVE, placed(WEIGHTS, device)
 
 
 def seen(line: KeptTokens, gone: Tensor, length: int) -> Tensor:

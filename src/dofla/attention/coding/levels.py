@@ -76,9 +76,11 @@ def _copied(table: Tensor, device: torch.device) -> Tensor:
 
 
 @cache
-def on_device(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Levels by bits in rows of 64, and scales [256], as the Triton kernels take them."""
-    return torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)]).to(device), placed(_SCALES, device)
+def on_device(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels by bits in rows of 64, scales [256] and the borders of their squares [255], as the Triton kernels take
+    them."""
+    of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
+    return placed(of_bits, device), placed(_SCALES, device), placed(_SQUARE_BORDERS, device)
 
 
 def scale_code(square: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofla.attention import gpu
-
 WINDOW = 6
 """Bits that say which level a number stands for."""
 
@@ -40,10 +38,6 @@ def search(x: Tensor, levels: Tensor, bits: int) -> Tensor:
     First a path from anywhere, begun half a block before, says in which state the block begins and ends; then it is the
     path of least squared error of those that do. (At two bits, that leaves 2 % more error than to try all states.)
     """
-    if x.is_cuda and not torch.compiler.is_compiling() and gpu.obstacle() is None:
-        from dofla.attention.gpu.search import search as in_one_call
-
-        return in_one_call(x, levels, bits, FINE)
     rows, length = x.int().flatten(0, -2), x.shape[-1]
     half, states = length // 2, 2 ** (WINDOW - bits)
     slope = -2 * _BRANCHES * levels.int()

@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class Coding(Protocol):
+    """What the kernels take of a coder (coding/coder.py), of which this folder does not know.
+
+    Attributes:
+        constants: [bytes], uint8.
+        starts: where in them the turn, its fineness, what turns back, the mean, the mean turned and the bits of blocks
+            begin.
+        heads: KV heads.
+        dim: numbers of a vector.
+        block: numbers of a block, 8 or 16.
+        tables: levels by bits in rows of 64, what the bytes of scales stand for [256], and the borders of their squares
+            [255], on the coder's device.
+    """
+
+    constants: Tensor
+    heads: int
+    dim: int
+    block: int
+
+    @property
+    def starts(self) -> Sequence[int]: ...
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def bytes_per_token(self, stage: int) -> int:
+        """Of a vector of one head."""
+
+    def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
+        """Codes of a stage."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dofla.attention.gpu import _block, _blocks
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, products, units_of
+from dofla.attention.gpu.numbers import rounded
 
 # As in coding/kept.py.
 _GAIN = tl.constexpr(4096.0)
@@ -24,13 +25,11 @@ _MOST_STEPS = tl.constexpr(2.0**30)
 
 _LAST = tl.constexpr(2**62)
 """Behind all ranks."""
-_NO_FRACTION = tl.constexpr(2.0**23)
-"""From here on numbers of float32 are whole."""
 
 
 def choose(
     asking: tuple[Tensor, Tensor],
-    real: Tensor,
+    real: Tensor | None,
     key: Codes,
     score: Tensor,
     newest: int,
@@ -41,7 +40,7 @@ def choose(
 
     Args:
         asking: queries as whole numbers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].
-        real: [B, L], which queries are not padding.
+        real: [B, L], which queries are not padding; None if none is.
         key: the keys of the line.
         score: of its tokens [B, Hkv, S], int16.
         newest: how many tokens cannot go.
@@ -54,14 +53,15 @@ def choose(
     """
     steps = logarithms(asking, key, per_step)
     batch, kv_heads, tokens = score.shape
-    length = real.shape[1]
+    length = steps.shape[3]
     index, left = (score.new_empty(batch, kv_heads, n, dtype=torch.int64) for n in (tokens - length, length))
     after, gone = torch.empty_like(index, dtype=torch.int16), torch.empty_like(score, dtype=torch.int32)
     groups, lanes = steps.shape[2], triton.next_power_of_2(tokens)
     tile = triton.next_power_of_2(groups) * lanes
     with torch.cuda.device_of(score):  # Triton launches on the current device
         _choose[(batch * kv_heads,)](
-            *(steps, real.contiguous(), score.contiguous(), weights, index, after, left, gone),
+            *(steps, None if real is None else real.contiguous(), score.contiguous(), weights),
+            *(index, after, left, gone),
             *(kv_heads, groups, length, tokens, newest, weights.numel() - 1),
             GROUPS=triton.next_power_of_2(groups),
             TOKENS=lanes,
@@ -135,7 +135,7 @@ def _logarithms(
 @triton.jit
 def _choose(
     steps,  # [units, G, L, S]
-    real,  # [B, L]
+    real,  # [B, L], or None
     score,  # [units, S]
     weights,
     index,  # [units, S - L], to be filled, as all below
@@ -157,7 +157,6 @@ def _choose(
     g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
     is_token, is_head = t < tokens, g < groups
     places = tokens - length
-    real += unit // kv_heads * length
     steps += unit * groups * length * tokens
     drawn = tl.load(score + unit * tokens + t, mask=is_token, other=-1).to(tl.int32)
     goes = tl.full([TOKENS], _NEVER, tl.int32)
@@ -167,7 +166,10 @@ def _choose(
         leaving = (tl.min(tl.where(may_go, rank, _LAST), axis=0) % TOKENS).to(tl.int32)
         tl.store(left + unit * length + n, leaving.to(tl.int64))
         goes = tl.where(t == leaving, n, goes)
-        if tl.load(real + n):
+        asks = True
+        if real is not None:
+            asks = tl.load(real + unit // kv_heads * length + n)
+        if asks:
             there = (t <= places + n) & (goes == _NEVER) & (drawn >= 0)
             asked = is_head[:, None] & there[None, :]
             row = steps + ((g * length + n) * tokens)[:, None] + t[None, :]
@@ -183,11 +185,3 @@ def _choose(
     place = unit * places + tl.cumsum(stays.to(tl.int32), axis=0) - 1
     tl.store(index + place, t.to(tl.int64), mask=stays)
     tl.store(after + place, drawn.to(tl.int16), mask=stays)
-
-
-@triton.jit
-def rounded(x):
-    """To whole numbers, halves to even ones."""
-    size = tl.abs(x)
-    whole = (size + _NO_FRACTION) - _NO_FRACTION
-    return tl.where(size < _NO_FRACTION, tl.where(x < 0, -whole, whole), x)

@@ -1,0 +1,263 @@
+"""Codes of a memory that fades as a Triton kernel: vectors are turned exactly (coding/coder.py), codes searched for by
+Viterbi's algorithm (coding/trellis.py) and packed (coding/blocks.py). Importing this file needs triton.
+
+All arithmetic is that of plain torch, bit for bit: whole numbers below 2²⁴, powers of two, and single operations, each
+rounded by itself; so none may be fused with another. How many bits a block has stands on the GPU and is read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dofla.attention.eight_bits import pack
+from dofla.attention.gpu import _blocks
+from dofla.attention.gpu.codes import Coding
+from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
+
+RINGS = 16
+"""Vectors of a program at most, of each one block: they walk side by side."""
+
+_BRANCHES = tl.constexpr(32)
+_NOWHERE = tl.constexpr(2**29)
+# As in coding/trellis.py.
+_STATES = 32
+_FINE = tl.constexpr(4)
+_SCALE = tl.constexpr(4.0 * 45.0)
+"""What a number of the size of its block is coded as: units of a level (coding/levels.py), :data:`_FINE` to one."""
+
+
+def enter(coder: Coding, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
+    """:func:`entered`, of vectors that are in eight bits already, to where there are places for them.
+
+    Args:
+        coder: of so many heads.
+        integers: [B, Hkv, L, d], int8, the last dimension in one piece.
+        exponents: [B, Hkv, L], int8.
+        line: codes [B, Hkv, S, bytes] and scales [B, Hkv, S, blocks], uint8, in one piece, to be filled from the place
+            ``first`` on.
+    """
+    strides = (*integers.stride()[:3], *exponents.stride())
+    _encode(coder, 0, (integers, exponents, None, None), strides, integers.shape[2], line, first)
+
+
+def entered(coder: Coding, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d], float32 or bfloat16:
+    :meth:`dofla.attention.Coder.encode`."""
+    line = empty_line(coder, x.shape[:3], 0)
+    enter(coder, *pack(x), line)
+    return line
+
+
+def age(coder: Coding, numbers: tuple[Tensor, Tensor], stage: int) -> tuple[Tensor, Tensor]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a stage keeps them."""
+    vectors, units = (x.contiguous() for x in numbers)
+    line = empty_line(coder, vectors.shape[:3], stage)
+    _encode(coder, stage, (None, None, vectors, units), (0,) * 6, vectors.shape[2], line, 0)
+    return line
+
+
+def empty_line(coder: Coding, shape: Sequence[int], stage: int) -> tuple[Tensor, Tensor]:
+    """Places for codes and scales of vectors [*shape, d], to be filled."""
+    blocks = coder.dim // coder.block
+    sizes = coder.bytes_per_token(stage) - blocks, blocks
+    return tuple(torch.empty(*shape, size, dtype=torch.uint8, device=coder.constants.device) for size in sizes)
+
+
+def _encode(
+    coder: Coding,
+    stage: int,
+    vectors: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    length: int,
+    line: tuple[Tensor, Tensor],
+    first: int,
+) -> None:
+    codes, scales = line
+    batch, heads, places, blocks = scales.shape
+    levels, _, borders = coder.tables
+    scratch = codes.new_empty(batch * heads * length * blocks, coder.block * (_STATES + 5))
+    rings = min(RINGS, triton.next_power_of_2(length))
+    turn, fineness, _, _, middle, bits = coder.starts
+    with torch.cuda.device_of(codes):  # Triton launches on the current device
+        _code[(batch * heads, _blocks(length, rings), blocks)](
+            *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
+            *(*strides, heads, length, places, first, coder.dim, blocks, codes.shape[-1]),
+            TURN=turn,
+            FINENESS=fineness,
+            MIDDLE=middle,
+            BITS=bits + stage * blocks,
+            BLOCKS=triton.next_power_of_2(blocks),
+            BLOCK=coder.block,
+            RINGS=rings,
+            CHUNK=max(4, triton.next_power_of_2(coder.dim) // rings),
+            enable_fp_fusion=False,
+            num_warps=1,
+        )
+
+
+@triton.jit
+def _code(
+    integers,  # [B, Hkv, L, dim], or None
+    exponents,  # [B, Hkv, L], or None
+    numbers,  # [units, L, blocks, BLOCK], or None
+    units,  # [units, L, blocks], or None
+    constants,  # of the coder
+    levels,  # by bits, in rows of 64
+    borders,  # [255]
+    scratch,  # [units, L, blocks, (32 + 5) * BLOCK], for the program's own use
+    codes,  # [units, places, bytes], to be filled
+    scales,  # [units, places, blocks], to be filled
+    integers_batch,
+    integers_head,
+    integers_token,
+    exponents_batch,
+    exponents_head,
+    exponents_token,
+    heads,
+    length,
+    places,
+    first,
+    dim,
+    blocks,
+    size,  # bytes of a vector's codes
+    TURN: tl.constexpr,  # where the parts of the constants begin
+    FINENESS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RINGS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per head of a batch row, some vectors and one block of each."""
+    unit, block = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    token, n = tl.program_id(1) * RINGS + tl.arange(0, RINGS), tl.arange(0, BLOCK)
+    is_token = token < length
+    ring = (unit * length + token) * blocks + block
+    if integers is None:
+        own = tl.load(numbers + ring[:, None] * BLOCK + n[None, :], mask=is_token[:, None], other=0.0)
+        worth = tl.load(units + ring, mask=is_token, other=1.0)
+    else:
+        batch, head = unit // heads, unit % heads
+        integers += batch * integers_batch + head * integers_head + token * integers_token
+        exponents += batch * exponents_batch + head * exponents_head + token * exponents_token
+        row = head * dim + block * BLOCK + n
+        turned = tl.zeros([RINGS, BLOCK], tl.float32)
+        for begin in range(0, dim, CHUNK):  # exact: whole numbers below 2²⁴
+            d = begin + tl.arange(0, CHUNK)
+            turn = at(constants, TURN, tl.int16) + row[:, None] * dim + d[None, :]
+            turn = tl.load(turn, mask=(d < dim)[None, :], other=0).to(tl.float32)
+            here = is_token[:, None] & (d < dim)[None, :]
+            vector = tl.load(integers[:, None] + d[None, :], mask=here, other=0).to(tl.float32)
+            turned += tl.sum(turn[None, :, :] * vector[:, None, :], axis=2)
+        exponent = tl.load(exponents, mask=is_token, other=0).to(tl.int32)
+        fine = tl.load(at(constants, FINENESS, tl.float32) + row)[None, :] * power_of_two(exponent)[:, None]
+        own, worth = whole(turned * fine - tl.load(at(constants, MIDDLE, tl.float32) + row)[None, :])
+
+    squares = tl.sum(own * own, axis=1)
+    root = tl.sqrt_rn(squares * (1.0 / BLOCK))  # the product is exact, a division would not be
+    wanted = rounded(tl.div_rn(own * _SCALE, tl.zeros_like(own) + tl.maximum(root, 1e-3)[:, None]))
+
+    every = tl.arange(0, BLOCKS)
+    widths = tl.load(at(constants, BITS, tl.uint8) + every, mask=every < blocks, other=0).to(tl.int32)
+    start = tl.sum(tl.where(every < block, widths, 0), axis=0) * (BLOCK // 8)
+    bits = tl.sum(tl.where(every == block, widths, 0), axis=0)
+    scratch += ring * (BLOCK * 37)
+    x = at(scratch, 0, tl.int32)
+    found = scratch + 4 * BLOCK
+    ways = scratch + 5 * BLOCK
+    tl.store(x[:, None] + n[None, :], wanted.to(tl.int32), mask=is_token[:, None])
+    tl.debug_barrier()  # what one thread stored, another loads
+    if bits == 1:
+        _search(x, levels, found, ways, is_token, N=BLOCK, BITS=1, RINGS=RINGS)
+    elif bits == 2:
+        _search(x, levels + 64, found, ways, is_token, N=BLOCK, BITS=2, RINGS=RINGS)
+    elif bits == 3:
+        _search(x, levels + 128, found, ways, is_token, N=BLOCK, BITS=3, RINGS=RINGS)
+    elif bits == 4:
+        _search(x, levels + 192, found, ways, is_token, N=BLOCK, BITS=4, RINGS=RINGS)
+    else:
+        _search(x, levels + 256, found, ways, is_token, N=BLOCK, BITS=5, RINGS=RINGS)
+    tl.debug_barrier()
+
+    window = tl.load(found[:, None] + n[None, :], mask=is_token[:, None], other=0).to(tl.int32)
+    level = tl.load(levels + (bits - 1) * 64 + window)
+    square = tl.div_rn(squares, tl.sum(level * level, axis=1)) * (worth * worth)
+    border = tl.arange(0, 256)
+    border = tl.load(borders + border, mask=border < 255, other=float("inf"))
+    scale = tl.sum((border[None, :] < square[:, None]).to(tl.int32), axis=1)
+    place = unit * places + first + token
+    tl.store(scales + place * blocks + block, scale.to(tl.uint8), mask=is_token)
+    here = is_token[:, None] & (n < bits * (BLOCK // 8))[None, :]
+    byte = tl.zeros([RINGS, BLOCK], tl.int32)
+    for bit in range(8):
+        from_low = 8 * n + bit
+        of = BLOCK - 1 - from_low // bits  # the number that the bit is of: those of the last one are the lowest
+        window = tl.load(found[:, None] + of[None, :], mask=here, other=0).to(tl.int32)
+        byte |= (window >> (from_low % bits)[None, :] & 1) << bit
+    tl.store(codes + place[:, None] * size + start + n[None, :], byte.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def _search(
+    x,  # [RINGS], where the N whole numbers of each ring begin, int32
+    levels,  # [64]
+    found,  # [RINGS], where the windows of its numbers are to stand, uint8
+    ways,  # [RINGS], where there is room for N times 32 bytes
+    is_ring,  # [RINGS]
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    RINGS: tl.constexpr,
+):
+    """A walk from anywhere, begun half a ring before, and one that is held to what it says."""
+    STATES: tl.constexpr = 64 >> BITS
+    window = tl.arange(0, STATES << BITS)
+    level = tl.load(levels + window).to(tl.int32)
+    slope = -2 * _BRANCHES * level
+    start = _BRANCHES * _FINE * level * level + window // STATES
+    state = tl.arange(0, STATES)[None, :]
+    own_ways = ways[:, None] + state
+
+    cost = tl.zeros([RINGS, STATES], tl.int32)
+    for i in range(N):
+        number = tl.load(x + (i + N // 2) % N, mask=is_ring, other=0)
+        cost, way = _step(cost, start[None, :] + slope[None, :] * number[:, None], RINGS, STATES, BITS)
+        tl.store(own_ways + i * STATES, way.to(tl.uint8), mask=is_ring[:, None])
+    tl.debug_barrier()
+    closing = tl.min(cost + state, axis=1) & (_BRANCHES - 1)
+    for back in range(N // 2):
+        closing = _window(ways, N - 1 - back, closing, is_ring, STATES) >> BITS
+    tl.debug_barrier()
+
+    cost = tl.where(state == closing[:, None], 0, _NOWHERE)
+    for i in range(N):
+        number = tl.load(x + i, mask=is_ring, other=0)
+        cost, way = _step(cost, start[None, :] + slope[None, :] * number[:, None], RINGS, STATES, BITS)
+        tl.store(own_ways + i * STATES, way.to(tl.uint8), mask=is_ring[:, None])
+    tl.debug_barrier()
+    for back in range(N):
+        own = _window(ways, N - 1 - back, closing, is_ring, STATES)
+        tl.store(found + N - 1 - back, own.to(tl.uint8), mask=is_ring)
+        closing = own >> BITS
+
+
+@triton.jit
+def _step(cost, own, RINGS: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr):
+    """Costs of paths [RINGS, STATES] one number on, and which way they came; ``own`` [RINGS, STATES << BITS] is what
+    windows cost."""
+    begun = tl.broadcast_to(cost[:, :, None], [RINGS, STATES, 1 << BITS])
+    total = tl.reshape(begun, [RINGS, STATES << BITS]) + own
+    least = tl.min(tl.reshape(total, [RINGS, 1 << BITS, STATES]), axis=1)
+    way = least & (_BRANCHES - 1)
+    return least - way, way
+
+
+@triton.jit
+def _window(ways, i, state, is_ring, STATES: tl.constexpr):
+    """The windows of number i on the paths to a state behind it."""
+    return tl.load(ways + i * STATES + state, mask=is_ring, other=0).to(tl.int32) * STATES + state

@@ -1,0 +1,137 @@
+"""A decoded token of a memory that fades, from its state in one piece to the next (flat.py), as Triton kernels: in
+plain torch it is some four hundred small operations. Importing this file needs triton.
+
+What leaves the window is coded (encode.py) behind the tokens of the stage, queries are turned (asking.py), one token
+goes (kept.py) and the others are attended to (stages.py); what stands in the rows of the state is read and written as
+it is (rows.py). Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dofla.attention.gpu import _blocks, rows
+from dofla.attention.gpu.asking import ask
+from dofla.attention.gpu.codes import Coding
+from dofla.attention.gpu.encode import empty_line, enter
+from dofla.attention.gpu.kept import choose
+from dofla.attention.gpu.stages import attend
+from dofla.attention.state import LOG_ZERO
+
+TILE = 32
+"""Tokens of a program at once."""
+
+
+class Decoder:
+    """Attention of new tokens of some KV heads of a layer, one by one: heads with a window, one stage that keeps what
+    draws attention, and no features.
+
+    Args:
+        key, value: coders.
+        heads: of the layer.
+        window, sinks: tokens in eight bits.
+        newest, kept: tokens of the stage that are there for their age, and others.
+        starts: where the parts of a state begin in a row (:class:`dofla.attention.flat.Layout`).
+    """
+
+    def __init__(
+        self,
+        key: Coding,
+        value: Coding,
+        heads: Sequence[int],
+        window: int,
+        sinks: int,
+        newest: int,
+        kept: int,
+        starts: Sequence[int],
+    ) -> None:
+        self.key, self.value, self.heads = key, value, tuple(heads)
+        self.window, self.newest, self.places = window, newest, newest + kept
+        self.longest = max(self.places, window, sinks)
+        self.starts = _named(starts, sinks)
+        known = self.starts | {"BACK": value.starts[2], "MEAN": value.starts[3], "DIM": key.dim, "VALUE_DIM": value.dim}
+        for name, coder in (("KEY", key), ("VALUE", value)):
+            blocks = coder.dim // coder.block
+            known |= {f"{name}_SIZE": coder.bytes_per_token(0) - blocks, f"{name}_BLOCKS": blocks}
+        known |= {"WINDOW": window, "SINKS": sinks, "PLACES": self.places, "TILE": TILE}
+        self._of_line, self._of_near, self._of_after = (
+            {name: known[name] for name in kernel.arg_names if name in known}
+            for kernel in (rows.line, rows.near, rows.write)
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_weight: Tensor | None,
+        before: Tensor,
+        out: Tensor,
+        scaling: float,
+        per_step: float,
+        weights: Tensor,
+    ) -> Tensor:
+        """The state after a token.
+
+        Args:
+            query: of all heads of the layer, [B, H, 1, d].
+            key, value: likewise [B, Hkv, 1, d] and [B, Hkv, 1, dv].
+            log_weight: of the token [B, 1], LOG_ZERO for padding; None where there is none.
+            before: the state [B, bytes], uint8.
+            out: [B, H, 1, dv], whose rows of these heads are to be filled.
+            scaling: of the scores.
+            per_step, weights: as :func:`dofla.attention.gpu.kept.choose` takes them.
+        """
+        groups, heads, places, row = query.shape[1] // key.shape[1], len(self.heads), self.places, before.shape[-1]
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        of_layer, units = _on_device(self.heads, query.device), len(query) * heads
+        after = torch.zeros_like(before)
+        keys, values = (empty_line(coder, (len(query), heads, places + 1), 0) for coder in (self.key, self.value))
+        score = before.new_empty(len(query), heads, places + 1, dtype=torch.int16)
+        log_weights = torch.empty_like(score, dtype=torch.float32)
+        new, strides = (key, value, log_weight, of_layer), (*key.stride()[:2], *value.stride()[:2])
+        with torch.cuda.device_of(query):  # Triton launches on the current device
+            rows.line[(units, _blocks(places + 1, TILE))](
+                *(before, *keys, *values, score, log_weights, row, heads), **self._of_line
+            )
+            for coder, name, line in ((self.key, "KEY", keys), (self.value, "VALUE", values)):
+                enter(coder, *self._leaving(before, name, coder.dim), line, places)
+            turned, asking = ask(self.key, query, groups, of_layer)
+            known = self.key.for_kernels(*keys, 0), self.value.for_kernels(*values, 0)
+            real = None if log_weight is None else log_weight > LOG_ZERO
+            index, stays, _, gone = choose(asking, real, known[0], score, self.newest, per_step, weights)
+            seen, normaliser = attend(turned, *known, log_weights, gone, scaling)
+            rows.near[(units * groups,)](
+                *(query, *new, before, self.value.constants, seen, normaliser, out),
+                *(*query.stride()[:2], *strides, *out.stride()[:2], row, heads, groups, scaling),
+                **self._of_near,
+            )
+            rows.write[(units, _blocks(self.longest, TILE))](
+                *(*new, before, *keys, *values, index, stays, after, *strides, row, heads), **self._of_after
+            )
+        return after
+
+    def _leaving(self, before: Tensor, name: str, dim: int) -> tuple[Tensor, Tensor]:
+        """The vectors of the oldest token of the window, integers [B, Hkv, 1, dim] and exponents [B, Hkv, 1], int8."""
+        numbers, window = before.view(torch.int8), self.window
+        shape, row = (len(before), len(self.heads), 1), before.shape[-1]
+        integers = numbers.as_strided((*shape, dim), (row, window * dim, dim, 1), self.starts[f"NEAR_{name}"])
+        return integers, numbers.as_strided(shape, (row, window, 1), self.starts[f"NEAR_{name}_UNIT"])
+
+
+@cache
+def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once, for the CPU waits for a GPU while it copies something there."""
+    return torch.tensor(heads, dtype=torch.int32, device=device)
+
+
+def _named(starts: Sequence[int], sinks: int) -> dict[str, int]:
+    """As the kernels call them."""
+    vectors = ("KEY", "KEY_UNIT", "VALUE", "VALUE_UNIT", "WEIGHT")
+    near, first = ([f"{where}_{name}" for name in vectors] for where in ("NEAR", "SINK"))
+    names = [*near, *(first if sinks else ()), "CODES", "SCALES", "VALUE_CODES", "VALUE_SCALES", "SCORE"]
+    return dict.fromkeys(first, 0) | dict(zip(names, starts, strict=True))

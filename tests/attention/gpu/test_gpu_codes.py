@@ -1,0 +1,87 @@
+"""Codes and turned queries by the Triton kernels: bit for bit those of plain torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from arithmetic import sum_error
+from device import DEVICE, needs_device
+
+from dofla.attention import Coder, Moments
+
+pytestmark = needs_device
+
+
+def coder_of(dim, bits, heads=2):
+    generator = torch.Generator().manual_seed(dim)
+    fall = torch.exp(-3 * torch.arange(dim) / dim)
+    coder = Coder(heads, dim, bits)
+    coder.calibrate(Moments.of(torch.randn(heads, 300, dim, generator=generator) * fall + 0.3))
+    return coder, fall
+
+
+def vectors(batch, heads, length, dim, seed=0):
+    """Some of them all zeros, too small for float32's ordinary numbers, and large."""
+    x = torch.randn(batch, heads, length, dim, generator=torch.Generator().manual_seed(seed))
+    x[0, 0, 0], x[-1, -1, -1] = 0, 1e-41
+    x[0, -1, -1] *= 1e9
+    return x
+
+
+@pytest.mark.parametrize("length", [1, 17], ids=["a token", "more than a program takes"])
+@pytest.mark.parametrize(("dim", "bits"), [(8, 1.0), (24, 2.5), (40, 3.5), (64, 3.0), (32, 5.0), (128, 4.25)])
+def test_codes(dim, bits, length):
+    from dofla.attention.gpu.encode import entered
+
+    coder, fall = coder_of(dim, [bits])
+    x = vectors(1 if length > 1 else 2, 2, length, dim) * fall + 0.3
+    x[0, 0, 0] = 0
+    for precision in (torch.float32, torch.bfloat16):
+        own = x.to(precision)
+        found = entered(copy.deepcopy(coder).to(DEVICE), own.to(DEVICE))
+        for mine, plain in zip(found, coder.encode(own), strict=True):
+            assert torch.equal(mine.cpu(), plain)
+        if dim > 24:
+            break  # numbers are numbers
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(16, [4.0, 2.5]), (64, [4.25, 2.0])])
+def test_codes_of_codes(dim, bits):
+    from dofla.attention.gpu.encode import age
+
+    coder, fall = coder_of(dim, bits)
+    codes = coder.encode(vectors(1, 2, 3, dim) * fall)
+    numbers = [x.to(DEVICE) for x in coder.numbers(*codes, 0)]
+    for mine, plain in zip(age(copy.deepcopy(coder).to(DEVICE), numbers, 1), coder.age(*codes, 0), strict=True):
+        assert torch.equal(mine.cpu(), plain)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dim", [8, 40, 128])
+def test_queries(dim, groups):
+    from dofla.attention.gpu.asking import ask
+
+    coder, _ = coder_of(dim, [3.0])
+    query = 3 * vectors(2, 2 * groups, 3, dim)
+    turned, asking = ask(copy.deepcopy(coder).to(DEVICE), query.to(DEVICE), groups)
+    for mine, plain in zip(asking, coder.asking(query), strict=True):
+        assert torch.equal(mine.cpu(), plain)
+    wanted, beside = coder.against(query.double())
+    longest = max(coder.back.norm(dim=1).max().item(), coder.mean.norm(dim=1).max().item())
+    size = longest * query.double().norm(dim=-1, keepdim=True)
+    off = (turned.cpu().double() - torch.cat([wanted, beside.unsqueeze(-1)], -1)).abs()
+    assert (off <= sum_error(4 * (dim + 1) ** 0.5 + 8) * size + torch.finfo(torch.float32).tiny).all()
+
+
+def test_queries_of_some_heads_of_a_layer():
+    from dofla.attention.gpu.asking import ask
+
+    coder, _ = coder_of(16, [3.0])
+    query, own = vectors(1, 12, 1, 16), torch.tensor([3, 1], dtype=torch.int32)  # of four KV heads, in groups of three
+    turned, asking = ask(copy.deepcopy(coder).to(DEVICE), query.to(DEVICE), 3, own.to(DEVICE))
+    alone = torch.cat([query[:, 9:12], query[:, 3:6]], 1)
+    for mine, plain in zip(asking, coder.asking(alone), strict=True):
+        assert torch.equal(mine.cpu(), plain)
+    assert turned.shape == (1, 6, 1, 17)

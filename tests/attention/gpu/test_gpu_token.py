@@ -1,0 +1,164 @@
+"""A decoded token of a memory that fades by the Triton kernels alone: states bit for bit those of plain torch."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from dofla.attention import LOG_ZERO, Moments
+from dofla.attention.state import State
+from dofla.feature_maps.layer import LinearAttention
+
+pytestmark = needs_device
+
+SCALING = 0.3
+LAYERS = {  # heads' sizes, window, sinks, stages and kept ones of each KV head, tokens read before
+    "alike": (16, 24, [3, 3], [2, 2], [[(4, 3.0)]] * 2, [5, 5], 14),
+    "others in each head": (16, 24, [3, 4], [2, 1], [[(4, 3.0)], [(3, 2.5)]], [5, 6], 14),
+    "no sinks": (24, 8, [3, 3], [0, 0], [[(4, 3.0)]] * 2, [5, 5], 14),
+    "while sinks fill": (8, 16, [5, 5], [4, 4], [[(4, 3.0)]] * 2, [5, 5], 3),
+    "from the first token on": (8, 8, [2, 2], [2, 2], [[(2, 3.0)]] * 2, [3, 3], 0),
+    "more than a tile": (40, 32, [40, 40], [2, 2], [[(14, 3.0)]] * 2, [45, 45], 90),
+}
+
+
+def layer_of(head_dim, value_dim, window, sinks, stages, kept):
+    heads, generator = len(window), torch.Generator().manual_seed(0)
+    layer = LinearAttention("none", [0] * heads, head_dim, window, sinks, "int8", stages, kept, value_dim=value_dim)
+    for fading in layer.fading.values():
+        for coder in (fading.key, fading.value):
+            coder.calibrate(Moments.of(torch.randn(coder.heads, 300, coder.dim, generator=generator) + 0.3))
+    return layer.requires_grad_(False)
+
+
+def text_of(layer, batch, length, groups, dtype=torch.float32):
+    generator, heads = torch.Generator().manual_seed(1), sum(map(len, layer.groups))
+    fading = next(iter(layer.fading.values()))
+    sizes = ((heads * groups, fading.key.dim), (heads, fading.key.dim), (heads, fading.value.dim))
+    return [torch.randn(batch, n, length, dim, generator=generator).to(dtype) for n, dim in sizes]
+
+
+def read(layer, text, weight, cuts, states=None):
+    """Outputs and states; of the parts of a text that are one token, by whatever takes them."""
+    out = []
+    for a, b in pairwise(cuts):
+        part = [x[:, :, a:b] for x in text]
+        own = None if weight is None else weight[:, a:b]
+        piece, states = layer(*part, scaling=SCALING, weight=own, states=states)
+        out.append(piece)
+    return torch.cat(out, 2), states
+
+
+def moved(x, device):
+    return [None if t is None else t.to(device) for t in x]
+
+
+def check(layer, text, weight, before):
+    """Five tokens after ``before`` others, which plain torch or the compiled kernels read."""
+    length = text[0].shape[2]
+    cuts = [before, *range(before + 1, length + 1)]
+    states = read(layer, text, weight, [0, before])[1] if before else None
+    wanted, after = read(layer, text, weight, cuts, states)
+    own, *text = copy.deepcopy(layer).to(DEVICE), *moved(text, DEVICE)
+    (weight,) = moved([weight], DEVICE)
+    states = states and [state.map(lambda x: x.to(DEVICE)) for state in states]
+    with calls_of_kernels() as called:
+        found, mine = read(own, text, weight, cuts, states)
+    assert not called  # those are the kernels of longer parts
+    assert own._faded._decoders
+    for state, other in zip(mine, after, strict=True):
+        assert torch.equal(state.tokens.cpu(), other.tokens)
+    return found.cpu(), wanted
+
+
+@pytest.mark.parametrize(("sizes", "groups"), [*((sizes, 2) for sizes in LAYERS), ("alike", 1)])
+def test_states_and_outputs_are_those_of_plain_torch(sizes, groups):
+    *shape, before = LAYERS[sizes]
+    layer = layer_of(*shape)
+    text = text_of(layer, 2, before + 5, groups)
+    found, wanted = check(layer, text, None, before)
+    # Sums of some dozen numbers of the size of values, with weights that scores of the size of ten are off by.
+    assert (found - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
+
+
+def test_padding_before_and_between():
+    *shape, before = LAYERS["alike"]
+    layer = layer_of(*shape)
+    text, weight = text_of(layer, 3, before + 5, 2), torch.ones(3, before + 5)
+    weight[1, :7], weight[0, before + 2], weight[2] = 0, 0, 0
+    found, wanted = check(layer, text, weight, before)
+    off = (found - wanted).abs() * weight[:, None, before:, None]
+    assert off.max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
+
+
+def test_bfloat16():
+    *shape, before = LAYERS["others in each head"]
+    layer = layer_of(*shape)
+    text = text_of(layer, 1, before + 5, 2, torch.bfloat16)
+    found, wanted = check(layer, text, None, before)
+    assert found.dtype == torch.bfloat16
+    off = (found.float() - wanted.float()).abs().max()
+    assert off <= torch.finfo(torch.bfloat16).eps * wanted.float().abs().max()  # rounded once, perhaps to a neighbour
+
+
+def test_other_memories_are_read_as_longer_parts_are():
+    shape = (16, 8, [3, 3], [2, 2], [[(2, 4.0), (3, 3.0)]] * 2, [4, 4])
+    layer, before = layer_of(*shape), 12
+    text = text_of(layer, 1, before + 2, 1)
+    states = read(layer, text, None, [0, before])[1]
+    wanted, after = read(layer, text, None, [before, before + 1], states)
+    own = copy.deepcopy(layer).to(DEVICE)
+    states = [state.map(lambda x: x.to(DEVICE)) for state in states]
+    with calls_of_kernels() as called, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dofla.attention.faded.usable", lambda *_: False)
+        found, mine = read(own, moved(text, DEVICE), None, [before, before + 1], states)
+    assert called == ["attend", "choose", "attend"]
+    assert own._faded._decoders == []
+    assert (found.cpu() - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
+    opened = [layer.layout_of(0).opened(x) for x in (mine[0].map(lambda x: x.cpu()), after[0])]
+    assert isinstance(opened[0], State)
+    assert torch.equal(opened[0].stages[1].key, opened[1].stages[1].key)
+    assert (opened[0].window.log_weight > LOG_ZERO).all()
+
+
+class _Operations(TorchDispatchMode):
+    """Names of those of torch that a GPU would be given, or wait for; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        name, places = operation._schema.name.removeprefix("aten::"), "empty" in operation._schema.name
+        if not operation.is_view and not places:
+            self.names.append(name)
+        return result
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts launches, which the interpreter tells of")
+def test_a_token_is_a_dozen_operations_and_waits_for_nothing(monkeypatch):
+    from triton.runtime.interpreter import GridExecutor
+
+    *shape, before = LAYERS["alike"]
+    layer = layer_of(*shape)
+    text, launched, run = text_of(layer, 1, before + 2, 2), [], GridExecutor.__call__
+
+    def launch(self, *args, **options):
+        launched.append(self.fn.__name__)
+        with _disable_current_modes():  # what the interpreter does with tensors is no operation
+            run(self, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    with calls_of_kernels():
+        _, states = read(layer, text, None, [0, before, before + 1])  # tables are on the device then
+        launched.clear()
+        with _Operations() as counted:
+            read(layer, text, None, [before + 1, before + 2], states)
+    assert launched == ["line", "_code", "_code", "_ask", "_logarithms", "_choose", "_attend", "near", "write"]
+    assert sorted(counted.names) == ["cat", "new_zeros", "zeros_like"]  # the first is the test's own
