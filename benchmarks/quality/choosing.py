@@ -24,15 +24,14 @@ from typing import Annotated, Any
 import typer
 from fading import sources
 from rich.console import Console
-from transformers import AutoTokenizer
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
-from dofla.integration.checkpoint import load_model
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import plan_of
+from dofla.runs.teacher import load_teacher
 from dofla.storage.files import read_json, write_json
 
 BUDGETS = (32, 64, 128, 256)
@@ -86,7 +85,7 @@ def main(
 
 
 def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[str, Any]]:
-    teacher, tokenizer, rows = load_model(model), AutoTokenizer.from_pretrained(model), []
+    teacher, tokenizer, rows = *load_teacher(model), []
     made_from = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     for budget in BUDGETS:
         student = dofla.fade(teacher, made_from, budget=budget)

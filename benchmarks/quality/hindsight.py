@@ -27,18 +27,18 @@ import typer
 from positions import divergence
 from rich.console import Console
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import dofla
 from dofla.attention.coding.kept import FADES
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.checkpoint import load_model
 from dofla.integration.fading import fading_plan
 from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.sites import attention_implementation
 from dofla.plans.plan import LayerPlan
+from dofla.runs.teacher import load_teacher
 
 Choice = Callable[[LayerPlan, Tensor], Tensor]
 """Of masked scores [Hkv, G, queries, keys], which of the old tokens a query sees [Hkv, queries, keys]."""
@@ -152,7 +152,7 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 6,
 ) -> None:
-    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    teacher, tokenizer = load_teacher(model)
     plan = fading_plan(teacher, budget)
     names = {path.name.partition(".")[0]: path for path in text}
     shown = table("tokens", "chosen", *names, gap=2)

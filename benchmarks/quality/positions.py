@@ -17,14 +17,13 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.checkpoint import load_model
 from dofla.integration.places import placed
+from dofla.runs.teacher import load_teacher
 
 
 @torch.inference_mode()
@@ -44,7 +43,7 @@ def main(
     first: Annotated[list[int] | None, typer.Option(help="Positions; repeatable; default 0, 1500, 6000.")] = None,
     reach: Annotated[list[int] | None, typer.Option(help="Default 512, 2048 and all that the model has.")] = None,
 ) -> None:
-    teacher, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
+    teacher, tokenizer = load_teacher(model)
     tokens = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=teacher)
     judged = {
         path.name.partition(".")[0]: dofla.token_windows(path, tokenizer, length=512, windows=windows, split="all")

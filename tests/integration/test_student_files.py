@@ -341,6 +341,15 @@ def test_what_is_noted_of_a_standalone_student_leaves_it_whole(folder, tmp_path)
     dofla.load(copied)
 
 
+def test_a_class_that_transformers_does_not_have_is_refused(adapter, base, tmp_path):
+    with pytest.raises(
+        dofla.DoflaError, match=r"opens as \w+ and is to be a float32, which transformers .* does not have"
+    ):
+        load_model(base, class_name="float32")
+    with pytest.raises(TypeError):
+        load_model(base, "float32")
+
+
 def test_pickled_weights_are_not_opened(folder, tmp_path):
     copied = shutil.copytree(folder, tmp_path / "copy")
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")

@@ -157,7 +157,7 @@ def load_any(
         raise DoflaError(f"{folder / ADAPTER} names no base model: {_GIVE_IT}")
     try:
         place = packaged_path(str(base))
-        model = load_model(place, adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
+        model = load_model(place, class_name=adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
     except DoflaError as error:
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / "plan.json"):
@@ -253,8 +253,8 @@ def _load_weights(model: PreTrainedModel, path: Path) -> None:
 
 def load_model(
     name: str | Path,
-    class_name: str | None = None,
     *,
+    class_name: str | None = None,
     trust_remote_code: bool = False,
     stream: bool = False,
     **kwargs: Any,
@@ -269,7 +269,7 @@ def load_model(
         **kwargs: for ``from_pretrained``.
 
     Raises:
-        DoflaError: no such model, or a checkpoint that does not load.
+        DoflaError: no such model, no such class, or a checkpoint that does not load.
     """
     if not stream:
         check_checksums(Path(name))
@@ -296,6 +296,11 @@ def load_model(
     except Exception as error:  # a config with a wrong field fails in any way
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DoflaError(f"cannot load model {str(name)!r}: {first_line}") from error
+    if class_name not in (None, type(model).__name__):
+        raise DoflaError(
+            f"{name} opens as {type(model).__name__} and is to be a {class_name}, which transformers "
+            f"{transformers.__version__} does not have: another version may"
+        )
     if loaded["mismatched_keys"] and not resize:
         key, found, expected = min(loaded["mismatched_keys"])
         raise DoflaError(f"cannot load model {str(name)!r}: {key} is {list(found)}, not {list(expected)}")
