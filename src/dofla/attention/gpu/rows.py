@@ -148,14 +148,40 @@ def near(
         t = begin + tl.arange(0, TILE)
         here = (t < WINDOW) & (t >= 1 - becomes_sink)
         best, mass, total = _seen(
-            *(asked, before + NEAR_KEY, before + NEAR_KEY_UNIT, before + NEAR_VALUE, before + NEAR_VALUE_UNIT),
-            *(before + NEAR_WEIGHT, head * WINDOW, t, here, scaling, best, mass, total, DIM, VALUE_DIM),
+            asked,
+            before + NEAR_KEY,
+            before + NEAR_KEY_UNIT,
+            before + NEAR_VALUE,
+            before + NEAR_VALUE_UNIT,
+            before + NEAR_WEIGHT,
+            head * WINDOW,
+            t,
+            here,
+            scaling,
+            best,
+            mass,
+            total,
+            DIM,
+            VALUE_DIM,
         )
     if SINKS > 0:
         t = tl.arange(0, triton.next_power_of_2(SINKS))
         best, mass, total = _seen(
-            *(asked, before + SINK_KEY, before + SINK_KEY_UNIT, before + SINK_VALUE, before + SINK_VALUE_UNIT),
-            *(before + SINK_WEIGHT, head * SINKS, t, t < SINKS, scaling, best, mass, total, DIM, VALUE_DIM),
+            asked,
+            before + SINK_KEY,
+            before + SINK_KEY_UNIT,
+            before + SINK_VALUE,
+            before + SINK_VALUE_UNIT,
+            before + SINK_WEIGHT,
+            head * SINKS,
+            t,
+            t < SINKS,
+            scaling,
+            best,
+            mass,
+            total,
+            DIM,
+            VALUE_DIM,
         )
     total = total / tl.where(mass == 0.0, 1.0, mass)  # who sees nothing gets zeros
     place = out + batch * out_batch + asking * out_head + v
