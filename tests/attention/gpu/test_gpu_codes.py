@@ -47,6 +47,18 @@ def test_codes(dim, bits, length):
             break  # numbers are numbers
 
 
+def test_codes_in_several_launches(monkeypatch):
+    from dofla.attention.gpu import encode
+
+    coder, _ = coder_of(8, [3.0])
+    x, own, launches = vectors(1, 2, 50, 8), copy.deepcopy(coder).to(DEVICE), []
+    monkeypatch.setattr(encode, "SCRATCH", 20 * 2 * 8 * 37)  # what twenty tokens of two heads take
+    monkeypatch.setattr(encode, "_blocks", lambda *sizes: launches.append(sizes) or -(-sizes[0] // sizes[1]))
+    for mine, plain in zip(encode.entered(own, x.to(DEVICE)), coder.encode(x), strict=True):
+        assert torch.equal(mine.cpu(), plain)
+    assert launches == [(20, 16)] * 3
+
+
 @pytest.mark.parametrize(("dim", "bits"), [(16, [4.0, 2.5]), (64, [4.25, 2.0])])
 def test_codes_of_codes(dim, bits):
     from dofla.attention.gpu.encode import age

@@ -22,6 +22,9 @@ from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
 RINGS = 16
 """Vectors of a program at most, of each one block: they walk side by side."""
 
+SCRATCH = 2**26
+"""Bytes at most that a launch keeps the ways of its paths in; a long prompt takes several."""
+
 _BRANCHES = tl.constexpr(32)
 _NOWHERE = tl.constexpr(2**29)
 # As in coding/trellis.py.
@@ -80,24 +83,27 @@ def _encode(
     codes, scales = line
     batch, heads, places, blocks = scales.shape
     levels, _, borders = coder.tables
-    scratch = codes.new_empty(batch * heads * length * blocks, coder.block * (_STATES + 5))
-    rings = min(RINGS, triton.next_power_of_2(length))
+    per_token = batch * heads * blocks * coder.block * (_STATES + 5)
+    piece = min(length, max(RINGS, SCRATCH // per_token))
+    scratch = codes.new_empty(piece * per_token)
+    rings = min(RINGS, triton.next_power_of_2(piece))
     turn, fineness, _, _, middle, bits = coder.starts
     with torch.cuda.device_of(codes):  # Triton launches on the current device
-        _code[(batch * heads, _blocks(length, rings), blocks)](
-            *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
-            *(*strides, heads, length, places, first, coder.dim, blocks, codes.shape[-1]),
-            TURN=turn,
-            FINENESS=fineness,
-            MIDDLE=middle,
-            BITS=bits + stage * blocks,
-            BLOCKS=triton.next_power_of_2(blocks),
-            BLOCK=coder.block,
-            RINGS=rings,
-            CHUNK=max(4, triton.next_power_of_2(coder.dim) // rings),
-            enable_fp_fusion=False,
-            num_warps=1,
-        )
+        for start in range(0, length, piece):
+            _code[(batch * heads, _blocks(piece, rings), blocks)](
+                *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
+                *(*strides, heads, length, start, piece, places, first, coder.dim, blocks, codes.shape[-1]),
+                TURN=turn,
+                FINENESS=fineness,
+                MIDDLE=middle,
+                BITS=bits + stage * blocks,
+                BLOCKS=triton.next_power_of_2(blocks),
+                BLOCK=coder.block,
+                RINGS=rings,
+                CHUNK=max(4, triton.next_power_of_2(coder.dim) // rings),
+                enable_fp_fusion=False,
+                num_warps=1,
+            )
 
 
 @triton.jit
@@ -109,7 +115,7 @@ def _code(
     constants,  # of the coder
     levels,  # by bits, in rows of 64
     borders,  # [255]
-    scratch,  # [units, L, blocks, (32 + 5) * BLOCK], for the program's own use
+    scratch,  # [units, piece, blocks, (32 + 5) * BLOCK], for the program's own use
     codes,  # [units, places, bytes], to be filled
     scales,  # [units, places, blocks], to be filled
     integers_batch,
@@ -120,6 +126,8 @@ def _code(
     exponents_token,
     heads,
     length,
+    start,  # of the vectors that this launch codes
+    piece,  # how many they are
     places,
     first,
     dim,
@@ -136,8 +144,9 @@ def _code(
 ):
     """One program per head of a batch row, some vectors and one block of each."""
     unit, block = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    token, n = tl.program_id(1) * RINGS + tl.arange(0, RINGS), tl.arange(0, BLOCK)
-    is_token = token < length
+    of_piece, n = tl.program_id(1) * RINGS + tl.arange(0, RINGS), tl.arange(0, BLOCK)
+    token = start + of_piece
+    is_token = (of_piece < piece) & (token < length)
     ring = (unit * length + token) * blocks + block
     if integers is None:
         own = tl.load(numbers + ring[:, None] * BLOCK + n[None, :], mask=is_token[:, None], other=0.0)
@@ -165,9 +174,9 @@ def _code(
 
     every = tl.arange(0, BLOCKS)
     widths = tl.load(at(constants, BITS, tl.uint8) + every, mask=every < blocks, other=0).to(tl.int32)
-    start = tl.sum(tl.where(every < block, widths, 0), axis=0) * (BLOCK // 8)
+    before = tl.sum(tl.where(every < block, widths, 0), axis=0) * (BLOCK // 8)
     bits = tl.sum(tl.where(every == block, widths, 0), axis=0)
-    scratch += ring * (BLOCK * 37)
+    scratch += ((unit * piece + of_piece) * blocks + block) * (BLOCK * 37)
     x = at(scratch, 0, tl.int32)
     found = scratch + 4 * BLOCK
     ways = scratch + 5 * BLOCK
@@ -200,7 +209,7 @@ def _code(
         of = BLOCK - 1 - from_low // bits  # the number that the bit is of: those of the last one are the lowest
         window = tl.load(found[:, None] + of[None, :], mask=here, other=0).to(tl.int32)
         byte |= (window >> (from_low % bits)[None, :] & 1) << bit
-    tl.store(codes + place[:, None] * size + start + n[None, :], byte.to(tl.uint8), mask=here)
+    tl.store(codes + place[:, None] * size + before + n[None, :], byte.to(tl.uint8), mask=here)
 
 
 @triton.jit
