@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dofla.plans.shares import Shares
 from dofla.runs import workshop
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
-from dofla.runs.workshop import Workshop
+from dofla.runs.workshop import Workshop, claim
 
 BUDGET = 8
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
@@ -229,6 +230,18 @@ def test_a_memory_that_fades_for_so_many_positions_with_heads_that_hold_them_all
         "shares-32-reach-192.json",
         "shares-32.json",
     ]
+
+
+def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
+    student = {"name": "A", "strategy": "fading", "trained": False}
+    data = recipe(tmp_path, [student]).to_dict()
+    before = copy.deepcopy(data)
+    del before["students"][0]["reach"], before["students"][0]["retrieval_heads"], before["validation"]["windows"]
+    claim(tmp_path / "run", "recipe.yaml", before)
+    claim(tmp_path / "run", "recipe.yaml", data)
+    changed = recipe(tmp_path, [student | {"reach": 64}]).to_dict()
+    with pytest.raises(DoflaError, match="with another recipe"):
+        claim(tmp_path / "run", "recipe.yaml", changed)
 
 
 def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):

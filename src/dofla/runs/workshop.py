@@ -286,8 +286,15 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
 
 
 def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
-    """All of a recipe but what has no influence on what comes out."""
-    return {key: value for key, value in recipe.items() if key not in ("track", "stream")}
+    """All of a recipe but what has no influence on what comes out; nor what is not given, which versions before may not
+    have known."""
+    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream")})
+
+
+def _given(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _given(value) for key, value in data.items() if value is not None}
+    return [_given(value) for value in data] if isinstance(data, list) else data
 
 
 def machine() -> dict[str, Any]:
