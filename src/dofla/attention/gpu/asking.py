@@ -17,7 +17,7 @@ def ask(coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None) 
 
     Args:
         coder: of the keys, of Hkv heads.
-        query: [B, H, L, d], float32 or bfloat16, the last dimension in one piece.
+        query: [B, H, L, d], float32 or bfloat16.
         groups: query heads of a KV head.
         heads: [Hkv], int32, those of the layer that the coder is for; default all.
 
@@ -26,6 +26,7 @@ def ask(coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None) 
         number. And whole numbers [B, Hkv · groups, L, blocks, block] with the unit of each block
         [B, Hkv · groups, L, blocks, 1], bit for bit those of plain torch.
     """
+    query = query if query.stride(-1) == 1 else query.contiguous()
     batch, _, length, dim = query.shape
     count, blocks = coder.heads * groups, dim // coder.block
     turned, numbers, units = (
