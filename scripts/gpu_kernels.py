@@ -25,12 +25,12 @@ from triton.runtime.jit import JITFunction
 
 from dofla.attention import Coder, Fading, FeatureState, gpu
 from dofla.attention.coding.kept import WEIGHTS
+from dofla.attention.faded import _decoder
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.asking import ask
 from dofla.attention.gpu.encode import entered
 from dofla.attention.gpu.kept import choose
 from dofla.attention.gpu.stages import attend
-from dofla.attention.gpu.token import Decoder
 
 
 class _Absent:
@@ -85,7 +85,7 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         fading = Fading(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
         layout, out = Layout(fading, [0], 0, 31, 2), torch.zeros_like(a)
         state = layout.flat(layout.empty(1, a.device)).tokens
-        decoder = Decoder(fading.key, fading.value, [0], 31, 2, fading.counts[0], fading.kept, layout.starts)
+        decoder = _decoder(layout)
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
             lambda: decoder(a, b, value, None, state, out, 1.0, 1.0, WEIGHTS),

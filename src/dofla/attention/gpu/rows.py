@@ -129,14 +129,10 @@ def near(
 
     # The token itself, as it is kept.
     counts, weight = _weight_of(log_weight, batch)
-    new, exponent = packed(
-        tl.load(key + batch * key_batch + own * key_head + d, mask=is_number, other=0.0).to(tl.float32) * counts
-    )
+    new, exponent = _as_kept(key + batch * key_batch + own * key_head, counts, DIM)
     score = tl.sum(new * power_of_two(exponent) * asked, axis=0) * scaling + weight
     score = tl.where(counts > 0, score, float("-inf"))
-    new, exponent = packed(
-        tl.load(value + batch * value_batch + own * value_head + v, mask=is_value, other=0.0).to(tl.float32) * counts
-    )
+    new, exponent = _as_kept(value + batch * value_batch + own * value_head, counts, VALUE_DIM)
     top = tl.maximum(best, score)
     left, share = tl.exp(best - top), tl.exp(score - top)
     total = left * total + share * new * power_of_two(exponent)
@@ -300,9 +296,9 @@ def write(
     if tl.program_id(1) == 0:
         counts, weight = _weight_of(log_weight, batch)
         own, last = tl.load(of_layer + head).to(tl.int64), head * WINDOW + WINDOW - 1
-        _kept(key + batch * key_batch + own * key_head, counts, after + NEAR_KEY, after + NEAR_KEY_UNIT, last, DIM)
+        _stored(key + batch * key_batch + own * key_head, counts, after + NEAR_KEY, after + NEAR_KEY_UNIT, last, DIM)
         value += batch * value_batch + own * value_head
-        _kept(value, counts, after + NEAR_VALUE, after + NEAR_VALUE_UNIT, last, VALUE_DIM)
+        _stored(value, counts, after + NEAR_VALUE, after + NEAR_VALUE_UNIT, last, VALUE_DIM)
         if head == 0:
             tl.store(at(after, NEAR_WEIGHT, tl.float32) + WINDOW - 1, weight)
 
@@ -334,10 +330,17 @@ def _moved(source, places, target, to, here, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _kept(x, counts, integers, exponents, place, SIZE: tl.constexpr):
-    """A vector in eight bits; zeros where it does not count."""
+def _as_kept(x, counts, SIZE: tl.constexpr):
+    """A vector in eight bits, whole numbers and their exponent; zeros where it does not count."""
     n = tl.arange(0, triton.next_power_of_2(SIZE))
-    numbers, exponent = packed(tl.load(x + n, mask=n < SIZE, other=0.0).to(tl.float32) * counts)
+    return packed(tl.load(x + n, mask=n < SIZE, other=0.0).to(tl.float32) * counts)
+
+
+@triton.jit
+def _stored(x, counts, integers, exponents, place, SIZE: tl.constexpr):
+    """A vector of the new token, as it is kept, to a place."""
+    n = tl.arange(0, triton.next_power_of_2(SIZE))
+    numbers, exponent = _as_kept(x, counts, SIZE)
     tl.store(at(integers, 0, tl.int8) + place * SIZE + n, numbers.to(tl.int8), mask=n < SIZE)
     tl.store(at(exponents, 0, tl.int8) + place, exponent.to(tl.int8))
 
