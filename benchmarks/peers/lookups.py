@@ -1,8 +1,8 @@
-"""Looking things up: what a memory of constant size finds again of single facts in a long context, by generation,
-beside the original and a window of the same bytes.
+"""Looking things up: what a memory finds again of single facts in a long context, by generation: dofla's, the
+original's, what one would use instead.
 
     python benchmarks/peers/lookups.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --out runs/lookups
+        --text ../shared/data/books-val.txt.gz --out runs/lookups --kvpress build/peers/bin/python
 
 Kinds of question are those of RULER (needles.py): *single*, a needle among sentences about nothing; *multi-key*, one
 of four needles in prose (``--text``); *variables*, four assignments that lead from one variable to the next; *common
@@ -12,118 +12,109 @@ questions with an interval of 95 % by bootstrap over contexts.
 Of each kind the template is taken that the original does best with, at the shortest length, on contexts of their own,
 among those of ``--template``, if some are named; what it scores less than ``--least`` with is left out, since nothing
 can be lost there. What is measured stays in the folder and is not measured again. With ``--retrieval-heads`` there is
-one more memory, some of whose KV heads hold every token of ``--reach``.
+one more memory, some of whose KV heads hold every token of ``--reach``. ``--kvpress`` is the Python of an environment
+with ``benchmarks/peers/requirements.txt``, where press_lookups.py is run; transformers' quantised caches are among the
+rows where optimum-quanto is installed.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from dataclasses import asdict, dataclass
+import subprocess
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from continuation import OURS, SOFTMAX, students
-from needles import KINDS, Context, Writer
+from continuation import CODED, OURS, SOFTMAX, coded_bytes, limit_of, students
+from judging import filled, token_bytes
+from needles import KINDS, Writer
+from questions import Context, Found, Task, read_found, write, write_tasks
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.errors import DoflaError
-from dofla.evaluation.generation import check_room, decode
+from dofla.evaluation.generation import check_room
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import cache_bytes
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
-from dofla.storage.files import write_json
 
 CHOOSING, ASKING = 1, 0
 """Seeds: of the contexts that choose templates, and of those that are judged."""
 
 
-@dataclass
-class Found:
-    """Scores of one memory on the questions of each context."""
+def cell(found: Found) -> str:
+    """Its mean, and an interval of 95 % by bootstrap over contexts."""
+    sums, counts = (torch.tensor([f(x) for x in found.scores], dtype=torch.float64) for f in (sum, len))
+    low, high = bootstrap_interval(sums, counts)
+    return f"{found.mean:.2f} ({low:.2f} to {high:.2f})"
 
-    memory: str
-    kind: str
-    template: str
-    length: int
-    bytes: int
-    scores: list[list[float]]
 
-    @property
-    def mean(self) -> float:
-        return sum(map(sum, self.scores)) / sum(map(len, self.scores))
-
-    @property
-    def cell(self) -> str:
-        sums, counts = (torch.tensor([f(x) for x in self.scores], dtype=torch.float64) for f in (sum, len))
-        low, high = bootstrap_interval(sums, counts)
-        return f"{self.mean:.2f} ({low:.2f} to {high:.2f})"
+Answer = Callable[[Context], tuple[list[float], int]]
+"""The score of each question, and the bytes of the memory after the context."""
 
 
 @torch.inference_mode()
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context) -> tuple[list[float], int]:
-    """The score of each question, from one reading of the context; and the bytes of the cache after it."""
-    cache = read_prompt(model, torch.tensor([context.ids]))
-    scores = []
-    for question in context.questions:
-        own, ids = copy.deepcopy(cache), torch.tensor([question.ids])
-        read_prompt(model, ids[:, :-1], cache=own)
-        written = decode(model, own, ids[:, -1:], question.room)
-        scores.append(question.score(tokenizer.decode(written[0])))
+    """By the cache that the model comes with."""
+    with evaluation_mode(model):
+        cache = read_prompt(model, torch.tensor([context.ids]))
+        scores = _scores(model, tokenizer, context, lambda: copy.deepcopy(cache))
     return scores, cache_bytes(cache)
 
 
-class Asking:
-    """Asks, and keeps what was found in a folder, a file for each memory, kind and length."""
+@torch.no_grad()
+def answer_coded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: int, context: Context
+) -> tuple[list[float], int]:
+    """By transformers' QuantizedCache, which has coded the whole context."""
+    cache = DynamicCache(config=model.config)
+    model.base_model(torch.tensor([context.ids]), past_key_values=cache)
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
 
-    def __init__(self, writer: Writer, folder: Path) -> None:
-        self.writer, self.folder = writer, folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def coded() -> Cache:
+        return filled(pairs, QuantizedCache("quanto", model.config, nbits=bits))
 
-    def path(self, memory: str, kind: str, template: str, length: int) -> Path:
-        return self.folder / f"{memory}, {kind}, {template}, {length}.json"
+    return _scores(model, tokenizer, context, coded), coded_bytes(coded())
 
-    def there(self, memory: str, kind: str, template: str, length: int, contexts: int) -> Found | None:
-        """What was found before, if on so many contexts."""
-        path = self.path(memory, kind, template, length)
-        found = Found(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-        return found if found and len(found.scores) == contexts else None
 
-    def ask(
-        self, memory: str, model: PreTrainedModel, kind: str, template: str, length: int, contexts: int, seed: int
-    ) -> Found:
-        """Measured now, or found before."""
-        if found := self.there(memory, kind, template, length, contexts):
-            return found
-        found = Found(memory, kind, template, length, 0, [])
-        with evaluation_mode(model):
-            for context in self.writer.contexts(kind, template, length, contexts, seed):
-                scores, held = answer(model, self.writer.tokenizer, context)
-                found.scores.append(scores)
-                found.bytes = max(found.bytes, held)
-        write_json(self.path(memory, kind, template, length), asdict(found))
+def _scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context, remembered: Callable[[], Cache]
+) -> list[float]:
+    written = [write(model, remembered(), x.ids, len(context.ids), x.room) for x in context.questions]
+    return [x.score(tokenizer.decode(ids)) for x, ids in zip(context.questions, written, strict=True)]
+
+
+def ask(folder: Path, memory: str, limit: int, answer: Answer, task: Task) -> Found:
+    """Measured now, or found before."""
+    if found := read_found(folder, task).get((memory, limit)):
         return found
+    answered = [answer(context) for context in task.contexts]
+    most = max(held for _, held in answered)
+    found = Found(memory, limit, task.kind, task.template, task.length, most, [scores for scores, _ in answered])
+    found.write(folder)
+    return found
 
 
-def merged(found: list[Found], memories: list[str]) -> Table:
-    """A row of each memory, a column of each kind and length."""
-    cells = {(x.memory, x.kind, x.length): x for x in found}
-    columns = sorted({(x.kind, x.length) for x in found})
-    heads = [f"{kind}, {length} ({sum(map(len, cells[memories[0], kind, length].scores))})" for kind, length in columns]
+def merged(folder: Path, tasks: list[Task]) -> Table:
+    """A row of each memory in the folder, by the bytes it may take and then by what it finds; a column of each task."""
+    columns = [read_found(folder, task) for task in tasks]
+    count = [sum(len(context.questions) for context in task.contexts) for task in tasks]
+    heads = [f"{task.kind}, {task.length} ({asked})" for task, asked in zip(tasks, count, strict=True)]
     shown = table("memory", "at most", *heads)
-    for memory in memories:
-        own = [cells[memory, kind, length] for kind, length in columns]
-        shown.add_row(memory, size(max(x.bytes for x in own)), *(x.cell for x in own))
+    rows = {row: [column.get(row) for column in columns] for column in columns for row in column}
+    for memory, limit in sorted(rows, key=lambda row: (row[1], -sum(x.mean for x in rows[row] if x))):
+        own = rows[memory, limit]
+        shown.add_row(memory, size(max(x.bytes for x in own if x)), *(cell(x) if x else "" for x in own))
     return shown
 
 
@@ -143,6 +134,7 @@ def main(
     least: Annotated[float, typer.Option(help="Score of the original with which a kind is worth asking.")] = 0.3,
     reach: Annotated[int | None, typer.Option(help="Positions that memories are for; default all there are.")] = None,
     retrieval_heads: Annotated[int, typer.Option(help="KV heads that hold every token, in one more memory.")] = 0,
+    kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
     kinds, lengths, budgets = kind or list(KINDS), length or [1024, 2048], budget or [64, 256]
@@ -157,55 +149,54 @@ def main(
     teacher, tokenizer = load_teacher(model, dtype)
     check_room(teacher, max(lengths))
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
-    asking = Asking(Writer(tokenizer, _tokens(text, tokenizer)), out)
-    console, found, memories = Console(width=220), [], [SOFTMAX]
-    chosen: dict[str, str] = {}
+    writer, tasks = Writer(tokenizer, _tokens(text, tokenizer)), []
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(width=220)
     # A model is asked in the attention it has; the original's is that of a student whose layers are all softmax.
     dofla.linearize(teacher, budget=16)
     with dofla.softmax(teacher):
+
+        def original(context: Context) -> tuple[list[float], int]:
+            return answer(teacher, tokenizer, context)[0], len(context.ids) * token_bytes(teacher)
+
         for each in kinds:
-            tried = {
-                template: asking.ask("choosing", teacher, each, template, min(lengths), choosing, CHOOSING).mean
-                for template in templates[each]
-            }
+            trials = [writer.task(each, template, min(lengths), choosing, CHOOSING) for template in templates[each]]
+            tried = {trial.template: ask(out, "choosing", 0, original, trial).mean for trial in trials}
             best = max(tried, key=tried.__getitem__)
             console.print(f"{each}: the original scores {', '.join(f'{x:.2f} ({name})' for name, x in tried.items())}")
             if tried[best] >= least:
-                chosen[each] = best
-        wanted = [(each, template, n) for each, template in chosen.items() for n in lengths]
-        count = {each: -(-questions // _asked(asking.writer, each, chosen[each], min(lengths))) for each in chosen}
-        for each, template, n in wanted:
-            found.append(asking.ask(SOFTMAX, teacher, each, template, n, count[each], ASKING))
+                count = -(-questions // len(trials[0].contexts[0].questions))
+                tasks += [writer.task(each, best, n, count, ASKING) for n in lengths]
+        for task in tasks:
+            ask(out, SOFTMAX, 0, original, task)
     dofla.restore(teacher)
-    if not wanted:
+    if not tasks:
         raise DoflaError(f"the original scores below {least} on every kind: give a smaller --least or a larger model")
-    for features in budgets:
+    limits = {features: limit_of(teacher, features, reach) for features in budgets}
+    write_tasks(out, tasks, list(limits.values()))
+    for name, bits in CODED.items() if find_spec("optimum.quanto") else ():
+        for task in tasks:
+            ask(out, name, 0, partial(answer_coded, teacher, tokenizer, bits), task)
+    for features, limit in limits.items():
         made = students(features, known, None, reach)
         if retrieval_heads:
             options = {"budget": features, "reach": reach, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
             made[f"{OURS}, {retrieval_heads} retrieval heads"] = partial(dofla.fade, tokens=known, **options)
         for name, make in made.items():
-            memory = f"{name}, {features}" + ("" if reach is None else f", reach {reach}")
-            memories.append(memory)
-            there = [asking.there(memory, each, template, n, count[each]) for each, template, n in wanted]
-            if not all(there):
+            memory = name if reach is None else f"{name}, reach {reach}"
+            if any((memory, limit) not in read_found(out, task) for task in tasks):
                 student = make(teacher)
-                there = [
-                    asking.ask(memory, student, each, template, n, count[each], ASKING) for each, template, n in wanted
-                ]
+                for task in tasks:
+                    ask(out, memory, limit, partial(answer, student, tokenizer), task)
                 dofla.restore(teacher)
-            found += there
-    console.print(merged(found, memories))
+    if kvpress:
+        subprocess.run([kvpress, Path(__file__).parent / "press_lookups.py", model, out], check=True)
+    console.print(merged(out, tasks))
 
 
 def _tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     windows: TokenWindows = dofla.token_windows(text, tokenizer, length=512, split="all")
     return windows.input_ids.flatten().tolist()
-
-
-def _asked(writer: Writer, kind: str, template: str, length: int) -> int:
-    """Questions of a context."""
-    return len(writer.contexts(kind, template, length, 1, ASKING)[0].questions)
 
 
 if __name__ == "__main__":

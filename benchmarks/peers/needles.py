@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from random import Random
 
+from questions import Context, Question, Task
 from transformers import PreTrainedTokenizerBase
 
 from dofla.data.words import one_token_words, pieces
@@ -54,28 +54,6 @@ COMMON_WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class Question:
-    """``ids`` follow on the context; then comes the answer, within ``room`` tokens, in which all ``answers`` should
-    stand."""
-
-    ids: list[int]
-    answers: tuple[str, ...]
-    room: int
-
-    def score(self, written: str) -> float:
-        """Share of the answers that stand in what was written."""
-        return sum(answer.lower() in written.lower() for answer in self.answers) / len(self.answers)
-
-
-@dataclass(frozen=True)
-class Context:
-    """Tokens, and what is asked of them."""
-
-    ids: list[int]
-    questions: list[Question]
-
-
 class Writer:
     """Writes contexts of some number of tokens for one tokenizer; ``text`` [T] is the haystack of *multi-key*, and says
     which tokens are whole words."""
@@ -96,7 +74,7 @@ class Writer:
     def question(self, text: str, answers: Sequence[str], spare: int) -> Question:
         """Room for the answers, what may stand between them, and ``spare`` tokens."""
         room = len(self.pieces(" " + ", ".join(answers))) + spare
-        return Question(self.pieces(text), tuple(answers), room)
+        return Question(self.pieces(text), list(answers), room)
 
     def hide(self, rng: Random, needles: list[list[int]], hay: list[list[int]]) -> list[int]:
         """The tokens of a haystack with the needles at places that are drawn, in their order."""
@@ -192,6 +170,10 @@ class Writer:
         """``count`` contexts of at most ``length`` tokens with the longest question and its answer."""
         rng = Random(f"{seed} {kind} {length}")
         return [KINDS[kind][0](self, rng, length, template) for _ in range(count)]
+
+    def task(self, kind: str, template: str, length: int, count: int, seed: int) -> Task:
+        """Of such contexts."""
+        return Task(kind, template, length, self.contexts(kind, template, length, count, seed))
 
 
 KINDS: dict[str, tuple[Callable[[Writer, Random, int, str], Context], list[str]]] = {

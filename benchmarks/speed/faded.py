@@ -4,7 +4,7 @@
     python benchmarks/speed/faded.py --int8 --dtypes bfloat16
     python benchmarks/speed/faded.py --batch 16 --dtypes bfloat16 --contexts 2048 --new-tokens 4
     python benchmarks/speed/faded.py --compile
-    python benchmarks/speed/faded.py --shares shares.json
+    python benchmarks/speed/faded.py --contexts 8 --contexts 8192 --contexts 65536 --prompts 8192
 
 A model in a real one's shape with random weights, as it is (transformers' "sdpa" attention and default dynamic cache)
 and with a memory that fades (``dofla.fade``), both in one process and taking turns at every token and every prompt. Of
@@ -14,8 +14,9 @@ beside a softmax token after the shortest context, which has little else to do t
 examples/int8_weights.py has it, but the output layer's as well. With ``--batch`` a token is one of each sequence. With
 ``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
 ``dofla.compile_generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each
-length is compiled anew. All KV heads have the same size, unless ``--shares`` names a file of what
-``dofla.measure_shares`` found (``Shares.save``).
+length is compiled anew. Softmax attention does not take part in contexts beyond ``--longest``. Beside a prompt stands
+what the model's linear layers take for it alone, one after the other. KV heads have the shares of the student in
+docs/students, or those of another ``--plan``; with ``--even``, and in models of other shapes, all the same.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import dofla
 
+SHIPPED = Path(__file__).parents[2] / "docs/students/smollm2-135m-fading/plan.json"
 KINDS = ("softmax", "faded")
+LINEAR = "linear layers"
 COMPILED = " compiled"
 INT8 = " int8"
 EMPTY = 8
+REACH = 8192
+"""SmolLM2's positions, for which the shipped student's memory is."""
 
 
 def main(
@@ -47,7 +52,9 @@ def main(
     contexts: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
     prompts: Annotated[list[int] | None, typer.Option(help="Tokens read in one call.")] = None,
     budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
-    shares: Annotated[Path | None, typer.Option(help="Of the KV heads, as measured; default all the same.")] = None,
+    plan: Annotated[Path, typer.Option(help="Of a student whose KV heads' shares to take.")] = SHIPPED,
+    even: Annotated[bool, typer.Option("--even", help="All KV heads the same share instead.")] = False,
+    longest: Annotated[int, typer.Option(help="Tokens of context up to which softmax attention takes part.")] = 8192,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is read.")] = 3,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
@@ -61,22 +68,25 @@ def main(
     prompts = [] if compile else sorted(prompts or [512, 2048])
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "batch": batch, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
-    own = "even" if shares is None else dofla.Shares.load(shares)
+    own = "even" if even or model != "smollm2-135m" else dofla.Shares(dofla.Plan.load(plan).made_by["shares"])
     for dtype in dtypes or ["float32", "bfloat16"]:
         models = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
         if int8:
             others = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
             models |= {kind + INT8: in_eight_bits(other) for kind, other in others.items()}
         kinds = [kind + way for way in ("", COMPILED)[: 1 + compile] for kind in models]
-        print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{kind:>18}" for kind in kinds) + f"{'ratio':>8}")
+        shown = kinds + [LINEAR] * bool(prompts)
+        print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{x:>18}" for x in shown) + f"{'ratio':>8}")
         with torch.inference_mode():
             rows = [("prompt", n, read(models, batch, n, repeats)) for n in prompts]
-            rows += [("token", n, decode(models, kinds, batch, n, new_tokens)) for n in contexts]
+            for n in contexts:
+                own_kinds = [kind for kind in kinds if n <= longest or kind.startswith("faded")]
+                rows.append(("token", n, decode(models, own_kinds, batch, n, new_tokens)))
         for what, tokens, taken in rows:
-            ratio = taken["faded"] / taken["softmax"]
-            times = "".join(f"{1e3 * taken[kind]:>18.1f}" for kind in kinds)
+            times = "".join(f"{1e3 * taken[kind]:>18.1f}" if kind in taken else f"{'':>18}" for kind in shown)
+            ratio = f"{taken['faded'] / taken['softmax']:>8.2f}" if "softmax" in taken else ""
             label = f"a prompt of {tokens} tokens" if what == "prompt" else f"a token after {tokens}"
-            print(f"{label:<45}{times}{ratio:>8.2f}", flush=True)
+            print(f"{label:<45}{times}{ratio}".rstrip(), flush=True)
             found["rows"].append({"dtype": dtype, "what": what, "tokens": tokens, **taken})
         floor = next(taken["softmax"] for what, tokens, taken in rows if what == "token" and tokens == contexts[0])
         slowest = max(taken["faded"] for what, _, taken in rows if what == "token")
@@ -87,10 +97,10 @@ def main(
 
 
 def both(name: str, dtype: str, budget: int, longest: int, shares: dofla.Shares | str) -> dict[str, PreTrainedModel]:
-    shared = {"batch": 1, "tokens": longest, "new_tokens": 1, "chunk": longest}
+    shared = {"batch": 1, "tokens": max(longest, REACH), "new_tokens": 1, "chunk": longest}
     job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
     models = {kind: build(job) for kind in KINDS}
-    dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares=shares)
+    dofla.fade(models["faded"], random_tokens(models["faded"], 1, 256), budget=budget, shares=shares, reach=REACH)
     return models
 
 
@@ -115,7 +125,8 @@ def random_tokens(model: PreTrainedModel, batch: int, length: int) -> torch.Tens
 
 def read(models: dict[str, PreTrainedModel], batch: int, length: int, repeats: int) -> dict[str, float]:
     """Seconds of a prompt read in one call."""
-    return least({kind: prompt(model, batch, length) for kind, model in models.items()}, repeats)
+    calls = {kind: prompt(model, batch, length) for kind, model in models.items()}
+    return least(calls | {LINEAR: products(models["softmax"], batch, length)}, repeats)
 
 
 def decode(
@@ -129,6 +140,16 @@ def decode(
 def prompt(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
     tokens = random_tokens(model, batch, length)
     return lambda: feed(model, tokens, DynamicCache(config=model.config))
+
+
+def products(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
+    """All linear layers on a prompt, the last on one token of it."""
+    calls = []
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            tokens = 1 if layer is model.get_output_embeddings() else length
+            calls.append((layer, torch.randn(batch, tokens, layer.in_features, dtype=layer.weight.dtype)))
+    return lambda: [layer(x) for layer, x in calls]
 
 
 def token(
@@ -155,8 +176,9 @@ def least(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float
     return {kind: min(times[1:]) for kind, times in taken.items()}
 
 
-def feed(model: Callable, tokens: torch.Tensor, cache: Cache) -> None:
-    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+def feed(model: Callable, tokens: torch.Tensor, cache: Cache, chunk: int = 8192) -> None:
+    for piece in tokens.split(chunk, dim=1):
+        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 if __name__ == "__main__":

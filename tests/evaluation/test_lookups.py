@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 
 import pytest
 import torch
 import typer
 from benches import scripts
 from students import reader_of
+from transformers import DynamicCache
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.storage.files import write_json
 
 
 @pytest.fixture(scope="module")
 def modules():
-    """``needles`` and ``lookups``."""
-    with scripts("peers", "needles", "lookups") as modules:
+    """``needles``, ``lookups`` and ``questions``."""
+    with scripts("peers", "needles", "lookups", "questions") as modules:
         yield modules
 
 
@@ -75,7 +74,7 @@ def test_common_words_are_the_most_common(modules, writer, tokenizer):
 
 
 def test_the_score_is_the_share_that_was_written(modules):
-    question = modules[0].Question([], ("apple", "pear", "plum", "fig"), 9)
+    question = modules[2].Question([], ["apple", "pear", "plum", "fig"], 9)
     assert question.score("1. Apple 2. grape 3. plum") == 0.5
     assert question.score("") == 0
 
@@ -93,9 +92,9 @@ def test_a_text_of_few_words_is_refused(modules, tokenizer):
 
 @torch.no_grad()
 def test_answers_are_those_of_whole_prompts_read_from_the_start(tiny, modules, writer, tokenizer, monkeypatch):
-    needles, lookups = modules
+    needles, lookups, questions = modules
     student, said = reader_of(tiny, "llama"), []
-    monkeypatch.setattr(needles.Question, "score", lambda question, written: said.append(written) or 1.0)
+    monkeypatch.setattr(questions.Question, "score", lambda question, written: said.append(written) or 1.0)
     (context,) = writer.contexts("multi-key", "pass codes", 200, 1, seed=0)
     scores, held = lookups.answer(student, tokenizer, context)
     assert scores == [1.0] * needles.NEEDLES
@@ -106,31 +105,102 @@ def test_answers_are_those_of_whole_prompts_read_from_the_start(tiny, modules, w
         assert tokenizer.decode(whole[0, ids.shape[1] :]) == written
 
 
-def test_what_was_found_is_not_measured_again_and_intervals_are_over_contexts(tiny, modules, writer, tmp_path):
-    lookups = modules[1]
-    asking, student = lookups.Asking(writer, tmp_path), reader_of(tiny, "llama")
-    asked = ("dofla.fade, 8", student, "single", "pass codes", 150)
-    assert len(asking.ask(*asked, contexts=2, seed=0).scores) == 2
-    (path,) = tmp_path.iterdir()
-    kept = lookups.Found("dofla.fade, 8", "single", "pass codes", 150, 1024, [[0.25], [0.5]])
-    write_json(path, asdict(kept))
-    assert asking.ask(*asked, contexts=2, seed=0) == kept
-    assert len(asking.ask(*asked, contexts=3, seed=0).scores) == 3
-    other = lookups.Found("x", "multi-key", "pass codes", 150, 1024, [[1, 1, 1, 0], [0, 0, 0, 1]])
-    assert other.cell == "0.50 (0.25 to 0.75)"
+@torch.no_grad()
+def test_a_memory_of_fewer_tokens_than_were_read_answers_at_the_places_of_the_text(tiny, modules):
+    model, tokens = tiny.llama(max_position_embeddings=64).double(), tiny.tokens(1, 30)
+    places = torch.arange(20)[None]
+
+    def remembered():
+        """Of 20 tokens the last six."""
+        cache = DynamicCache(config=model.config)
+        model(tokens[:, :20], past_key_values=cache, position_ids=places)
+        kept = [(layer.keys[:, :, -6:], layer.values[:, :, -6:]) for layer in cache.layers]
+        return filled(kept, DynamicCache(config=model.config))
+
+    def filled(pairs, cache):
+        for index, (keys, values) in enumerate(pairs):
+            cache.update(keys, values, index)
+        return cache
+
+    ids = tokens[0, 20:].tolist()
+    written = [modules[2].write(model, remembered(), ids, 20, 4, chunk=chunk) for chunk in (None, 3)]
+    mask = torch.ones(34, 34, dtype=torch.bool).tril()
+    mask[20:, :14] = False  # the question and the answer see the last six tokens of the context alone
+    whole = tokens
+    for _ in range(4):
+        own = mask[: whole.shape[1], : whole.shape[1]]
+        whole = torch.cat([whole, model(whole, attention_mask=own[None, None]).logits[:, -1:].argmax(dim=-1)], dim=1)
+    assert written == [whole[0, 30:].tolist()] * 2
+
+
+@torch.no_grad()
+def test_a_quantised_cache_has_coded_the_context_when_it_is_asked(tiny, modules, writer, tokenizer):
+    pytest.importorskip("optimum.quanto")
+    model = tiny.llama(vocab_size=len(tokenizer), head_dim=64, max_position_embeddings=256)
+    (context,) = writer.contexts("multi-key", "pass codes", 200, 1, seed=0)
+    for bits in (4, 2):
+        scores, held = modules[1].answer_coded(model, tokenizer, bits, context)
+        assert len(scores) == modules[0].NEEDLES
+        # Of 2 layers, keys and values of 2 heads: codes, a scale and an offset for each token.
+        assert held == 2 * 2 * 2 * len(context.ids) * (64 * bits // 8 + 2 + 2)
+
+
+def test_what_was_found_is_not_measured_again_and_intervals_are_over_contexts(modules, writer, tmp_path):
+    _, lookups, questions = modules
+    task = writer.task("single", "pass codes", 150, 2, seed=0)
+    found = lookups.ask(tmp_path, "dofla.fade", 900, lambda context: ([0.5] * len(context.questions), 7), task)
+    assert (found.scores, found.bytes, found.limit) == ([[0.5], [0.5]], 7, 900)
+
+    def never(_):
+        raise AssertionError
+
+    assert lookups.ask(tmp_path, "dofla.fade", 900, never, task) == found
+    for other in (
+        writer.task("single", "pass codes", 150, 3, seed=0),
+        writer.task("single", "pass codes", 140, 2, seed=0),
+        writer.task("single", "magic numbers", 150, 2, seed=0),
+    ):
+        assert questions.read_found(tmp_path, other) == {}
+    assert questions.read_found(tmp_path, task) == {("dofla.fade", 900): found}
+    other = questions.Found("x", 0, "multi-key", "pass codes", 150, 1024, [[1, 1, 1, 0], [0, 0, 0, 1]])
+    assert lookups.cell(other) == "0.50 (0.25 to 0.75)"
+
+
+def test_rows_stand_by_bytes_and_then_by_what_is_found_where_some_is_missing_too(modules, writer, tmp_path):
+    _, lookups, questions = modules
+    tasks = [writer.task("single", "pass codes", length, 2, seed=0) for length in (150, 160)]
+    rows = {("better", 900): (1.0, 0.5), ("worse", 900): (0.5, 0.5), ("softmax cache", 0): (1.0, 1.0)}
+    rows |= {("large", 4000): (0.0, None)}
+    for (memory, limit), means in rows.items():
+        for task, mean in zip(tasks, means, strict=True):
+            if mean is not None:
+                scores = [[mean], [mean]]
+                questions.Found(memory, limit, "single", "pass codes", task.length, 1024, scores).write(tmp_path)
+    columns = [list(column.cells) for column in lookups.merged(tmp_path, tasks).columns]
+    assert columns[0] == ["softmax cache", "better", "worse", "large"]
+    assert columns[1] == ["1.0 KiB"] * 4
+    assert columns[3] == ["1.00 (1.00 to 1.00)", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)", ""]
+
+
+def test_what_is_asked_reaches_the_other_environment(modules, writer, tmp_path):
+    questions = modules[2]
+    tasks = [writer.task(*asked, 700, 2, seed=0) for asked in (("single", "pass codes"), ("variables", "as it is"))]
+    questions.write_tasks(tmp_path, tasks, [900, 4000])
+    assert questions.read_tasks(tmp_path) == (tasks, [900, 4000])
+    assert questions.read_found(tmp_path, tasks[0]) == {}
 
 
 def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys):
     lookups = modules[1]
-    model = tiny.llama(vocab_size=len(tokenizer), head_dim=16)
+    model = tiny.llama(vocab_size=len(tokenizer), head_dim=64)
     monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
     monkeypatch.setattr(lookups, "_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 1}
     lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, reach=160, retrieval_heads=1)
     printed = capsys.readouterr().out
-    ours = ("dofla.fade, 24, reach 160", "dofla.fade, 1 retrieval heads, 24, reach 160")
-    for row in (lookups.SOFTMAX, *ours, "window and sinks, 8 bits, 24, reach 160", "single, 150 (2)"):
+    ours = ("dofla.fade, reach 160", "dofla.fade, 1 retrieval heads, reach 160")
+    for row in (lookups.SOFTMAX, *ours, "window and sinks, 8 bits, reach 160", "single, 150 (2)"):
         assert row in printed
     with pytest.raises(DoflaError, match=r"the original scores below 1\.1 on every kind"):
         lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=1.1, **options)

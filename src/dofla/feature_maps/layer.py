@@ -101,6 +101,7 @@ class LinearAttention(nn.Module):
         self._faded: FadedHeads | None = None
         if self._layouts:
             self._faded = FadedHeads(list(self._layouts.values()), [self.maps[n] for n in self._layouts])
+        self._all_faded = len(self._layouts) == len(self.groups)
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
@@ -175,11 +176,13 @@ class LinearAttention(nn.Module):
         if self.training and not states:
             for feature_map in self.maps:
                 feature_map.new_training_pass()
-        options = {"scaling": scaling, "weight": weight}
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        out, after = None, {}
+        out, after, options = None, {}, {"scaling": scaling, "weight": weight}
         if causal and self._faded is not None and not self.hides_tokens:
-            found = self._faded.attend(query, key, value, states=[states[n] for n in self._layouts], **options)
+            before = states if self._all_faded else [states[n] for n in self._layouts]
+            found = self._faded.attend(query, key, value, states=before, **options)
+            if found is not None and self._all_faded:
+                return found
             if found is not None:
                 out, after = found[0], dict(zip(self._layouts, found[1], strict=True))
         if rest := [n for n in range(len(self.groups)) if n not in after]:

@@ -36,15 +36,15 @@ def usable(
     vectors: Sequence[Tensor], others: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> bool:
     """Whether the kernels take these: on a CPU, no derivative asked for, vectors of ``dtypes`` with contiguous rows."""
-    tensors, differentiable = (*vectors, *others), torch.is_grad_enabled()
-    for t in tensors:  # without generators, as this is asked for every token
+    differentiable, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    for t in (*vectors, *others):  # without generators, as this is asked for every token
         if not t.is_cpu or (differentiable and t.requires_grad):
+            return False
+        if not traced and unpack_dual(t).tangent is not None:  # forward-mode derivatives
             return False
     for t in vectors:
         if t.dtype not in dtypes or t.stride(-1) != 1:
             return False
-    if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors):
-        return False  # forward-mode derivatives
     return torch.backends.mkldnn.enabled and _obstacle() is None
 
 

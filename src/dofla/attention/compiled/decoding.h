@@ -200,11 +200,12 @@ class Decoder {
   std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_, scores_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_;
+  Unwritten scores_;
 };
 
 // Scores of which a thread computes at least so many: waking another one takes as long.
-constexpr double kWorthAThread = 4096;
+constexpr double kWorthAThread = 2000;
 
 inline void decode(const std::vector<Job>& jobs) {
   const std::vector<Unit> units = units_of(jobs);

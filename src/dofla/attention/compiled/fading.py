@@ -43,4 +43,4 @@ def attend_and_code(
         infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
         a value those of its head from its token on.
     """
-    return torch.ops.dofla.fading(query, key, value, log_weight, states, keys, values, TABLES, scaling, sizes)
+    return torch.ops.dofla.fading.default(query, key, value, log_weight, states, keys, values, TABLES, scaling, sizes)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,18 @@ namespace dofla {
 
 constexpr std::int64_t kChunk = 64;  // tokens done at once
 constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
+
+// Floats that are written before they are read. A vector would fill all of them with zeros first, and of what a memory has
+// places for a token may use few.
+class Unwritten {
+ public:
+  explicit Unwritten(std::int64_t count) : floats_(new float[count]) {}
+  float* data() { return floats_.get(); }
+  float& operator[](std::int64_t place) { return floats_[place]; }
+
+ private:
+  std::unique_ptr<float[]> floats_;
+};
 
 // exp(x) for x at most about 0, to float precision; exactly 0 where a float would be subnormal. Cody-Waite reduction to
 // |r| <= ln(2)/2 and a polynomial of degree 6. Unlike std::exp it has no branch, so that loops over it become vectors.
