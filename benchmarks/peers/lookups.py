@@ -20,6 +20,7 @@ rows where optimum-quanto is installed.
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -165,8 +166,8 @@ def main(
             best = max(tried, key=tried.__getitem__)
             console.print(f"{each}: the original scores {', '.join(f'{x:.2f} ({name})' for name, x in tried.items())}")
             if tried[best] >= least:
-                count = -(-questions // len(trials[0].contexts[0].questions))
-                tasks += [writer.task(each, best, n, count, ASKING) for n in lengths]
+                contexts = math.ceil(questions / len(trials[0].contexts[0].questions))
+                tasks += [writer.task(each, best, n, contexts, ASKING) for n in lengths]
         for task in tasks:
             ask(out, SOFTMAX, 0, original, task)
     dofla.restore(teacher)

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from judging import token_bytes
-from kvpress import DecodingPress
+from kvpress import BasePress, DecodingPress
 from presses import KINDS, PRESSES, Memory, Trial, attention, compressing, ratio_to
 from questions import Context, Found, Question, Task, read_found, read_tasks, write
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 WAYS = {"once": KINDS["once"], "kvzip": KINDS["kvzip"], "held": KINDS["held"], "question known": ["SnapKV", "TOVA"]}
 NOTES = {"held": ", held", "question known": ", question known"}
@@ -31,16 +33,16 @@ NOTES = {"held": ", held", "question known": ", question known"}
 
 @torch.no_grad()
 def remembered(model: PreTrainedModel, ids: list[int], trials: list[Trial]) -> list[Memory]:
-    """What each trial leaves of these tokens, all from one reading of them but KVzip, which reads them its own way."""
-    ids_, presses = torch.tensor([ids]), [PRESSES[x.press](ratio_to(x.least, len(ids))) for x in trials]
-    if any(trial.kind == "kvzip" for trial in trials):
-        return [_remembered_by_kvzip(model, ids_, press) for press in presses]
+    """What each trial, all of one way, leaves of these tokens, from one reading of them; KVzip has its own."""
+    context, presses = torch.tensor([ids]), [PRESSES[x.press](ratio_to(x.least, len(ids))) for x in trials]
+    if trials[0].kind == "kvzip":
+        return [_remembered_by_kvzip(model, context, press) for press in presses]
     with compressing(model, presses) as memories:
-        model.model(ids_, past_key_values=DynamicCache(config=model.config))
+        model.model(context, past_key_values=DynamicCache(config=model.config))
     return memories
 
 
-def _remembered_by_kvzip(model: PreTrainedModel, ids: torch.Tensor, press) -> Memory:
+def _remembered_by_kvzip(model: PreTrainedModel, ids: Tensor, press: BasePress) -> Memory:
     cache = DynamicCache(config=model.config)
     with press(model):
         model.model(input_ids=ids, past_key_values=cache)
@@ -49,7 +51,7 @@ def _remembered_by_kvzip(model: PreTrainedModel, ids: torch.Tensor, press) -> Me
 
 
 def written(model: PreTrainedModel, memory: Memory, trial: Trial, question: Question, at: int) -> list[int]:
-    """The answer to a question that follows on ``at`` tokens; of those of the question that are not in the memory."""
+    """The answer to a question that follows on ``at`` tokens, of which the memory is left."""
     cache = memory.cache(model)
     if trial.kind != "held":
         return write(model, cache, question.ids, at, question.room)
@@ -57,36 +59,37 @@ def written(model: PreTrainedModel, memory: Memory, trial: Trial, question: Ques
         return write(model, cache, question.ids, at, question.room, chunk=trial.kept - trial.least)
 
 
-def answers(model: PreTrainedModel, context: Context, trials: list[Trial]) -> Iterator[tuple[Trial, list[int]]]:
-    """Of each question, what each trial writes."""
-    if trials[0].kind != "question known":
-        memories = remembered(model, context.ids, trials)
-        for question in context.questions:
-            for trial, memory in zip(trials, memories, strict=True):
-                yield trial, written(model, memory, trial, question, len(context.ids))
-        return
+def answers(model: PreTrainedModel, context: Context, trials: list[Trial]) -> Iterator[list[list[int]]]:
+    """For each question what each trial, all of one way, writes."""
+    known, memories = trials[0].kind == "question known", []
     for question in context.questions:
-        ids = context.ids + question.ids[:-1]
-        rest = Question(question.ids[-1:], question.answers, question.room)
-        for trial, memory in zip(trials, remembered(model, ids, trials), strict=True):
-            yield trial, written(model, memory, trial, rest, len(ids))
+        ids, rest = context.ids, question
+        if known:
+            ids, rest = context.ids + question.ids[:-1], replace(question, ids=question.ids[-1:])
+        if known or not memories:
+            memories = remembered(model, ids, trials)
+        pairs = zip(trials, memories, strict=True)
+        yield [written(model, memory, trial, rest, len(ids)) for trial, memory in pairs]
 
 
-def fill(model: PreTrainedModel, tokenizer, folder: Path, task: Task, trials: list[Trial]) -> None:
+def fill(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, task: Task, trials: list[Trial]
+) -> None:
     """Write what is not there of these trials, of one way, on a task."""
     there = read_found(folder, task)
-    trials = [x for x in trials if (x.press + NOTES.get(x.kind, ""), x.limit) not in there]
-    scores: dict[Trial, list[list[float]]] = {trial: [] for trial in trials}
+    trials = [trial for trial in trials if (name_of(trial), trial.limit) not in there]
+    scores: list[list[list[float]]] = []  # of each context, question and trial
     for context in task.contexts if trials else ():
-        asked = {trial: iter(context.questions) for trial in trials}
-        for own in scores.values():
-            own.append([])
-        for trial, ids in answers(model, context, trials):
-            scores[trial][-1].append(next(asked[trial]).score(tokenizer.decode(ids)))
-    for trial, own in scores.items():
+        told = zip(context.questions, answers(model, context, trials), strict=True)
+        scores.append([[question.score(tokenizer.decode(ids)) for ids in all_of] for question, all_of in told])
+    for place, trial in enumerate(trials):
+        own = [[of_trials[place] for of_trials in of_questions] for of_questions in scores]
         held = trial.kept * token_bytes(model)
-        name = trial.press + NOTES.get(trial.kind, "")
-        Found(name, trial.limit, task.kind, task.template, task.length, held, own).write(folder)
+        Found(name_of(trial), trial.limit, task.kind, task.template, task.length, held, own).write(folder)
+
+
+def name_of(trial: Trial) -> str:
+    return trial.press + NOTES.get(trial.kind, "")
 
 
 def main() -> None:

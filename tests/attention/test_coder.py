@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from forms import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +160,16 @@ def relative_error(coder, x, stage, of=None):
         torch.einsum("bhli,hij,bhlj->", found, of.expand(x.shape[1], -1, -1), found)
         / torch.einsum("bhli,hij,bhlj->", centred, of.expand(x.shape[1], -1, -1), centred)
     ).item()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_turns_back_undoes_the_turn_on_any_number_of_threads(count):
+    with threads(count):
+        coder = calibrated(vectors(heads=4, dim=256))
+    turn, back = coder.turn.double() * coder.fineness.double().unsqueeze(-1), coder.back.double()
+    # ``back`` is rounded to float32, and nothing else is near that.
+    bound = torch.finfo(torch.float32).eps * turn.abs() @ back.abs()
+    assert ((turn @ back - torch.eye(256, dtype=torch.float64)).abs() <= bound).all()
 
 
 def test_directions_that_matter_beat_a_rotation():

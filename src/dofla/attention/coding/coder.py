@@ -135,7 +135,9 @@ class Coder(nn.Module):
         self.fineness.copy_(fineness)
         self.mean.copy_(mean)
         whole_turn = self.turn.double() * self.fineness.double().unsqueeze(-1)
-        self.back.copy_(torch.linalg.inv(whole_turn))
+        for back, own in zip(self.back, whole_turn, strict=True):
+            # One by one: of several matrices at once, by several threads, torch's inverse is wrong from a size of 160 on.
+            back.copy_(torch.linalg.inv(own))
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
 
