@@ -136,7 +136,8 @@ class Coder(nn.Module):
         self.mean.copy_(mean)
         whole_turn = self.turn.double() * self.fineness.double().unsqueeze(-1)
         for back, own in zip(self.back, whole_turn, strict=True):
-            # One by one: of several matrices at once, by several threads, torch's inverse is wrong from a size of 160 on.
+            # One by one: torch takes several at once by threads that get in each other's way, and is wrong, stops or
+            # hangs from a size of some 150 on (pytorch/pytorch#142815).
             back.copy_(torch.linalg.inv(own))
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
         self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
