@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +40,8 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedMo
 PRESSES: dict[str, Callable[[float], BasePress]] = {
     "StreamingLLM": StreamingLLMPress,
     "SnapKV": SnapKVPress,
+    # Its 64 newest tokens, by default, leave few places of a small memory to others, and none to the first tokens.
+    "SnapKV(32)": partial(SnapKVPress, window_size=32),
     "TOVA": TOVAPress,
     "ExpectedAttention": ExpectedAttentionPress,
     "AdaKV(ExpectedAttention)": lambda ratio: AdaKVPress(ExpectedAttentionPress(ratio, epsilon=1e-2)),
@@ -46,7 +49,7 @@ PRESSES: dict[str, Callable[[float], BasePress]] = {
 }
 """By the part of the pairs to take away. All but the last decide while the prompt is read, layer by layer."""
 KINDS = {
-    "once": ["StreamingLLM", "SnapKV", "TOVA", "ExpectedAttention", "AdaKV(ExpectedAttention)"],
+    "once": ["StreamingLLM", "SnapKV", "SnapKV(32)", "TOVA", "ExpectedAttention", "AdaKV(ExpectedAttention)"],
     "as-if": ["SnapKV", "ExpectedAttention"],
     # Of the others, what a DecodingPress shows them of the newest queries and of the order of tokens is not enough.
     "held": ["TOVA"],

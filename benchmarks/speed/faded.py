@@ -143,13 +143,20 @@ def prompt(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None
 
 
 def products(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
-    """All linear layers on a prompt, the last on one token of it."""
-    calls = []
+    """All linear layers on a prompt, the last on one token of it; those of one width read the same numbers."""
+    calls, inputs = [], {}
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
-            tokens = 1 if layer is model.get_output_embeddings() else length
-            calls.append((layer, torch.randn(batch, tokens, layer.in_features, dtype=layer.weight.dtype)))
-    return lambda: [layer(x) for layer, x in calls]
+            shape = batch, 1 if layer is model.get_output_embeddings() else length, layer.in_features
+            if shape not in inputs:
+                inputs[shape] = torch.randn(shape, dtype=layer.weight.dtype)
+            calls.append((layer, inputs[shape]))
+
+    def run() -> None:
+        for layer, x in calls:
+            layer(x)
+
+    return run
 
 
 def token(
