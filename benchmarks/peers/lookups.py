@@ -51,6 +51,8 @@ from dofla.runs.teacher import load_teacher
 
 CHOOSING, ASKING = 1, 0
 """Seeds: of the contexts that choose templates, and of those that are judged."""
+TRIED = "original, to choose a template"
+"""What the former's rows are called, which are not in the table."""
 
 
 def cell(found: Found) -> str:
@@ -113,6 +115,7 @@ def merged(folder: Path, tasks: list[Task]) -> Table:
     heads = [f"{task.kind}, {task.length} ({asked})" for task, asked in zip(tasks, count, strict=True)]
     shown = table("memory", "at most", *heads)
     rows = {row: [column.get(row) for column in columns] for column in columns for row in column}
+    rows.pop((TRIED, 0), None)
     for memory, limit in sorted(rows, key=lambda row: (row[1], -sum(x.mean for x in rows[row] if x))):
         own = rows[memory, limit]
         shown.add_row(memory, size(max(x.bytes for x in own if x)), *(cell(x) if x else "" for x in own))
@@ -162,7 +165,7 @@ def main(
 
         for each in kinds:
             trials = [writer.task(each, template, min(lengths), choosing, CHOOSING) for template in templates[each]]
-            tried = {trial.template: ask(out, "choosing", 0, original, trial).mean for trial in trials}
+            tried = {trial.template: ask(out, TRIED, 0, original, trial).mean for trial in trials}
             best = max(tried, key=tried.__getitem__)
             console.print(f"{each}: the original scores {', '.join(f'{x:.2f} ({name})' for name, x in tried.items())}")
             if tried[best] >= least:

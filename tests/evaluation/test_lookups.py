@@ -196,12 +196,13 @@ def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenize
     monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
     monkeypatch.setattr(lookups, "_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
-    options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 1}
+    options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 2}
     lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, reach=160, retrieval_heads=1)
     printed = capsys.readouterr().out
     ours = ("dofla.fade, reach 160", "dofla.fade, 1 retrieval heads, reach 160")
     for row in (lookups.SOFTMAX, *ours, "window and sinks, 8 bits, reach 160", "single, 150 (2)"):
         assert row in printed
+    assert lookups.TRIED not in printed
     with pytest.raises(DoflaError, match=r"the original scores below 1\.1 on every kind"):
         lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=1.1, **options)
     capsys.readouterr()
