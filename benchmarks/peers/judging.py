@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -48,14 +49,19 @@ class Row:
 
     def write(self, folder: Path) -> None:
         """Into a file of its own, whole or not there."""
-        partial = folder / f".{self.name}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        os.replace(partial, folder / f"{self.name}.json")
+        write_json(folder / f"{self.name}.json", asdict(self))
 
     @property
     def name(self) -> str:
         """Of the row, and of its file."""
         return f"{self.memory}, {self.limit}"
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Whole, or not there."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def read_rows(folder: Path) -> dict[str, Row]:

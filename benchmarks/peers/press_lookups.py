@@ -21,14 +21,13 @@ from pathlib import Path
 
 import torch
 from judging import token_bytes
-from kvpress import BasePress, DecodingPress
+from kvpress import BasePress
 from presses import KINDS, PRESSES, Memory, Trial, attention, compressing, ratio_to
 from questions import Context, Found, Question, Task, read_found, read_tasks, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 WAYS = {"once": KINDS["once"], "kvzip": KINDS["kvzip"], "held": KINDS["held"], "question known": ["SnapKV", "TOVA"]}
-NOTES = {"held": ", held", "question known": ", question known"}
 
 
 @torch.no_grad()
@@ -55,7 +54,7 @@ def written(model: PreTrainedModel, memory: Memory, trial: Trial, question: Ques
     cache = memory.cache(model)
     if trial.kind != "held":
         return write(model, cache, question.ids, at, question.room)
-    with DecodingPress(PRESSES[trial.press](0.0), compression_interval=1, target_size=trial.least)(model):
+    with trial.holding()(model):
         return write(model, cache, question.ids, at, question.room, chunk=trial.kept - trial.least)
 
 
@@ -77,7 +76,7 @@ def fill(
 ) -> None:
     """Write what is not there of these trials, of one way, on a task."""
     there = read_found(folder, task)
-    trials = [trial for trial in trials if (name_of(trial), trial.limit) not in there]
+    trials = [trial for trial in trials if (trial.memory, trial.limit) not in there]
     scores: list[list[list[float]]] = []  # of each context, question and trial
     for context in task.contexts if trials else ():
         told = zip(context.questions, answers(model, context, trials), strict=True)
@@ -85,11 +84,7 @@ def fill(
     for place, trial in enumerate(trials):
         own = [[of_trials[place] for of_trials in of_questions] for of_questions in scores]
         held = trial.kept * token_bytes(model)
-        Found(name_of(trial), trial.limit, task.kind, task.template, task.length, held, own).write(folder)
-
-
-def name_of(trial: Trial) -> str:
-    return trial.press + NOTES.get(trial.kind, "")
+        Found(trial.memory, trial.limit, task.kind, task.template, task.length, held, own).write(folder)
 
 
 def main() -> None:

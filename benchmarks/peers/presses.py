@@ -55,7 +55,7 @@ KINDS = {
     "held": ["TOVA"],
     "kvzip": ["KVzip"],
 }
-NOTES = {"as-if": ", int8, as if", "held": ", held"}
+NOTES = {"as-if": ", int8, as if", "held": ", held", "question known": ", question known"}
 ONCE, CONSTANT = "compressed once, then grows", "constant after the prompt"
 
 
@@ -73,11 +73,18 @@ class Trial:
         each //= 2 if self.kind == "as-if" else 1
         before = self.kept * each
         if self.kind == "held":
-            return Row(
-                self.press + NOTES[self.kind], CONSTANT, self.limit, before, before, {text: [] for text in texts}
-            )
+            return Row(self.memory, CONSTANT, self.limit, before, before, {text: [] for text in texts})
         after = before + WRITTEN * each
-        return Row(self.press + NOTES.get(self.kind, ""), ONCE, self.limit, before, after, {text: [] for text in texts})
+        return Row(self.memory, ONCE, self.limit, before, after, {text: [] for text in texts})
+
+    @property
+    def memory(self) -> str:
+        """Its name in tables."""
+        return self.press + NOTES.get(self.kind, "")
+
+    def holding(self) -> DecodingPress:
+        """What goes back to :attr:`least` tokens after each call."""
+        return DecodingPress(PRESSES[self.press](0.0), compression_interval=1, target_size=self.least)
 
     @property
     def least(self) -> int:
@@ -145,8 +152,7 @@ def judge(model: PreTrainedModel, window: Tensor, trials: list[Trial]) -> list[f
             losses.append(loss_of(model, cache, first, window))
             continue
         # A call with all tokens until the next compression is one step of the press, and the same as token by token.
-        holding = DecodingPress(PRESSES[trial.press](0.0), compression_interval=1, target_size=trial.least)
-        with holding(model):
+        with trial.holding()(model):
             losses.append(loss_of(model, cache, first, window, chunk=trial.kept - trial.least))
     return losses
 

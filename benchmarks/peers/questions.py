@@ -7,12 +7,11 @@ A context is read before anyone asks, once; each question then goes on from a co
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from judging import write_json
 from transformers import Cache, PreTrainedModel
 
 ASKED = "asked.json"
@@ -83,7 +82,7 @@ class Found:
     def write(self, folder: Path) -> None:
         """Into a file of its own, whole or not there."""
         name = f"{self.memory}, {self.limit}, {self.kind}, {self.template}, {self.length}"
-        _write(folder / f"{name}.json", asdict(self))
+        write_json(folder / f"{name}.json", asdict(self))
 
 
 def read_found(folder: Path, task: Task) -> dict[tuple[str, int], Found]:
@@ -95,7 +94,7 @@ def read_found(folder: Path, task: Task) -> dict[tuple[str, int], Found]:
 
 def write_tasks(folder: Path, tasks: list[Task], limits: list[int]) -> None:
     """What is asked, for both environments, and the bytes that memories may take."""
-    _write(folder / ASKED, {"limits": limits, "tasks": [asdict(task) for task in tasks]})
+    write_json(folder / ASKED, {"limits": limits, "tasks": [asdict(task) for task in tasks]})
 
 
 def read_tasks(folder: Path) -> tuple[list[Task], list[int]]:
@@ -124,10 +123,3 @@ def write(
         pieces = [logits.argmax(dim=-1, keepdim=True)]
         written.append(pieces[0].item())
     return written
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """Whole, or not there."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data) + "\n", encoding="utf-8")
-    os.replace(partial, path)

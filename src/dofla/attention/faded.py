@@ -56,7 +56,7 @@ class FadedHeads:
         piece, before and after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do
         such a call.
         """
-        if query.is_cuda and query.shape[-2] == 1 and gpu.usable(query, key, value):
+        if query.shape[-2] == 1 and gpu.usable(query, key, value):
             return self._decode_on_gpu(query, key, value, scaling, weight, states)
         if query.shape[-2] == 0 or not usable((query, key, value), () if weight is None else (weight,), DTYPES):
             return None
