@@ -55,7 +55,7 @@ def test_a_state_in_one_piece_is_the_state(window, sinks, kept):
     fading = Fading(2, 16, 24, [(3, 4.0), (4, 2.5)], kept)
     fading.reset()
     layout = Layout(fading, [0, 2], 6, window, sinks)
-    state = layout.empty(3, torch.device("cpu")).copy()
+    state = layout.opened(layout.empty(3, torch.device("cpu")))
     for n, tokens in enumerate((state.window, state.sinks, *state.stages)):
         for part in () if tokens is None else vars(tokens).values():
             part.copy_(torch.arange(part.numel()).view_as(part) % 100 + n)

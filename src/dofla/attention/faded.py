@@ -87,7 +87,7 @@ class FadedHeads:
     def _begun(self, states: Sequence[FlatState | None], query: Tensor) -> list[FlatState]:
         """The states, empty where there are none yet."""
         return [
-            layout.flat(layout.empty(len(query), query.device)) if state is None else state
+            layout.empty(len(query), query.device) if state is None else state
             for state, layout in zip(states, self.layouts, strict=True)
         ]
 

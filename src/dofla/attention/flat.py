@@ -47,9 +47,10 @@ class Layout:
         self.features, self.window, self.sinks = features, window, sinks
         counts = window, sinks, fading.kept, int(features > 0)
         self.sizes = [len(heads), *heads, *counts, len(fading.counts), *fading.counts]
-        empty = self.empty(1, torch.device("cpu"))
+        empty = self._empty(torch.device("cpu"))
         self._kinds = [type(tokens) for tokens in empty.stages]
         self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])
+        self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read some tokens
 
     @property
     def bytes(self) -> int:
@@ -61,18 +62,11 @@ class Layout:
         """Where the parts begin in a row, in their order."""
         return self._rows.starts
 
-    def empty(self, batch: int, device: torch.device) -> State:
-        """The state before the first token, in eight bits and in codes."""
-        fading, heads = self.fading, len(self.heads)
-        dims = fading.key.dim, fading.value.dim
-        key, value = (torch.empty(batch, heads, 0, dim, dtype=torch.float32, device=device) for dim in dims)
-        window, sinks = (
-            PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
-            for count in (self.window, self.sinks)
-        )
-        sizes = batch, heads, self.features, fading.value.dim
+    def empty(self, batch: int, device: torch.device) -> FlatState:
+        """The state before the first token."""
+        sizes = batch, len(self.heads), self.features, self.fading.value.dim
         features = FeatureState.empty(*sizes, device=device) if self.features else None
-        return State(features, window, sinks, fading.empty(batch, device))
+        return FlatState(features, self._before.to(device).repeat(batch, 1))
 
     def flat(self, state: State) -> FlatState:
         """A state in eight bits and in codes in one piece."""
@@ -83,6 +77,16 @@ class Layout:
         parts = iter(self._rows.cut(state.tokens))
         window, sinks = (_taken(PackedTokens, parts) if count else None for count in (self.window, self.sinks))
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
+
+    def _empty(self, device: torch.device) -> State:
+        """That of one sequence, but for its features, in eight bits and in codes."""
+        dims = self.fading.key.dim, self.fading.value.dim
+        key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
+        window, sinks = (
+            PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
+            for count in (self.window, self.sinks)
+        )
+        return State(None, window, sinks, self.fading.empty(1, device))
 
 
 def _parts(state: State) -> list[Tensor]:
