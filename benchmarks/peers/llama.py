@@ -7,7 +7,8 @@ SmolLM2 alone, whose weights that package holds; llama.cpp has them as f16, bf16
 with settings of its own but for the number of threads, which is torch's. It is in an environment and a process of its
 own (llama_worker.py), and takes turns with the others at every token and every prompt: one of them works at a time. Of
 each the least time is taken (benchmarks/speed/faded.py); that of llama.cpp has the way to the other process and back in
-it. A prompt is read in one call, and of each model the last token's logits are made.
+it. KV heads have the shares of the student in docs/students. A prompt is read in one call, and of each model the last
+token's logits are made.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dofla.integration.checkpoint import load_model
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
-from faded import COMPILED, EMPTY, least, prompt, random_tokens, token
+from faded import COMPILED, EMPTY, SHIPPED, least, prompt, random_tokens, shares_of, token
 from model import machine
 
 FADED, LLAMA = "faded ", "llama.cpp "
@@ -87,7 +88,7 @@ def originals_and_students(name: str, dtypes: list[str], budget: int) -> dict[st
     models = {}
     for dtype in dtypes:
         original, student = (load_model(name, dtype=getattr(torch, dtype)) for _ in range(2))
-        dofla.fade(student, random_tokens(student, 1, 256), budget=budget, shares="even")
+        dofla.fade(student, random_tokens(student, 1, 256), budget=budget, shares=shares_of(SHIPPED))
         models |= {f"softmax {dtype}": original, FADED + dtype: student}
     return models
 

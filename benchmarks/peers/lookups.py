@@ -153,7 +153,7 @@ def main(
     teacher, tokenizer = load_teacher(model, dtype)
     check_room(teacher, max(lengths))
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
-    writer, tasks = Writer(tokenizer, _tokens(text, tokenizer)), []
+    writer, tasks = Writer(tokenizer, all_tokens(text, tokenizer)), []
     out.mkdir(parents=True, exist_ok=True)
     console = Console(width=220)
     # A model is asked in the attention it has; the original's is that of a student whose layers are all softmax.
@@ -198,7 +198,8 @@ def main(
     console.print(merged(out, tasks))
 
 
-def _tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def all_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Of a text, in their order."""
     windows: TokenWindows = dofla.token_windows(text, tokenizer, length=512, split="all")
     return windows.input_ids.flatten().tolist()
 

@@ -9,7 +9,8 @@
 A model in a real one's shape with random weights, as it is (transformers' "sdpa" attention and default dynamic cache)
 and with a memory that fades (``dofla.fade``), both in one process and taking turns at every token and every prompt. Of
 each the least time is taken, as others on the machine can only add to it; below, what the slowest faded token takes
-beside a softmax token after the shortest context, which has little else to do than to read the weights. With
+beside a softmax token after the shortest context, which has little else to do than to read the weights and is timed
+anew in turns with every other, as a machine is not as quick one minute as the next. With
 ``--int8`` both models stand there once more with their weights in eight bits (optimum-quanto), as
 examples/int8_weights.py has it, but the output layer's as well. With ``--batch`` a token is one of each sequence. With
 ``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
@@ -38,7 +39,7 @@ import dofla
 
 SHIPPED = Path(__file__).parents[2] / "docs/students/smollm2-135m-fading/plan.json"
 KINDS = ("softmax", "faded")
-LINEAR = "linear layers"
+LINEAR, FLOOR = "linear layers", "softmax, shortest"
 COMPILED = " compiled"
 INT8 = " int8"
 EMPTY = 8
@@ -68,32 +69,36 @@ def main(
     prompts = [] if compile else sorted(prompts or [512, 2048])
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "batch": batch, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
-    own = "even" if even or model != "smollm2-135m" else dofla.Shares(dofla.Plan.load(plan).made_by["shares"])
+    own = "even" if even or model != "smollm2-135m" else shares_of(plan)
     for dtype in dtypes or ["float32", "bfloat16"]:
         models = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
         if int8:
             others = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
             models |= {kind + INT8: in_eight_bits(other) for kind, other in others.items()}
         kinds = [kind + way for way in ("", COMPILED)[: 1 + compile] for kind in models]
-        shown = kinds + [LINEAR] * bool(prompts)
+        shown = [*kinds, *[LINEAR] * bool(prompts), FLOOR]
         print(f"\n{model}, {dtype}, ms at the least{'':7}" + "".join(f"{x:>18}" for x in shown) + f"{'ratio':>8}")
         with torch.inference_mode():
             rows = [("prompt", n, read(models, batch, n, repeats)) for n in prompts]
             for n in contexts:
                 own_kinds = [kind for kind in kinds if n <= longest or kind.startswith("faded")]
-                rows.append(("token", n, decode(models, own_kinds, batch, n, new_tokens)))
+                rows.append(("token", n, decode(models, own_kinds, batch, n, contexts[0], new_tokens)))
         for what, tokens, taken in rows:
             times = "".join(f"{1e3 * taken[kind]:>18.1f}" if kind in taken else f"{'':>18}" for kind in shown)
             ratio = f"{taken['faded'] / taken['softmax']:>8.2f}" if "softmax" in taken else ""
             label = f"a prompt of {tokens} tokens" if what == "prompt" else f"a token after {tokens}"
             print(f"{label:<45}{times}{ratio}".rstrip(), flush=True)
             found["rows"].append({"dtype": dtype, "what": what, "tokens": tokens, **taken})
-        floor = next(taken["softmax"] for what, tokens, taken in rows if what == "token" and tokens == contexts[0])
-        slowest = max(taken["faded"] for what, _, taken in rows if what == "token")
-        print(f"the slowest faded token is {slowest / floor:.2f} times a softmax token after {contexts[0]}")
+        slowest = max(taken["faded"] / taken[FLOOR] for what, _, taken in rows if what == "token")
+        print(f"the slowest faded token is {slowest:.2f} times a softmax token after {contexts[0]}")
         print(f"to read all weights once takes {1e3 * once(models['softmax']):.1f} ms")
     if out:
         Path(out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def shares_of(plan: Path) -> dofla.Shares:
+    """Of a student's KV heads."""
+    return dofla.Shares(dofla.Plan.load(plan).made_by["shares"])
 
 
 def both(name: str, dtype: str, budget: int, longest: int, shares: dofla.Shares | str) -> dict[str, PreTrainedModel]:
@@ -130,10 +135,11 @@ def read(models: dict[str, PreTrainedModel], batch: int, length: int, repeats: i
 
 
 def decode(
-    models: dict[str, PreTrainedModel], kinds: Sequence[str], batch: int, context: int, new_tokens: int
+    models: dict[str, PreTrainedModel], kinds: Sequence[str], batch: int, context: int, shortest: int, new_tokens: int
 ) -> dict[str, float]:
-    """Seconds of a token of each sequence after ``context`` others."""
+    """Seconds of a token of each sequence after ``context`` others; and of softmax attention after the ``shortest``."""
     calls = {kind: token(models[kind.removesuffix(COMPILED)], kind, batch, context, new_tokens)[0] for kind in kinds}
+    calls[FLOOR] = token(models["softmax"], "softmax", batch, shortest, new_tokens)[0]
     return least(calls, new_tokens)
 
 

@@ -66,7 +66,7 @@ class Layout:
         """The state before the first token."""
         sizes = batch, len(self.heads), self.features, self.fading.value.dim
         features = FeatureState.empty(*sizes, device=device) if self.features else None
-        return FlatState(features, self._before.to(device).repeat(batch, 1))
+        return FlatState(features, self._before.to(device).expand(batch, -1).contiguous())
 
     def flat(self, state: State) -> FlatState:
         """A state in eight bits and in codes in one piece."""
