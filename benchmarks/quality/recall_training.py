@@ -124,12 +124,13 @@ def main(
 
     for seed in range(first_seed, first_seed + seeds):
         own = TokenWindows(known.input_ids[MEASURED * seed : MEASURED * (seed + 1)])
-        student = dofla.fade(teacher, own, budget=budget)
+        shares = dofla.measure_shares(teacher, own, budget)
+        student = dofla.fade(teacher, own, budget=budget, shares=shares)
         note("at once", judge(student, tokenizer, texts, tasks))
         dofla.restore(student)
         for each in share or [0.0, 0.5]:
             read = mixed(TokenWindows(prose.input_ids[steps * seed : steps * (seed + 1)]), training, each, seed)
-            student, started = dofla.fade(teacher, own, budget=budget), time.perf_counter()
+            student, started = dofla.fade(teacher, own, budget=budget, shares=shares), time.perf_counter()
             options = {"learning_rates": {"weights": rate}, "precision": precision, "seed": seed}
             dofla.distill_end_to_end(student, read, steps=steps, batch_size=1, **options)
             minutes = (time.perf_counter() - started) / 60
