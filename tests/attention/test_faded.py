@@ -217,6 +217,15 @@ def test_states_and_inputs_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip(given_in, before, strict=True))
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_sequence_begins_as_if_there_had_been_no_other(kernels):
+    layer, _ = layer_and_state(batch=1, kept=4)
+    inputs = vectors(3, layer, 1, 2, 40)
+    first, again = (run(layer, inputs, None, [0, 1, 40], kernels) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+    assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in zip(first[1], again[1], strict=True))
+
+
 @needs_kernels
 def test_states_that_are_views_or_reordered_go_on_the_same():
     layer, states = layer_and_state(batch=3)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import Fading, KeptTokens, Layout
+from dofla.attention import LOG_ZERO, Fading, KeptTokens, Layout
 from dofla.attention.rows import ALIGNMENT, Rows
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.float32, torch.float64]
@@ -72,3 +72,15 @@ def test_a_state_in_one_piece_is_the_state(window, sinks, kept):
         assert ours is theirs is None or same(vars(ours).values(), vars(theirs).values())
     again = layout.flat(layout.opened(flat.reorder(torch.tensor([2, 2, 1]))))
     assert torch.equal(again.tokens, flat.tokens[[2, 2, 1]])
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_every_sequence_begins_with_nothing(kept):
+    fading = Fading(2, 16, 24, [(3, 4.0), (4, 2.5)], kept)
+    fading.reset()
+    layout = Layout(fading, [0, 1], 6, 5, 2)
+    alone, three = (layout.empty(batch, torch.device("cpu")) for batch in (1, 3))
+    assert torch.equal(three.tokens, alone.tokens.expand(3, -1))
+    opened = layout.opened(three)
+    for tokens in (opened.window, opened.sinks, *opened.stages):
+        assert (tokens.log_weight == LOG_ZERO).all()
