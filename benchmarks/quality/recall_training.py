@@ -8,8 +8,8 @@ A student of ``dofla.fade``, as it is made, and trained on as many windows of pr
 documents in their place: prose in which four needles are hidden, which are then all asked for and told again
 (benchmarks/peers/needles.py, by the template *magic numbers*). Each is judged by its loss on windows of each kind of
 text, where Python source is always among them, and by the needles it finds in the prose of ``--hay``, written by
-another template, *pass codes*: by generation, as benchmarks/peers/lookups.py asks. With several seeds, students are
-made and trained on other windows each time, and the spread is half the range of the means.
+another template, *pass codes*: by generation, as benchmarks/peers/lookups.py asks. With several seeds, the student is
+trained on other windows each time, and the spread is half the range of the means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 
-sys.path.append(str(Path(__file__).parents[1] / "peers"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("peers", "speed")]
+from faded import shares_of
 from lookups import ASKING, all_tokens, answer
 from needles import NEEDLES, Writer
 from questions import Task
@@ -96,16 +97,17 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Of one window each.")] = 30,
     rate: Annotated[float, typer.Option(help="Learning rate of weights.")] = 3e-4,
     precision: Annotated[str | None, typer.Option(help="bf16, or float32 by default.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Draws of the windows.")] = 1,
-    first_seed: Annotated[int, typer.Option(help="Of them; the others follow.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of the windows trained on.")] = 1,
+    plan: Annotated[Path | None, typer.Option(help="Of a student whose KV heads' shares to take.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 8,
     questions: Annotated[int, typer.Option(help="Of each length, at least.")] = 50,
     asked_length: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1024 and 2048.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     teacher, tokenizer = load_teacher(model, "float32")
-    known = dofla.token_windows(calibrate, tokenizer, length=512, windows=MEASURED * (first_seed + seeds))
-    prose = dofla.token_windows(calibrate, tokenizer, length=length, windows=steps * (first_seed + seeds))
+    known = dofla.token_windows(calibrate, tokenizer, length=512, windows=MEASURED)
+    prose = dofla.token_windows(calibrate, tokenizer, length=length, windows=steps * seeds)
+    shares = dofla.measure_shares(teacher, known, budget) if plan is None else shares_of(plan)
     texts = {
         name: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
         for name, where in sources(text or []).items()
@@ -122,15 +124,15 @@ def main(
         if out is not None:
             write_json(out, {"rows": rows})
 
-    for seed in range(first_seed, first_seed + seeds):
-        own = TokenWindows(known.input_ids[MEASURED * seed : MEASURED * (seed + 1)])
-        shares = dofla.measure_shares(teacher, own, budget)
-        student = dofla.fade(teacher, own, budget=budget, shares=shares)
-        note("at once", judge(student, tokenizer, texts, tasks))
-        dofla.restore(student)
+    def made() -> PreTrainedModel:
+        return dofla.fade(teacher, known, budget=budget, shares=shares)
+
+    note("at once", judge(made(), tokenizer, texts, tasks))
+    dofla.restore(teacher)
+    for seed in range(seeds):
         for each in share or [0.0, 0.5]:
             read = mixed(TokenWindows(prose.input_ids[steps * seed : steps * (seed + 1)]), training, each, seed)
-            student, started = dofla.fade(teacher, own, budget=budget, shares=shares), time.perf_counter()
+            student, started = made(), time.perf_counter()
             options = {"learning_rates": {"weights": rate}, "precision": precision, "seed": seed}
             dofla.distill_end_to_end(student, read, steps=steps, batch_size=1, **options)
             minutes = (time.perf_counter() - started) / 60

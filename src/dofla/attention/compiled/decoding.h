@@ -201,7 +201,7 @@ class Decoder {
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
   std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_;
-  Unwritten scores_;
+  Unwritten<float> scores_;
 };
 
 // Scores of which a thread computes at least so many: waking another one takes as long.

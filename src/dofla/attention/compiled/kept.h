@@ -173,7 +173,7 @@ class Drawing {
   std::int64_t dim_, blocks_, stride_;
   std::vector<float> power_, asking_, units_;
   std::vector<Number> integers_, asked_, tile_;  // queries, turned ones, and keys on their way into the lanes of numbers_
-  Unwritten numbers_, key_units_, steps_, drawn_, gain_;
+  Unwritten<float> numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
 

@@ -16,8 +16,8 @@ class Operands;
 template <>
 class Operands<float> {
  public:
-  // On the left, as it is.
-  const float* left(const float* matrix, std::int64_t, std::vector<float>&) const { return matrix; }
+  // On the left, rows [rows, columns] that stand `stride` apart, as they are.
+  const float* left(const float* matrix, std::int64_t, std::int64_t, std::int64_t, Unwritten<float>&) const { return matrix; }
 
   // On the right, rows [columns, dim] transposed; of whole vectors.
   const float* across(const float* rows, std::int64_t columns, std::int64_t dim) {
@@ -47,16 +47,17 @@ inline void round_to(Half* __restrict to, const float* __restrict from, std::int
 template <>
 class Operands<Half> {
  public:
-  const Half* left(const float* matrix, std::int64_t n, std::vector<Half>& scratch) const {
-    scratch.resize(n);
-    round_to(scratch.data(), matrix, n);
+  const Half* left(const float* matrix, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                   Unwritten<Half>& scratch) const {
+    for (std::int64_t i = 0; i < rows; ++i) round_to(&scratch[i * stride], matrix + i * stride, columns);
     return scratch.data();
   }
 
   const Half* across(const float* rows, std::int64_t columns, std::int64_t dim) {
-    const Half* rounded = left(rows, columns * dim, rounded_);
+    rounded_.resize(std::max<std::size_t>(rounded_.size(), columns * dim));
     right_.resize(std::max<std::size_t>(right_.size(), columns * dim));
-    const auto* pairs = reinterpret_cast<const float*>(rounded);
+    round_to(rounded_.data(), rows, columns * dim);
+    const auto* pairs = reinterpret_cast<const float*>(rounded_.data());
     transpose(pairs, dim / 2, columns, dim / 2, reinterpret_cast<float*>(right_.data()), columns);
     return right_.data();
   }

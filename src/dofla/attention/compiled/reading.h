@@ -19,7 +19,7 @@ class Reader {
       : group_(group), lines_(lines), fates_(fates), dim_(group.keys.dim), value_dim_(group.values.dim),
         block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
         unsound_(rows_), queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
-        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)) {
+        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), turned_rounded_(rows_ * dim_) {
     add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
     for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
       const std::int64_t count = group.stages[stage].count;
@@ -33,8 +33,9 @@ class Reader {
       stride_ += band.most;
     }
     if (fates) until_.resize(fates->places + block_);
-    vectors_.resize(most * std::max(dim_, value_dim_));
-    scores_.resize(rows_ * stride_);
+    vectors_ = Unwritten<float>(most * std::max(dim_, value_dim_));
+    scores_ = Unwritten<float>(rows_ * stride_);
+    weights_ = Unwritten<Real>(rows_ * stride_);
     column_weight_.resize(stride_);
   }
 
@@ -63,7 +64,7 @@ class Reader {
       whole[row] = sum(score, width);
       coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
     }
-    average(n, h, first, operands_.left(scores_.data(), rows_ * stride_, weights_));
+    average(n, h, first, operands_.left(scores_.data(), rows_, width, stride_, weights_));
     straighten(h);
     const coding::Coder coder = group_.values.head(h);
     for (std::int64_t row = 0; row < rows_; ++row) {
@@ -136,8 +137,8 @@ class Reader {
       for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
       beside_[row] = total;
     }
-    asking_ = operands_.left(queries_.data(), rows_ * dim_, rounded_);
-    asking_turned_ = operands_.left(turned_.data(), rows_ * dim_, turned_rounded_);
+    asking_ = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
+    asking_turned_ = operands_.left(turned_.data(), rows_, dim_, dim_, turned_rounded_);
   }
 
   bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
@@ -170,7 +171,7 @@ class Reader {
         }
       }
     });
-    std::fill(vectors_.begin() + (there - b.hidden) * coder.dim, vectors_.begin() + b.columns * coder.dim, 0.0f);
+    std::fill(&vectors_[(there - b.hidden) * coder.dim], &vectors_[b.columns * coder.dim], 0.0f);
   }
 
   template <int N>
@@ -239,7 +240,7 @@ class Reader {
     coding::with_block((part == 0 ? group_.keys : group_.values).block, [&](auto block) {
       for (std::int64_t t = 0; t < sinks.count; ++t) unpack_exactly<block>(sinks, part, n, h, t, &vectors_[t * dim]);
     });
-    std::fill(vectors_.begin() + sinks.count * dim, vectors_.begin() + sink_columns_ * dim, 0.0f);
+    std::fill(&vectors_[sinks.count * dim], &vectors_[sink_columns_ * dim], 0.0f);
   }
 
   // out_, and turned_out_ of the stages.
@@ -270,10 +271,11 @@ class Reader {
   std::int64_t dim_, value_dim_, block_, rows_, stride_ = 0, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, vectors_, scores_, column_weight_;
+  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, column_weight_;
+  Unwritten<float> vectors_, scores_;
   Operands<Real> operands_;
   const Real *asking_ = nullptr, *asking_turned_ = nullptr;
-  std::vector<Real> rounded_, turned_rounded_, weights_;
+  Unwritten<Real> rounded_, turned_rounded_, weights_;
   std::vector<std::int32_t> until_;
 };
 

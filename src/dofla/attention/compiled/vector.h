@@ -13,16 +13,17 @@ namespace dofla {
 constexpr std::int64_t kChunk = 64;  // tokens done at once
 constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
 
-// Floats that are written before they are read. A vector would fill all of them with zeros first, and of what a memory has
-// places for a token may use few.
+// Numbers that are written before they are read. A vector would fill all of them with zeros first, and of what a memory has
+// places for a text may use few.
+template <typename Real>
 class Unwritten {
  public:
-  explicit Unwritten(std::int64_t count) : floats_(new float[count]) {}
-  float* data() { return floats_.get(); }
-  float& operator[](std::int64_t place) { return floats_[place]; }
+  explicit Unwritten(std::int64_t count = 0) : numbers_(new Real[count]) {}
+  Real* data() { return numbers_.get(); }
+  Real& operator[](std::int64_t place) { return numbers_[place]; }
 
  private:
-  std::unique_ptr<float[]> floats_;
+  std::unique_ptr<Real[]> numbers_;
 };
 
 // exp(x) for x at most about 0, to float precision; exactly 0 where a float would be subnormal. Cody-Waite reduction to
