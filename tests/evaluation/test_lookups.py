@@ -194,7 +194,7 @@ def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenize
     lookups = modules[1]
     model = tiny.llama(vocab_size=len(tokenizer), head_dim=64)
     monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
-    monkeypatch.setattr(lookups, "_tokens", lambda *_: writer.text)
+    monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 2}
     lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, reach=160, retrieval_heads=1)
