@@ -47,10 +47,10 @@ class Layout:
         self.features, self.window, self.sinks = features, window, sinks
         counts = window, sinks, fading.kept, int(features > 0)
         self.sizes = [len(heads), *heads, *counts, len(fading.counts), *fading.counts]
-        empty = self._empty(torch.device("cpu"))
+        empty = self._empty()
         self._kinds = [type(tokens) for tokens in empty.stages]
         self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])
-        self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read some tokens
+        self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read fifty tokens
 
     @property
     def bytes(self) -> int:
@@ -78,9 +78,9 @@ class Layout:
         window, sinks = (_taken(PackedTokens, parts) if count else None for count in (self.window, self.sinks))
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
 
-    def _empty(self, device: torch.device) -> State:
+    def _empty(self) -> State:
         """That of one sequence, but for its features, in eight bits and in codes."""
-        dims = self.fading.key.dim, self.fading.value.dim
+        device, dims = torch.device("cpu"), (self.fading.key.dim, self.fading.value.dim)
         key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (
             PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
