@@ -11,6 +11,9 @@ the windows of all texts. Windows are the ends of longer ones (``--longest``), s
 every ``--length`` the same tokens are judged, with more or less before them. Python source, the modules of the standard
 library of the interpreter that runs this, is always among the texts.
 
+``--student NAME=FOLDER`` puts an adapter of the same model beside them, one that was trained, say: a row of the bytes,
+among those of ``--budget``, that are nearest to its own.
+
 What is measured stays in the folder and is not measured again. ``--kvpress`` is the Python of an environment with
 ``benchmarks/peers/requirements.txt``, where presses.py is run; ``--windows 1`` tries everything in minutes.
 """
@@ -115,12 +118,26 @@ def coded_bytes(cache: Cache) -> int:
     return sum(bytes_of(getattr(layer, name) for name in kept) for layer in cache.layers)
 
 
+def saved(students: list[str]) -> dict[str, str]:
+    """Name → folder, of NAME=FOLDER."""
+    if lacking := [each for each in students if not all(each.partition("="))]:
+        raise typer.BadParameter(
+            f"--student {lacking[0]!r}: give NAME=FOLDER, a name for the table and an adapter's folder"
+        )
+    return {name: folder for name, _, folder in (each.partition("=") for each in students)}
+
+
 def limit_of(model: PreTrainedModel, budget: int, reach: int | None = None) -> int:
     """Bytes of the state of a memory that fades."""
     student = dofla.linearize(model, fading_plan(model, budget, reach=reach))
-    _, held = judge_student(student, torch.zeros(1, WRITTEN + 1, dtype=torch.int64))
+    held = held_by(student)
     dofla.restore(student)
     return held
+
+
+def held_by(student: PreTrainedModel) -> int:
+    """Bytes of a state."""
+    return judge_student(student, torch.zeros(1, WRITTEN + 1, dtype=torch.int64))[1]
 
 
 def write_texts(folder: Path, texts: dict[str, Tensor], limits: list[int]) -> None:
@@ -180,11 +197,15 @@ def main(
     longest: Annotated[int, typer.Option(help="Tokens of the windows whose ends these are.")] = 4096,
     windows: Annotated[int, typer.Option(help="Of each text, spread over it evenly.")] = 8,
     reach: Annotated[int | None, typer.Option(help="Positions that dofla is for; default all there are.")] = None,
+    student: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of an adapter of the model, one row more; repeatable.")
+    ] = None,
     own: Annotated[bool, typer.Option("--own", help="Measure on samples of the model's own as well.")] = False,
     kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
 ) -> None:
     if not WRITTEN < length <= longest:
         raise DoflaError(f"length {length}: give more than {WRITTEN} and at most {longest}, the longest")
+    adapters = saved(student or [])
     teacher, tokenizer = load_model(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
     texts = {}
     for name, where in sources(text or []).items():
@@ -203,6 +224,11 @@ def main(
             if f"{name}, {limit}" not in there:
                 student_row(name, limit, make(teacher), texts).write(out)
                 dofla.restore(teacher)
+    for name, folder in adapters.items():
+        if not any(row.memory == name for row in there.values()):
+            adapter = dofla.load(folder, base_model=model, dtype=torch.float32)
+            held = held_by(adapter)
+            student_row(name, min(limits.values(), key=lambda limit: abs(limit - held)), adapter, texts).write(out)
     if kvpress:
         subprocess.run([kvpress, Path(__file__).parent / "presses.py", model, out], check=True)
     Console(width=220).print(merged(read_rows(out)))

@@ -9,7 +9,8 @@ documents in their place: prose in which four needles are hidden, which are then
 (benchmarks/peers/needles.py, by the template *magic numbers*). Each is judged by its loss on windows of each kind of
 text, where Python source is always among them, and by the needles it finds in the prose of ``--hay``, written by
 another template, *pass codes*: by generation, as benchmarks/peers/lookups.py asks. With several seeds, the student is
-trained on other windows each time, and the spread is half the range of the means.
+trained on other windows each time, and the spread is half the range of the means. ``--save`` keeps what was trained, as
+adapters, for benchmarks/peers/continuation.py, say.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
+from dofla.distillation.faded import FadedStudents
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
@@ -97,17 +99,22 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Of one window each.")] = 30,
     rate: Annotated[float, typer.Option(help="Learning rate of weights.")] = 3e-4,
     precision: Annotated[str | None, typer.Option(help="bf16, or float32 by default.")] = None,
+    again: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute layers twice instead of keeping what they saw.")
+    ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of the windows trained on.")] = 1,
     plan: Annotated[Path | None, typer.Option(help="Of a student whose KV heads' shares to take.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 8,
     questions: Annotated[int, typer.Option(help="Of each length, at least.")] = 50,
     asked_length: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1024 and 2048.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Folder of trained adapters, by documents and seed.")] = None,
 ) -> None:
     teacher, tokenizer = load_teacher(model, "float32")
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=MEASURED)
     prose = dofla.token_windows(calibrate, tokenizer, length=length, windows=steps * seeds)
-    shares = dofla.measure_shares(teacher, known, budget) if plan is None else shares_of(plan)
+    students = FadedStudents(teacher, known)
+    shares = students.shares(budget) if plan is None else shares_of(plan)
     texts = {
         name: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
         for name, where in sources(text or []).items()
@@ -124,20 +131,21 @@ def main(
         if out is not None:
             write_json(out, {"rows": rows})
 
-    def made() -> PreTrainedModel:
-        return dofla.fade(teacher, known, budget=budget, shares=shares)
-
-    note("at once", judge(made(), tokenizer, texts, tasks))
-    dofla.restore(teacher)
+    with students.made(budget, shares) as student:
+        note("at once", judge(student, tokenizer, texts, tasks))
     for seed in range(seeds):
         for each in share or [0.0, 0.5]:
             read = mixed(TokenWindows(prose.input_ids[steps * seed : steps * (seed + 1)]), training, each, seed)
-            student, started = made(), time.perf_counter()
+            name = f"{each:.0%} documents"
             options = {"learning_rates": {"weights": rate}, "precision": precision, "seed": seed}
-            dofla.distill_end_to_end(student, read, steps=steps, batch_size=1, **options)
-            minutes = (time.perf_counter() - started) / 60
-            note(f"{each:.0%} documents", {"minutes": minutes} | judge(student, tokenizer, texts, tasks))
-            dofla.restore(student)
+            options |= {"batch_size": 1, "gradient_checkpointing": again}
+            with students.made(budget, shares) as student:
+                started = time.perf_counter()
+                dofla.distill_end_to_end(student, read, steps=steps, **options)
+                minutes = (time.perf_counter() - started) / 60
+                if save is not None:
+                    dofla.save_adapter(student, save / f"{name}, {seed}")
+                note(name, {"minutes": minutes} | judge(student, tokenizer, texts, tasks))
     columns = list(dict.fromkeys(key for found in rows.values() for key in found[0]))
     shown = table("", *rows)
     for name in columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import typer
 from arithmetic import sum_error
 from benches import scripts
 from transformers import DynamicCache, QuantizedCache
@@ -185,3 +186,10 @@ def test_a_folder_keeps_to_its_windows_and_bytes(continuation, judging, tiny, tm
     for other in others:
         with pytest.raises(DoflaError, match="begun with other windows"):
             continuation.write_texts(folder, *other)
+
+
+def test_saved_students_have_a_name_and_a_folder(continuation):
+    assert continuation.saved(["trained=runs/a", "paper=runs/b=c"]) == {"trained": "runs/a", "paper": "runs/b=c"}
+    for wrong in ("trained", "=runs/a", "trained="):
+        with pytest.raises(typer.BadParameter, match=f"{wrong!r}: give NAME=FOLDER"):
+            continuation.saved(["paper=runs/b", wrong])
