@@ -109,7 +109,7 @@ def test_the_table_is_the_plan(tmp_path):
     assert linear["bytes"].removesuffix(" |") == f"{plan.state_bytes():,}"
     assert (kept["f"], kept["kept"]) == ("", "yes")
     assert "1 of 2 attention layers are linear, the others keep softmax attention." in text_of(tmp_path)
-    assert f"Its state takes {plan.state_bytes() / 1024:.1f} KiB per sequence, however" in text_of(tmp_path).replace("\n", " ")
+    assert f"Its state takes {plan.state_bytes() / 1024:.1f} KiB per sequence" in text_of(tmp_path).replace("\n", " ")
 
 
 def test_shares_of_kv_heads_are_one_line(tmp_path):
