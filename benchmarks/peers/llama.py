@@ -6,7 +6,7 @@
 SmolLM2 alone, whose weights that package holds; llama.cpp has them as f16, bf16 and q8_0 and a cache in f16 that grows,
 with settings of its own but for the number of threads, which is torch's. It is in an environment and a process of its
 own (llama_worker.py), and takes turns with the others at every token and every prompt: one of them works at a time. Of
-each the least time is taken (benchmarks/speed/faded.py); that of llama.cpp has the way to the other process and back in
+each the least time is taken (benchmarks/speed/turns.py); that of llama.cpp has the way to the other process and back in
 it. KV heads have the shares of the student in docs/students. A prompt is read in one call, and of each model the last
 token's logits are made.
 """
@@ -35,8 +35,9 @@ from dofla.integration.checkpoint import load_model
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
-from faded import COMPILED, EMPTY, SHIPPED, least, prompt, random_tokens, shares_of, token
+from faded import COMPILED, EMPTY, SHIPPED, prompt, random_tokens, shares_of, token
 from model import machine
+from turns import least
 
 FADED, LLAMA = "faded ", "llama.cpp "
 

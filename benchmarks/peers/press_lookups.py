@@ -21,10 +21,8 @@ from pathlib import Path
 
 import torch
 from judging import token_bytes
-from kvpress import BasePress
-from presses import KINDS, PRESSES, Memory, Trial, attention, compressing, ratio_to
+from presses import KINDS, PRESSES, Memory, Trial, compressing, ratio_to, read_within
 from questions import Context, Found, Question, Task, read_found, read_tasks, write
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 WAYS = {"once": KINDS["once"], "kvzip": KINDS["kvzip"], "held": KINDS["held"], "question known": ["SnapKV", "TOVA"]}
@@ -35,18 +33,10 @@ def remembered(model: PreTrainedModel, ids: list[int], trials: list[Trial]) -> l
     """What each trial, all of one way, leaves of these tokens, from one reading of them; KVzip has its own."""
     context, presses = torch.tensor([ids]), [PRESSES[x.press](ratio_to(x.least, len(ids))) for x in trials]
     if trials[0].kind == "kvzip":
-        return [_remembered_by_kvzip(model, context, press) for press in presses]
+        return [read_within(model, context, press)[0] for press in presses]
     with compressing(model, presses) as memories:
         model.model(context, past_key_values=DynamicCache(config=model.config))
     return memories
-
-
-def _remembered_by_kvzip(model: PreTrainedModel, ids: Tensor, press: BasePress) -> Memory:
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model.model(input_ids=ids, past_key_values=cache)
-    pairs = [(layer.keys, layer.values) for layer in cache.layers]
-    return Memory(pairs, [module.masked_key_indices for module in attention(model)])
 
 
 def written(model: PreTrainedModel, memory: Memory, trial: Trial, question: Question, at: int) -> list[int]:

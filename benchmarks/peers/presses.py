@@ -107,9 +107,13 @@ class Memory:
 
     def cache(self, model: PreTrainedModel) -> Cache:
         """As it is to be written to."""
+        self.hide(model)
+        return filled(self.pairs, DynamicCache(config=model.config))
+
+    def hide(self, model: PreTrainedModel) -> None:
+        """What kvpress hides, until another memory's is."""
         for module, places in zip(attention(model), self.hidden, strict=True):
             module.masked_key_indices = places
-        return filled(self.pairs, DynamicCache(config=model.config))
 
 
 def attention(model: PreTrainedModel) -> list[nn.Module]:
@@ -141,6 +145,17 @@ def compressing(model: PreTrainedModel, presses: list[BasePress]) -> Iterator[li
 
 
 @torch.no_grad()
+def read_within(model: PreTrainedModel, ids: Tensor, press: BasePress) -> tuple[Memory, Tensor]:
+    """What one press leaves of these tokens [1, L], in kvpress's own way, and the logits [1, V] after them."""
+    cache = DynamicCache(config=model.config)
+    with press(model):
+        states = model.model(input_ids=ids, past_key_values=cache).last_hidden_state
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
+    hidden = [getattr(module, "masked_key_indices", None) for module in attention(model)]
+    return Memory(pairs, hidden), model.lm_head(states[:, -1])
+
+
+@torch.no_grad()
 def judge(model: PreTrainedModel, window: Tensor, trials: list[Trial]) -> list[float]:
     """Loss of each trial on a window [1, L], from one reading of its prompt."""
     prompt, losses = window.shape[1] - WRITTEN, []
@@ -162,10 +177,9 @@ def judge_kvzip(model: PreTrainedModel, window: Tensor, trials: list[Trial]) -> 
     """The same for KVzip, which decides over all layers together, after it has read the prompt again."""
     losses = []
     for trial in trials:
-        cache = DynamicCache(config=model.config)
-        with PRESSES[trial.press](ratio_to(trial.kept, window.shape[1] - WRITTEN))(model):
-            states = model.model(input_ids=window[:, :-WRITTEN], past_key_values=cache).last_hidden_state
-        losses.append(loss_of(model, cache, model.lm_head(states[:, -1]), window))
+        press = PRESSES[trial.press](ratio_to(trial.kept, window.shape[1] - WRITTEN))
+        memory, first = read_within(model, window[:, :-WRITTEN], press)
+        losses.append(loss_of(model, memory.cache(model), first, window))
     return losses
 
 

@@ -23,7 +23,6 @@ docs/students, or those of another ``--plan``; with ``--even``, and in models of
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ import transformers
 import typer
 from model import MODELS, Job, build, machine
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from turns import least
 
 import dofla
 
@@ -176,17 +176,6 @@ def token(
     tokens = random_tokens(model, batch, 1)
     feed(model, random_tokens(model, batch, context), cache)
     return lambda: feed(step, tokens, cache), cache
-
-
-def least(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds of calls that take turns, after one untimed."""
-    taken: dict[str, list[float]] = {kind: [] for kind in calls}
-    for _ in range(1 + repeats):
-        for kind, call in calls.items():
-            started = time.perf_counter()
-            call()
-            taken[kind].append(time.perf_counter() - started)
-    return {kind: min(times[1:]) for kind, times in taken.items()}
 
 
 def feed(model: Callable, tokens: torch.Tensor, cache: Cache, chunk: int = 8192) -> None:
