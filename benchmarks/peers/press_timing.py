@@ -28,8 +28,8 @@ TIMED = (("ExpectedAttention", "once"), ("TOVA", "held"), ("KVzip", "kvzip"))
 """Of those that lose least, one that decides while the prompt is read, the one that holds its size, and KVzip."""
 
 
-def read(model: PreTrainedModel, ids: Tensor) -> Memory:
-    """All of it."""
+def whole(model: PreTrainedModel, ids: Tensor) -> Memory:
+    """All of what was read."""
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
     return Memory([(layer.keys, layer.values) for layer in cache.layers], [None] * len(cache.layers))
@@ -63,16 +63,18 @@ def rows(model: PreTrainedModel, length: int, kept: list[int], repeats: int, new
     for count, (press, kind) in product(kept, TIMED):
         trial = Trial(press, kind, count * each, count)
         trials[f"{trial.memory}, {count} tokens"] = trial
-    reading = {SOFTMAX: partial(read, model, ids)}
-    reading |= {name: partial(compressed, model, trial, ids) for name, trial in trials.items()}
-    prompts = least(reading, repeats)
-    memories = {name: call() for name, call in reading.items()}
+    memories: dict[str, Memory] = {}
+
+    def read(name: str) -> None:
+        memories[name] = compressed(model, trials[name], ids) if name in trials else whole(model, ids)
+
+    prompts = least({name: partial(read, name) for name in (SOFTMAX, *trials)}, repeats)
     # KVzip hides what it evicts, and keeps it.
     held = {name: bytes_of(x for pair in memory.pairs for x in pair) for name, memory in memories.items()}
     tokens = least({name: writing(model, x, trials.get(name), ids) for name, x in memories.items()}, new_tokens)
     return [
         {"memory": x, "turns": "kvpress", "length": length, "prompt": prompts[x], "token": tokens[x], "bytes": held[x]}
-        for x in reading
+        for x in memories
     ]
 
 

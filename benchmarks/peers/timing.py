@@ -76,9 +76,12 @@ def timed(
     memories: dict[str, Memory], length: int, repeats: int, new_tokens: int
 ) -> tuple[Seconds, Seconds, dict[str, int]]:
     """Of a prompt of so many tokens, and of a token after it; and the bytes in between."""
-    ids = random_tokens(memories[SOFTMAX].model, 1, length)
-    prompts = least({name: partial(memory.read, ids) for name, memory in memories.items()}, repeats)
-    caches = {name: memory.read(ids) for name, memory in memories.items()}
+    ids, caches = random_tokens(memories[SOFTMAX].model, 1, length), {}
+
+    def read(name: str) -> None:
+        caches[name] = memories[name].read(ids)
+
+    prompts = least({name: partial(read, name) for name in memories}, repeats)
     held = {
         name: coded_bytes(cache) if isinstance(cache, QuantizedCache) else cache_bytes(cache)
         for name, cache in caches.items()
