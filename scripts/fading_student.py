@@ -27,8 +27,7 @@ from dofla.integration.model_card import write_card
 from dofla.integration.surgery import plan_of, record_of
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WINDOWS = {512: 24, 2048: 8, 8192: 8}
-"""Of each length; texts without documents as long have none."""
+WINDOWS = {512: 24, 2048: 8}
 PYTHON = "Python's standard library"
 
 
@@ -51,8 +50,6 @@ def main(
     for name, where in source.items():
         for length, windows in WINDOWS.items():
             own = dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
-            if not len(own):
-                continue
             result = dofla.evaluate(student, replace(own, source=f"{name} (all)"), fidelity_windows=1)
             dofla.note(student, figures=result, command=command)
     own = dofla.token_windows(text[0], tokenizer, length=512, windows=8, split="all")
