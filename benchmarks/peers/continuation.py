@@ -29,13 +29,26 @@ from typing import Annotated
 
 import torch
 import typer
-from judging import LIMITS, WRITTEN, Row, bytes_of, filled, loss_of, read_prompt, read_rows, read_texts, token_bytes
+from judging import (
+    LIMITS,
+    SOFTMAX,
+    WRITTEN,
+    Row,
+    bytes_of,
+    filled,
+    loss_of,
+    read_prompt,
+    read_rows,
+    read_texts,
+    token_bytes,
+)
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.utils import is_optimum_quanto_available
 
 import dofla
 from dofla.data import TokenWindows
@@ -51,8 +64,9 @@ from dofla.storage.files import replacing
 sys.path.append(str(Path(__file__).parents[1] / "quality"))
 from fading import sources, window_alone
 
-SOFTMAX, OURS = "softmax cache", "dofla.fade"
-CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2)}
+OURS = "dofla.fade"
+CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2) if is_optimum_quanto_available()}
+"""Where optimum-quanto, which codes them, is installed."""
 RESIDUAL = 128
 """Tokens that a QuantizedCache, as it comes, gathers before it codes them together."""
 CONSTANT, GROWS = "constant", "grows with the text"

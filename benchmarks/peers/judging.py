@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+SOFTMAX = "softmax cache"
 WRITTEN = 512
 """Tokens at the end of a window that are judged."""
 FLOAT_BYTES = 2

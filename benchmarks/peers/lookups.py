@@ -24,14 +24,13 @@ import math
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from continuation import CODED, OURS, SOFTMAX, coded_bytes, limit_of, students
-from judging import filled, token_bytes
+from continuation import CODED, OURS, coded_bytes, limit_of, students
+from judging import SOFTMAX, filled, token_bytes
 from needles import KINDS, Writer
 from questions import Context, Found, Task, read_found, write, write_tasks
 from rich.console import Console
@@ -178,7 +177,7 @@ def main(
         raise DoflaError(f"the original scores below {least} on every kind: give a smaller --least or a larger model")
     limits = {features: limit_of(teacher, features, reach) for features in budgets}
     write_tasks(out, tasks, list(limits.values()))
-    for name, bits in CODED.items() if find_spec("optimum.quanto") else ():
+    for name, bits in CODED.items():
         for task in tasks:
             ask(out, name, 0, partial(answer_coded, teacher, tokenizer, bits), task)
     for features, limit in limits.items():

@@ -7,7 +7,6 @@ way; a token is then written to what it left, and that of a press that holds its
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from judging import bytes_of, token_bytes
+from judging import SOFTMAX, bytes_of, token_bytes, write_json
 from presses import PRESSES, Memory, Trial, ratio_to, read_within
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -23,7 +22,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
 from turns import least
 
-SOFTMAX = "softmax cache"
 TIMED = (("ExpectedAttention", "once"), ("TOVA", "held"), ("KVzip", "kvzip"))
 """Of those that lose least, one that decides while the prompt is read, the one that holds its size, and KVzip."""
 
@@ -92,7 +90,7 @@ def main() -> None:
     found = []
     for length in options.length:
         found += rows(model, length, options.kept, options.repeats, options.new_tokens)
-    options.out.write_text(json.dumps(found), encoding="utf-8")
+    write_json(options.out, {"rows": found})
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python benchmarks/peers/timing.py models/smollm2-135m --kvpress build/peers/bin/python
 
 The students of docs/students, or those of ``--student NAME=FOLDER``, take turns at every prompt and every token with
-the softmax cache and transformers' quantised one; of each the least time is taken. ``--kvpress`` is the Python of an
-environment with ``benchmarks/peers/requirements.txt``: there press_timing.py times presses that leave as many tokens as
-have the bytes of a student, in turns with a softmax cache of its own. Behind a time stands how many times that of the
-softmax cache of the same turns it is. In bfloat16, which wants a processor that has it; or in another ``--dtype``.
+the softmax cache and, where optimum-quanto is installed, quantised ones; of each the least time is taken. ``--kvpress``
+is the Python of an environment with ``benchmarks/peers/requirements.txt``: there press_timing.py times presses that
+leave as many tokens as have the bytes of a student, in turns with a softmax cache of its own. Behind a time stands how
+many times that of the softmax cache of the same turns it is. In bfloat16, which wants a processor that has it; or in
+another ``--dtype``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from continuation import CODED, SOFTMAX, coded_bytes, held_by, saved
-from judging import token_bytes
+from continuation import CODED, coded_bytes, held_by, saved
+from judging import SOFTMAX, token_bytes
 from rich.console import Console
 from rich.table import Table
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
@@ -97,7 +98,7 @@ def of_presses(python: Path, model: str, lengths: list[int], kept: list[int], *o
         words = [python, Path(__file__).with_name("press_timing.py"), model, out, *options]
         words += [word for n in lengths for word in ("--length", n)] + [word for n in kept for word in ("--kept", n)]
         subprocess.run(list(map(str, words)), check=True)
-        return json.loads(out.read_text(encoding="utf-8"))
+        return json.loads(out.read_text(encoding="utf-8"))["rows"]
 
 
 def merged(rows: list[dict[str, Any]]) -> Table:

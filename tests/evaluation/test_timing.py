@@ -26,6 +26,7 @@ def found(timing, tiny):
 
 
 def test_every_memory_has_its_time_and_its_bytes(timing, found):
+    pytest.importorskip("optimum.quanto")
     prompts, tokens, held = found
     assert list(prompts) == list(tokens) == list(held) == [timing.SOFTMAX, *timing.CODED, "ours"]
     assert min(*prompts.values(), *tokens.values()) > 0
