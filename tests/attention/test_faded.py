@@ -149,7 +149,8 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
     cuts = sorted({0, length, *(cut for cut in cuts if cut < length), *range(max(length - single, 1), length)})
     with threads(count):
         out, states, calls = run(layer, inputs, weight, cuts)
-    _, plain, _ = run(layer, inputs, weight, cuts, kernels=False)
+    _, plain, by_torch = run(layer, inputs, weight, cuts, kernels=False)
+    assert not by_torch.names
     layer.maps.double()  # codes are float32 whatever the rest is
     wanted, _, _ = run(layer, [x.double() for x in inputs], weight, cuts, kernels=False)
     assert "fading" in calls.names

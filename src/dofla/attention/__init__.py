@@ -11,7 +11,7 @@ and attention is the average of the values under those weights, normalised over 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, Moments, Stage, stage_bytes
+from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, KeySmoothing, Moments, Stage, stage_bytes
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.faded import FadedHeads
 from dofla.attention.flat import FlatState, Layout
@@ -30,6 +30,7 @@ __all__ = [
     "FeatureState",
     "FlatState",
     "KeptTokens",
+    "KeySmoothing",
     "Layout",
     "Moments",
     "PackedTokens",

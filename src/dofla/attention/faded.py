@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dofla.attention import gpu
+from dofla.attention import compiled, gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.coding.kept import falling
-from dofla.attention.compiled import usable
 from dofla.attention.compiled.fading import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -58,7 +57,9 @@ class FadedHeads:
         """
         if query.shape[-2] == 1 and gpu.usable(query, key, value):
             return self._decode_on_gpu(query, key, value, scaling, weight, states)
-        if query.shape[-2] == 0 or not usable((query, key, value), () if weight is None else (weight,), DTYPES):
+        if query.shape[-2] == 0 or not compiled.usable(
+            (query, key, value), () if weight is None else (weight,), DTYPES
+        ):
             return None
         before, log_weight = self._begun(states, query), _log_weight(key, value, weight)
         out, *found = attend_and_code(

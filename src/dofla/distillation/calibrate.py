@@ -67,10 +67,11 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
 
 def _standardise(call: AttentionCall, layer: LinearAttention) -> None:
     real = call.real_rows(torch.arange(call.key.shape[-2], device=call.key.device))
-    for feature_map, (query, key, _) in zip(layer.maps, layer.split(call.query, call.key, call.key), strict=True):
+    queries, keys = layer.smoothed(call.query, call.key)
+    for feature_map, (query, key, _) in zip(layer.maps, layer.split(queries, keys, keys), strict=True):
         groups = query.shape[1] // key.shape[1]
-        queries = query.transpose(1, 2)[real].unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)
-        feature_map.calibrate(queries, key.transpose(1, 2)[real].transpose(0, 1))
+        query = query.transpose(1, 2)[real].unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)
+        feature_map.calibrate(query, key.transpose(1, 2)[real].transpose(0, 1))
 
 
 def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> None:

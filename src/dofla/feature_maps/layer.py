@@ -14,18 +14,19 @@ from dofla.attention import (
     FadedHeads,
     Fading,
     FlatState,
+    KeySmoothing,
     Layout,
     Stage,
     State,
     accumulable,
     attend,
+    compiled,
     exact_scores,
     log_kernel,
     packed,
     rounded,
     unpacked,
 )
-from dofla.attention.compiled import usable
 from dofla.attention.compiled.fading import DTYPES
 from dofla.feature_maps import FeatureMap, feature_map_class
 
@@ -62,6 +63,7 @@ class LinearAttention(nn.Module):
         stages: of each KV head, tokens and bits of the stages between window and features (:class:`Fading`).
         kept: of each KV head, tokens beyond those of the last stage that stay while they draw attention.
         value_dim: size of values, if there are stages; default that of keys.
+        smooth_keys: whether keys and queries go through a :class:`KeySmoothing` first.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class LinearAttention(nn.Module):
         stages: Sequence[Sequence[Stage]] = (),
         kept: Sequence[int] = (),
         value_dim: int | None = None,
+        smooth_keys: bool = False,
     ) -> None:
         super().__init__()
+        self.smoothing = KeySmoothing(len(features), head_dim) if smooth_keys else None
         self.features, self.token_dtype, self.hides_tokens = list(features), token_dtype, False
         window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
         stages = [tuple(map(tuple, own)) for own in stages] or [()] * len(features)
@@ -137,7 +141,7 @@ class LinearAttention(nn.Module):
         it, no shape and no branch depends on numbers."""
         if any(self.fading_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
             return False
-        return causal and query.shape[-2] > 0 and usable((query, key, value), (), DTYPES)
+        return causal and query.shape[-2] > 0 and compiled.usable((query, key, value), (), DTYPES)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""
@@ -145,6 +149,12 @@ class LinearAttention(nn.Module):
             feature_map.reset_parameters(generator)
         for fading in self.fading.values():
             fading.reset()
+        if self.smoothing is not None:
+            self.smoothing.reset()
+
+    def smoothed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] and keys [B, Hkv, L, d] as all of the layer's arithmetic takes them."""
+        return (query, key) if self.smoothing is None else self.smoothing(query, key)
 
     @without_autocast
     def forward(
@@ -173,6 +183,7 @@ class LinearAttention(nn.Module):
         Returns:
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
+        query, key = self.smoothed(query, key)
         if self.training and not states:
             for feature_map in self.maps:
                 feature_map.new_training_pass()
@@ -237,6 +248,7 @@ class LinearAttention(nn.Module):
         Returns:
             [B, H, R, L]: exact scores in the window and at sinks, the log of the approximate kernel elsewhere.
         """
+        query, key = self.smoothed(query, key)
         if self.keeps_eight_bits:
             key = rounded(key)
         scores, length = [], key.shape[-2]

@@ -42,6 +42,7 @@ class AttachedLinearAttention(LinearAttention):
             layer.stages_per_head,
             layer.kept_per_head,
             layer.value_dim,
+            layer.smooth_keys,
         )
         self.name = layer.name
         self.beside_softmax, self.reach = beside_softmax, reach

@@ -39,10 +39,14 @@ class Directions:
     weighing: Tensor | None
 
     def calibrate(self, layer: AttachedLinearAttention) -> None:
-        """Give them to all stages of the layer."""
+        """Give them to all stages of the layer, and to what smooths its keys."""
+        queries, keys = self.queries, self.keys
+        if layer.smoothing is not None:
+            layer.smoothing.calibrate(keys)
+            queries, keys = layer.smoothing.moments(queries, keys)
         for group, heads in enumerate(layer.groups):
             if (fading := layer.fading_of(group)) is not None:
-                fading.key.calibrate(self.keys[heads], self.queries.second[heads])
+                fading.key.calibrate(keys[heads], queries.second[heads])
                 fading.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
 
 
@@ -125,7 +129,8 @@ def directions_of(
 
 
 def _is_new(layer: AttachedLinearAttention) -> bool:
-    return any(not fading.key.is_calibrated for fading in layer.fading.values())
+    # Smoothed keys have a mean of almost 0.
+    return any(not (fading.key.is_calibrated or fading.value.is_calibrated) for fading in layer.fading.values())
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class Faded:
     stages: list[Stage]
     kept: int
     token_dtype: str = "int8"
+    smooth_keys: bool = True
 
 
 PER_HEAD = ("window", "sinks", "stages", "kept")

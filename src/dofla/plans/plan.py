@@ -41,6 +41,8 @@ class LayerPlan:
             number falling from 5 at most to 1; or such a list for each KV head.
         kept: tokens of the last stage beyond those, per KV head or one number for all, that stay whatever their age
             while they draw more attention than others.
+        smooth_keys: take a calibrated mean and scale of each channel off the keys first
+            (:class:`dofla.attention.KeySmoothing`).
     """
 
     name: str
@@ -55,11 +57,13 @@ class LayerPlan:
     keep_softmax: bool = False
     stages: list[list] = field(default_factory=list)
     kept: int | list[int] = 0
+    smooth_keys: bool = False
 
     def __post_init__(self) -> None:
         self._check_whole("kv_heads", "head_dim", "value_dim", least=1)
-        if not isinstance(self.keep_softmax, bool):
-            raise DoflaError(f"layer {self.name}: keep_softmax is {self.keep_softmax!r}: give true or false")
+        for what in ("keep_softmax", "smooth_keys"):
+            if not isinstance(getattr(self, what), bool):
+                raise DoflaError(f"layer {self.name}: {what} is {getattr(self, what)!r}: give true or false")
         if self.keep_softmax:
             return
         try:
@@ -265,6 +269,8 @@ class Plan(Result):
                 del entry["stages"]  # as before there were any
             if not layer.kept:
                 del entry["kept"]
+            if not layer.smooth_keys:
+                del entry["smooth_keys"]
             layers[entry.pop("name")] = entry
         head = {"format": _FORMAT, "model": self.model, "made_by": self.made_by}
         return head | ({} if self.reach is None else {"reach": self.reach}) | {"layers": layers}

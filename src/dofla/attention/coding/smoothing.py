@@ -1,0 +1,75 @@
+"""Keys without what quantization spends its levels on: a constant vector, and channels larger than others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dofla.attention.coding.coder import Moments
+from dofla.attention.state import accumulable
+
+_SMALLEST = 2.0**-10
+"""Scale of a channel over the largest of its head: no key has so much less there that it would matter."""
+
+
+class KeySmoothing(nn.Module):
+    """A mean and a scale for each channel of the keys of a layer: keys become ``(key - mean) / scale``, queries
+    ``query * scale``.
+
+    Softmax attention stays the same. What is subtracted from all keys adds one number to all scores of a query, and the
+    scales cancel in the product (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438). But a vector in eight bits has one
+    scale, and without this a large key bias or an outlier channel takes all of its levels. Scales are powers of two,
+    which round nothing.
+
+    The mean and scale are undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, sets them.
+
+    Args:
+        heads: KV heads.
+        dim: channels of a key.
+
+    Attributes:
+        mean: [Hkv, d], float32.
+        scale: [Hkv, d], float32, powers of two.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(heads, dim, dtype=torch.float32))
+        self.register_buffer("scale", torch.ones(heads, dim, dtype=torch.float32))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Leave keys and queries as they are."""
+        self.mean.zero_()
+        self.scale.fill_(1)
+
+    @torch.no_grad()
+    def calibrate(self, keys: Moments) -> None:
+        """Set the mean, and as scale the standard deviation of each channel, from the moments of all heads' keys."""
+        variance = keys.covariance.diagonal(dim1=1, dim2=2)
+        size = variance.clamp_min(0).sqrt()
+        size = torch.maximum(size, _SMALLEST * size.amax(-1, keepdim=True))
+        size = torch.where(size > 0, size, 1.0)
+        self.mean.copy_(keys.mean)
+        self.scale.copy_(torch.exp2(size.log2().round()))
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] in their own dtype and keys [B, Hkv, L, d] in float32, or float64 if they have it."""
+        mean, scale = self.mean.unsqueeze(1), self.scale.unsqueeze(1)
+        heads = len(self.mean)
+        query = (query.unflatten(1, (heads, -1)) * scale.unsqueeze(1).to(query.dtype)).flatten(1, 2)
+        return query, (accumulable(key) - mean) / scale
+
+    def moments(self, queries: Moments, keys: Moments) -> tuple[Moments, Moments]:
+        """Moments of the queries and keys that :meth:`forward` returns, of those that it gets."""
+        scale, mean = self.scale.double().cpu(), self.mean.double().cpu()
+        pairs = scale.unsqueeze(-1) * scale.unsqueeze(-2)
+        moved = mean.unsqueeze(-1) * keys.total.unsqueeze(-2)
+        square = keys.square - moved - moved.mT + keys.count * mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return (
+            Moments(queries.count, queries.total * scale, queries.square * pairs),
+            Moments(keys.count, (keys.total - keys.count * mean) / scale, square / pairs),
+        )
