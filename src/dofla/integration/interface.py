@@ -59,10 +59,11 @@ def linear_attention(
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
     options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
+    options["keeps_states"] = dofla_entry is not None
     # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
     imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
     with torch.no_grad() if imitates else nullcontext():
-        if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, causal):
+        if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, **options):
             out, states = _outside_the_graph(layer, asked, key, value, **options)
         else:
             out, states = layer(asked, key, value, **options)
