@@ -27,11 +27,16 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4}
 MIXED |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARING = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 16}
+SHARING |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+SHARING |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 
 FAMILIES = {
     "cohere2": SLIDING,
     "ernie4_5": {},
     "exaone4": SLIDING,
+    "gemma3n_text": SHARING | {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
+    "gemma4_text": SHARING | {"global_head_dim": 8, "num_global_key_value_heads": 2},
     "glm4": {},
     "granite": {},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -43,7 +48,8 @@ FAMILIES = {
     "nemotron": {},
     "olmo3": SLIDING,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "phi3": {},
+    "phi3": {"sliding_window": 256},  # as many as there are positions
+    "phimoe": {"sliding_window": 256, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
     "qwen3_5_text": MIXED,
     "qwen3_moe": {"num_experts": 4, **EXPERTS},
@@ -68,9 +74,11 @@ def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
     ids = tiny.tokens(2, 60)
     before = model(ids).logits
     sites = [site for site in attention_sites(model).values() if not site.linear_time]
+    window = {"window": 64, "feature_map": "none"}
+    options = [{"keep_softmax": True} if site.shares_keys else window for site in sites]
     shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
-    plan = dofla.Plan([dofla.LayerPlan(*shape, 0, window=64, feature_map="none") for shape in shapes])
-    assert sites
+    plan = dofla.Plan([dofla.LayerPlan(*shape, **own) for shape, own in zip(shapes, options, strict=True)])
+    assert window in options
     assert torch.allclose(dofla.linearize(model, plan)(ids).logits, before, atol=1e-4 * before.abs().max())
 
 
