@@ -138,7 +138,7 @@ def test_where_a_layer_counts_its_tokens_otherwise_the_difference_is_named():
 def test_a_model_that_fails_with_a_cache_by_itself_is_taken():
     class Fails(Attention):
         def forward(self, *args, past_key_values=None, **kwargs):
-            if past_key_values is not None and past_key_values.get_seq_length():
+            if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx):
                 raise RuntimeError("once only")
             return super().forward(*args, past_key_values=past_key_values, **kwargs)
 
