@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation
+from dofla.integration.extending import withdraw
 from dofla.integration.hub import origin
 from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
@@ -126,6 +127,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         module._dofla_hook.remove()
         del module._dofla_hook, module.dofla
     put_back(model)
+    withdraw(model)
     model.set_attn_implementation(model._dofla_softmax_implementation)
     of_weights = model.config.quantization_config.of_weights
     del model._dofla_softmax_implementation, model.config.quantization_config, model.hf_quantizer
