@@ -8,14 +8,17 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 import torch
 from command_line import call
+from serving import Client
 from students import reader_of
 from transformers import AutoTokenizer
 
@@ -37,17 +40,25 @@ def client(tiny, tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(teacher_path())
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    words = [sys.executable, "-m", "dofla", "serve", str(folder), "--host", "127.0.0.1", "--port", "0"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process,
-    ):
+    with started(folder) as (place, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
+        yield openai.OpenAI(base_url=place, api_key="none", max_retries=5)
+
+
+@contextmanager
+def started(folder, *words, host="127.0.0.1", **environment):
+    """Where the server of a folder answers, and what it said before on stderr."""
+    command = [sys.executable, "-m", "dofla", "serve", str(folder), "--host", host, "--port", "0", *words]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
         try:
             said = process.stdout.readline()
-            place = re.fullmatch(r"small answers at (http://127\.0\.0\.1:\d+/v1) until Ctrl-C\n", said)
-            yield openai.OpenAI(base_url=place[1], api_key="none", max_retries=5)
+            place = re.fullmatch(rf"{folder.name} answers at (http://{host}:\d+/v1) until Ctrl-C\n", said)
+            errors.seek(0)
+            yield place[1].replace("0.0.0.0", "127.0.0.1"), errors.read()
         finally:
             process.terminate()
 
@@ -138,6 +149,36 @@ def test_what_is_no_place_is_refused(capsys, place):
     assert call("serve", "student", *place) == 2
     assert (said := capsys.readouterr().err).startswith("dofla: cannot listen on")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_beyond_this_machine_a_key_is_wanted(tiny, tmp_path, key):
+    folder = tmp_path / "open"
+    reader_of(tiny, **SIZES).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher_path()).save_pretrained(folder)
+    environment = {} if key is None else {"DOFLA_API_KEY": key}
+    with started(folder, host="0.0.0.0", **environment) as (place, errors):
+        assert ("anyone who reaches --host 0.0.0.0 is answered: give --api-key, or DOFLA_API_KEY" in errors) == (
+            not key
+        )
+        for sent in ("wrong", "secret"):
+            client = Client(int(place.rpartition(":")[2].removesuffix("/v1")))
+            status, said = client.ask("/v1/models", authorization=f"Bearer {sent}")
+            assert status == (401 if key and sent != key else 200)
+            assert key is None or key not in str(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--api-key", ""), "--api-key is empty"),
+        (("--api-key", "two words"), "--api-key is empty, or has spaces"),
+        (("--max-body", 0), "max_body is 0: give 1 or more"),
+    ],
+)
+def test_a_key_and_a_bound_must_be_such(capsys, words, reason):
+    assert call("serve", "no-such-student", *words) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_what_is_no_student_is_refused(capsys, tmp_path):

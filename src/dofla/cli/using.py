@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ from dofla.errors import DoflaError, about
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def generate(
@@ -64,6 +67,11 @@ def serve(
         bool,
         typer.Option("--compile", help="Write tokens by torch.compile: faster, after half a minute at the first one."),
     ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DOFLA_API_KEY", help="Clients must send it; better said by the environment variable."),
+    ] = None,
+    max_body: Annotated[int, typer.Option(help="MiB that a request may have.")] = 32,
     base_model: BaseModel = None,
     dtype: Dtype = None,
 ) -> dict[str, Any]:
@@ -71,14 +79,16 @@ def serve(
     from dofla.distillation.steps import check_numbers
     from dofla.integration.continuous_batching import continuous_batching
     from dofla.integration.sessions import keep_sessions
-    from dofla.runs.teacher import open_student
+    from dofla.runs.teacher import open_student, reader_of
     from dofla.storage.extras import extra
 
     for name in ("fastapi", "uvicorn", "openai"):
         extra(name, "serve", "serving")
-    from dofla.runs.serving import listening, server
+    from dofla.runs.guarding import check_key
+    from dofla.runs.serving import is_open, listening, server
 
-    check_numbers(at_once=at_once)
+    check_numbers(at_once=at_once, max_body=max_body)
+    check_key(api_key)
     at_once = 1 if compile else at_once
     with listening(host, port) as place:
         model, tokenizer = open_student(student, dtype, base_model)
@@ -90,8 +100,11 @@ def serve(
             continuous_batching(model)
         keep_sessions(model, sessions, static=compile)
         name = Path(student).name
+        if api_key is None and is_open(place):
+            logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
         current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
-        server(name, model, tokenizer, at_once).run(sockets=[place])
+        reader = reader_of(student, model, tokenizer)
+        server(name, model, reader, at_once, key=api_key, most=max_body * 2**20).run(sockets=[place])
     return {"student": name}
 
 

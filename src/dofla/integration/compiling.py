@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch._inductor.config as inductor
@@ -11,9 +9,15 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.extending import Extension, extend
 from dofla.integration.surgery import linear_layers
+from dofla.integration.wrapped import unwraps_its_model
+
+_COMPILED = ("_compiled_call", "_last_compile_config")
+"""Attributes of a model in which transformers keeps what it has compiled."""
 
 
+@unwraps_its_model
 def compile_generate(student: PreTrainedModel, config: CompileConfig | None = None) -> PreTrainedModel:
     """Let ``student.generate`` write its tokens from a graph that torch.compile makes of a step, weights and all.
 
@@ -40,18 +44,24 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
     if config is None:
         config = CompileConfig(mode="default")
         config._compile_all_devices = True  # otherwise transformers compiles on GPUs alone
-    student.generate = _compiled(student.generate, config)
+    extend(student, _Compiles, config)
     return student
 
 
-def _compiled(generate: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
-    @wraps(generate)
-    def compiled(inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+class _Compiles(Extension):
+    """A student whose ``generate`` is compiled."""
+
+    place, holder = 2, "_dofla_compile_config"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What transformers has compiled computes with this model's weights, in every copy.
+        return {name: value for name, value in vars(self).items() if name not in _COMPILED}
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
         if options.get("past_key_values") is None:
             options.setdefault("cache_implementation", "static")
+        options.setdefault("compile_config", self._dofla_compile_config)
         with inductor.patch(
             freezing=True
         ):  # as an option of torch.compile it comes too late for dynamo, and does nothing
-            return generate(inputs, *args, **{"compile_config": config, **options})
-
-    return compiled
+            return super().generate(inputs, *args, **options)

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from transformers.utils import ModelOutput
 from dofla.attention import side_by_side
 from dofla.errors import DoflaError
 from dofla.integration.cache import LinearCacheLayer
+from dofla.integration.extending import Extension, extend
 from dofla.integration.surgery import linear_layers
+from dofla.integration.wrapped import unwraps_its_model
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary positions that turn all rows of a batch by the longest of them."""
@@ -54,9 +55,12 @@ class ContinuousBatching:
         if not student.can_generate():
             raise DoflaError(f"{type(student).__name__} writes no text: there are no calls of generate to batch")
         config = student.config.get_text_config()
-        self.rows = 0
         self._joins = (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in _BY_LENGTH
-        self._config, self._batch = student.config, None
+        self._config = student.config
+        self._begin()
+
+    def _begin(self) -> None:
+        self.rows, self._batch = 0, None
         self._lock, self._here = threading.Lock(), threading.local()
         self._writing, self._asked = 0, []  # calls that may ask for a token; tokens that are asked for
         self._passes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dofla-passes")
@@ -65,41 +69,39 @@ class ContinuousBatching:
     def _arrive(self) -> None:
         self._here.passes = True
 
-    def generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """``generate`` whose tokens are read with those of others."""
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made from, which has a thread of its own."""
+        return {name: vars(self)[name] for name in ("_joins", "_config")}
 
-        @wraps(generate)
-        def writing(*args: Any, **options: Any) -> Any:
-            self._here.writes = True
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def generate(self, own: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What the student's ``own`` generate writes, its tokens read with those of others."""
+        self._here.writes = True
+        with self._lock:
+            self._writing += 1
+        try:
+            return own(*args, **options)
+        finally:
+            self._here.writes = False
+            self._stop_writing()
+            self._passes.submit(self._settle).result()
+
+    def read(self, own: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A pass of the model, or of what is below its head, in turn."""
+        if getattr(self._here, "passes", False):
+            return own(*args, **options)
+        writes = getattr(self._here, "writes", False)
+        if writes and not args and (step := self._step(own, options)) is not None:
             with self._lock:
-                self._writing += 1
-            try:
-                return generate(*args, **options)
-            finally:
-                self._here.writes = False
-                self._stop_writing()
-                self._passes.submit(self._settle).result()
-
-        return writing
-
-    def passing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, of the model or what is below its head, in turn."""
-
-        @wraps(forward)
-        def in_turn(*args: Any, **options: Any) -> Any:
-            if getattr(self._here, "passes", False):
-                return forward(*args, **options)
-            writes = getattr(self._here, "writes", False)
-            if writes and not args and (step := self._step(forward, options)) is not None:
-                with self._lock:
-                    self._asked.append(step)
-                    self._go_on()
-                return step.answer.result()
-            with self._others_go_on(writes):
-                modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-                return self._passes.submit(copy_context().run, _in_modes, modes, forward, args, options).result()
-
-        return in_turn
+                self._asked.append(step)
+                self._go_on()
+            return step.answer.result()
+        with self._others_go_on(writes):
+            modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+            return self._passes.submit(copy_context().run, _in_modes, modes, own, args, options).result()
 
     def _step(self, forward: Callable[..., Any], options: dict[str, Any]) -> _Step | None:
         """A pass that can be made with others, if it can."""
@@ -234,12 +236,28 @@ def _in_modes(
         return forward(*args, **options)
 
 
+class _Batched(Extension):
+    """A model whose passes are made in turn with others."""
+
+    place, holder = 1, "_dofla_batching"
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._dofla_batching.read(super().__call__, args, options)
+
+
+class _Writes(_Batched):
+    """The same, and its calls of ``generate`` write together."""
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        return self._dofla_batching.generate(super().generate, args, options)
+
+
+@unwraps_its_model
 def continuous_batching(student: PreTrainedModel) -> ContinuousBatching:
     """Let calls of ``student.generate`` from several threads write together: see :class:`ContinuousBatching`, which is
-    returned. With :func:`dofla.keep_sessions`, first this."""
+    returned. Called again, it begins anew."""
     batching = ContinuousBatching(student)
-    student.forward = batching.passing(student.forward)
+    extend(student, _Writes, batching)
     if student.base_model is not student:  # prompts are read without the head
-        student.base_model.forward = batching.passing(student.base_model.forward)
-    student.generate = batching.generating(student.generate)
+        extend(student.base_model, _Batched, batching)
     return batching

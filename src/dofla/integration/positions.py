@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -60,3 +63,13 @@ def beginning(begun: int, read: int, length: int, positions: int, overlap: int) 
     if length - begun <= positions:
         return begun
     return max(read - overlap, length - positions)
+
+
+def text_positions(model: nn.Module, length: int, batch: int = 1) -> dict[str, Any]:
+    """What a model is told of the positions of a text [batch, length] without pictures: nothing, unless it takes them
+    from the last picture that it saw, whoever showed it."""
+    known = hasattr(model, "_prepare_position_ids_for_generation")  # not of a model without a head
+    if not known or not any("rope_deltas" in vars(module) for module in model.modules()):
+        return {}
+    ids = torch.zeros(batch, length, dtype=torch.int64, device=model.device)
+    return {"position_ids": model._prepare_position_ids_for_generation(ids, {"input_ids": ids})}

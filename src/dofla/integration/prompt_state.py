@@ -15,7 +15,8 @@ from dofla.attention import CodedTokens, FeatureState, FlatState, KeptTokens, Pa
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
-from dofla.integration.reading import check_readable
+from dofla.integration.positions import text_positions
+from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
@@ -31,16 +32,22 @@ def read_prompt(
     more of a prompt whose ``cache`` is given, and goes on. Logs a warning where it goes past the model's positions.
 
     Raises:
-        DoflaError: not linearised; no tokens, or such as the model cannot read; a chunk below 1.
+        DoflaError: not linearised; no tokens, or such as the model cannot read; a chunk below 1; an encoder-decoder, or
+            a model with a cache of its own kind.
     """
     linear_layers(model)
+    check_keeps_states(model)
     if chunk < 1:
         raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
     check_readable(model, input_ids, "the prompt")
     cache = DynamicCache(config=model.config) if cache is None else cache
+    begun, length = int(cache.get_seq_length()), input_ids.shape[1]
+    places = text_positions(model, begun + length, len(input_ids))
     with torch.inference_mode():
-        for piece in input_ids.to(model.device).split(chunk, dim=1):
-            model.base_model(piece, past_key_values=cache, use_cache=True)
+        for n, piece in enumerate(input_ids.to(model.device).split(chunk, dim=1)):
+            first = begun + n * chunk
+            own = {name: all_of[..., first : first + piece.shape[1]] for name, all_of in places.items()}
+            model.base_model(piece, past_key_values=cache, use_cache=True, **own)
     return cache
 
 

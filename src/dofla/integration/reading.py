@@ -42,6 +42,19 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
         raise DoflaError(f"{what}: {length} tokens{more}, and {name} has {most} positions: take fewer")
 
 
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Whether a cache of the model's can be made beforehand, and read into piece by piece."""
+    own = getattr(model, "_supports_default_dynamic_cache", None)  # transformers' list of models with another cache
+    return not model.config.is_encoder_decoder and (own is None or own())
+
+
+def check_keeps_states(model: PreTrainedModel) -> None:
+    """DoflaError if :func:`keeps_states` says no."""
+    if not keeps_states(model):
+        why = "is an encoder-decoder" if model.config.is_encoder_decoder else "works with a cache of its own kind"
+        raise DoflaError(f"{type(model).__name__} {why}, into which no text is read beforehand: use its generate alone")
+
+
 def windows_for(
     model: PreTrainedModel, data: TokenWindows | Images | Tensor | Mapping[str, Any]
 ) -> TokenWindows | Images:

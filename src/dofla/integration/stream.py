@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.positions import beginning, positions_of, positions_within, read_again
+from dofla.integration.positions import beginning, positions_of, positions_within, read_again, text_positions
 from dofla.integration.prompt_state import read_prompt
-from dofla.integration.reading import check_readable
+from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.surgery import plan_of
 
 
@@ -36,11 +36,13 @@ class Stream:
         tokens: read so far, since the stream began, each counted once.
 
     Raises:
-        DoflaError: not linearised; no positions known, or more than there are; an overlap that leaves no room.
+        DoflaError: not linearised; no positions known, or more than there are; an overlap that leaves no room; an
+            encoder-decoder, or a model with a cache of its own kind.
     """
 
     def __init__(self, student: PreTrainedModel, overlap: int | None = None, positions: int | None = None) -> None:
         within, known = positions_within(student, plan_of(student).reach), positions_of(student)
+        check_keeps_states(student)
         positions = within if positions is None else positions
         if positions is None:
             raise DoflaError(f"{type(student).__name__} does not say how many positions it has: give positions")
@@ -77,7 +79,9 @@ class Stream:
         if begun := beginning(0, read, read + piece.shape[1], self.positions, self.overlap):
             self.ids = self.ids[:, begun:]
             self.cache = read_prompt(self._student, self.ids)
-        logits = self._student(piece, past_key_values=self.cache, use_cache=True).logits
-        self.ids = torch.cat([self.ids, piece], dim=1)
+        read, self.ids = self.ids.shape[1], torch.cat([self.ids, piece], dim=1)
+        places = text_positions(self._student, self.ids.shape[1], len(piece))
+        own = {name: all_of[..., read:] for name, all_of in places.items()}
+        logits = self._student(piece, past_key_values=self.cache, use_cache=True, **own).logits
         self.tokens += piece.shape[1]
         return logits

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation, switch_on
 from dofla.integration.consistency import check_consistency
+from dofla.integration.extending import withdraw
 from dofla.integration.hub import origin
 from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
@@ -159,6 +160,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         module._dofla_hook.remove()
         del module._dofla_hook, module.dofla
     put_back(model)
+    withdraw(model)
     model.set_attn_implementation(model._dofla_softmax_implementation)
     of_weights = model.config.quantization_config.of_weights
     del model._dofla_softmax_implementation, model._is_stateful, model.config.quantization_config, model.hf_quantizer

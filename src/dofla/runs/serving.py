@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import socket
 import threading
+from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
+from fastapi import HTTPException
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
-from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerateManager, GenerationState, InferenceThread
 
 from dofla.errors import DoflaError
+from dofla.runs.answering import Chats, Completions, Decisions, NoTranscriptions, Responses, reason
+from dofla.runs.guarding import Guard
+
+MOST = 2**25
+"""Bytes of a request, if nothing is said."""
 
 
 class _OneStudent(ModelManager):
     """Hands out a student that is open already, and no other model."""
 
-    def __init__(self, name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, name: str, student: PreTrainedModel, reader: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         super().__init__(model_timeout=-1)
-        self.force_model, self.student, self.tokenizer = name, student, tokenizer
+        self.force_model, self.student, self.reader = name, student, reader
 
     def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **_: Any) -> tuple:
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
-        return self.student, self.tokenizer
+        return self.student, self.reader
 
     def get_gen_models(self) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "owned_by": "", "created": 0}]
@@ -54,6 +56,12 @@ class _AtOnce(GenerateManager):
     def __init__(self, count: int) -> None:
         self._thread = _Threads(count)
 
+    async def generate_non_streaming(self, *args: Any, **options: Any) -> tuple:
+        try:
+            return await super().generate_non_streaming(*args, **options)
+        except ValueError as error:  # so generate says what is wrong with settings
+            raise HTTPException(400, reason(error)) from error
+
 
 class _OneManager(GenerationState):
     """All requests are for one student."""
@@ -74,16 +82,35 @@ def listening(host: str, port: int) -> socket.socket:
         raise DoflaError(f"cannot listen on --host {host!r} --port {port} ({error}): give others, or port 0") from error
 
 
-def server(name: str, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, at_once: int = 1) -> uvicorn.Server:
-    """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`."""
-    students, state = _OneStudent(name, student, tokenizer), _OneManager(_AtOnce(at_once))
+def is_open(place: socket.socket) -> bool:
+    """Whether other machines may reach it."""
+    return not ip_address(place.getsockname()[0]).is_loopback
+
+
+def server(
+    name: str,
+    student: PreTrainedModel,
+    reader: PreTrainedTokenizerBase | ProcessorMixin,
+    at_once: int = 1,
+    *,
+    key: str | None = None,
+    most: int = MOST,
+) -> uvicorn.Server:
+    """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`.
+
+    Args:
+        reader: the student's tokenizer, or processor if it sees pictures.
+        key: that clients must send, if any.
+        most: bytes of a request.
+    """
+    students, state = _OneStudent(name, student, reader), _OneManager(_AtOnce(at_once))
     app = build_server(
         students,
-        ChatCompletionHandler(students, state),
-        completion_handler=CompletionHandler(students, state),
-        response_handler=ResponseHandler(students, state),
-        transcription_handler=TranscriptionHandler(students, state),
-        systemone_handler=SystemOneHandler(students, state),
+        Chats(students, state),
+        completion_handler=Completions(students, state),
+        response_handler=Responses(students, state),
+        transcription_handler=NoTranscriptions(),
+        systemone_handler=Decisions(students, state),
         generation_state=state,
     )
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    return uvicorn.Server(uvicorn.Config(Guard(app, key, most), log_level="warning"))

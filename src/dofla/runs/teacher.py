@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
@@ -106,6 +106,22 @@ def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
         except Exception as error:  # a damaged file fails in any way
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
     raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")
+
+
+def reader_of(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """What reads texts and pictures for a model that sees, from the folder or hub name that it was opened by or its
+    base model's; the tokenizer for any other, and, with a warning, if there is no such thing."""
+    if getattr(model.config, "vision_config", None) is None:
+        return tokenizer
+    for place in (name, resolve_model(model.config._name_or_path)):
+        try:
+            return AutoProcessor.from_pretrained(place, trust_remote_code=False)
+        except Exception as error:  # a damaged file fails in any way
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    logger.warning("%s reads texts alone, for it has no processor of pictures: %s", name, reason)
+    return tokenizer
 
 
 def resolve_model(name: str) -> str:

@@ -1,0 +1,153 @@
+"""transformers' handlers of requests, with what is wrong with a request said as such: status 400 and one line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from math import inf
+from typing import Any
+
+from fastapi import HTTPException
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.utils import BaseHandler
+
+from dofla.errors import DoflaError
+from dofla.integration.reading import check_readable
+
+logger = logging.getLogger(__name__)
+
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda x: 0 <= x < inf, "temperature: give 0 or more"),
+    ("top_p", lambda x: 0 < x <= 1, "top_p: give more than 0, and 1 at most"),
+    ("repetition_penalty", lambda x: 0 < x < inf, "frequency_penalty: give more than -1"),
+    ("num_beams", lambda x: x >= 1, "num_beams: give 1 or more"),
+    ("num_return_sequences", lambda x: x == 1, "num_return_sequences: one text is answered"),
+)
+"""Settings, as generate calls them, that must be within a range."""
+
+
+class _Answers(BaseHandler):
+    """Base of handlers that read a request as a whole before they answer: what fails in reading is the request's fault,
+    what fails in answering the server's."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        try:
+            answer = await super().handle_request(body, request_id)
+        except (HTTPException, ImportError):  # a package that is missing is no fault of the request
+            raise
+        except Exception as error:  # a chat template is a program, and fails in any way, as do fields of any type
+            logger.info("a request was refused", exc_info=True)
+            raise HTTPException(400, reason(error)) from error
+        return await answer()
+
+    # transformers calls these two with all that was read; the answer waits for handle_request.
+
+    def _streaming(self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any) -> Callable[[], Awaitable]:
+        _check(model, *read)
+        begin = partial(super()._streaming, request_id, model, *read, **more)
+
+        async def answer() -> Any:
+            return begin()
+
+        return answer
+
+    async def _non_streaming(
+        self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any
+    ) -> Callable[[], Awaitable]:
+        _check(model, *read)
+        return partial(super()._non_streaming, request_id, model, *read, **more)
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> GenerationConfig:
+        if body.get("logit_bias") is not None:  # clients send whole numbers, which generate refuses
+            body = {**body, "logit_bias": {token: float(bias) for token, bias in body["logit_bias"].items()}}
+        return super()._build_generation_config(body, *args, **options)
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
+        read = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        for message in read:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if not str(part.get("url", "data:")).startswith("data:"):  # no file and no address of the server's side
+                    raise DoflaError(
+                        f"a {part['type']} must come inside of the request, as a URL that begins with data:"
+                    )
+        return read
+
+    def _resolve_model(self, body: dict[str, Any]) -> tuple:
+        found = super()._resolve_model(body)
+        if not isinstance(self, CompletionHandler) and getattr(found[-1], "chat_template", None) is None:
+            raise DoflaError(f"{found[0]} has no chat template: ask /v1/completions")
+        return found
+
+
+class Chats(_Answers, ChatCompletionHandler):
+    """/v1/chat/completions"""
+
+
+class Completions(_Answers, CompletionHandler):
+    """/v1/completions"""
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        if not isinstance(body.get("suffix") or "", str):
+            raise DoflaError("suffix: give a text")
+
+
+class Responses(_Answers, ResponseHandler):
+    """/v1/responses"""
+
+
+class Decisions(SystemOneHandler):
+    """/v1/systemone, without pictures."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        if body.get("assets"):
+            raise HTTPException(400, "pictures are served by /v1/chat/completions: leave assets out")
+        return await super().handle_request(body, request_id)
+
+
+class NoTranscriptions:
+    """/v1/audio/transcriptions, which no student answers."""
+
+    async def handle_request(self, request: Any) -> Any:
+        raise HTTPException(404, "a student transcribes nothing: ask /v1/chat/completions or /v1/completions")
+
+
+def _check(model: PreTrainedModel, *read: Any) -> None:
+    """DoflaError for a prompt that the model cannot read, or settings that it cannot write by."""
+    place = next(n for n, part in enumerate(read) if isinstance(part, GenerationConfig))
+    inputs, settings = read[place - 1], read[place]
+    _check_prompt(model, inputs)
+    if (most := settings.max_new_tokens) is not None and most < 1:
+        raise DoflaError(f"max_tokens is {most}: ask for 1 or more")
+    for name, fits, wanted in _RANGES:
+        if (value := getattr(settings, name)) is not None and not fits(value):
+            raise DoflaError(f"{wanted}; {name} is {value}")
+    stops = [settings.stop_strings] if isinstance(settings.stop_strings, str) else settings.stop_strings or []
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise DoflaError("stop: give texts that are not empty")
+    known = model.get_input_embeddings().weight.shape[0]
+    for (token,) in settings.sequence_bias or ():
+        if not 0 <= token < known:
+            raise DoflaError(f"logit_bias: token {token}, and there are 0 to {known - 1}")
+
+
+def _check_prompt(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
+    ids = inputs["input_ids"]
+    if not ids.numel():
+        raise DoflaError("the prompt has no tokens: give a text")
+    check_readable(model, ids.reshape(-1, 1), "the prompt")  # whatever its length: sessions go on past positions
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    said = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        return f"the request lacks {said}"
+    return said or type(error).__name__

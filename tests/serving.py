@@ -1,0 +1,45 @@
+"""A server of a student, in the process of the tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dofla.runs.serving import listening, server
+
+
+class Client:
+    """One connection, which goes on from request to request."""
+
+    def __init__(self, port: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Status and answer; a body of bytes goes out as it is."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        method = "GET" if body is None else "POST"
+        self.connection.request(
+            method, path, None if body is None else raw, {"content-type": "application/json", **headers}
+        )
+        answer = self.connection.getresponse()
+        data = answer.read()
+        return answer.status, json.loads(data) if answer.headers["content-type"] == "application/json" else data
+
+
+@contextmanager
+def served(student: Any, reader: Any, at_once: int = 4, **options: Any) -> Iterator[int]:
+    """Within the block the student answers as ``small`` on the port that is yielded."""
+    with listening("127.0.0.1", 0) as place:
+        running = server("small", student, reader, at_once, **options)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [place]})
+        thread.start()
+        try:
+            yield place.getsockname()[1]
+        finally:
+            running.should_exit = True
+            thread.join()
