@@ -40,7 +40,7 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     shares = dofla.measure_shares(
         model, tokens, **options, retrieval_heads=1, tokenizer=tokenizer, progress=lambda *x: seen.append(x)
     )
-    assert seen[-1][1] == seen[-1][2] == 4 + 2 + 2  # windows, text that stands twice, facts
+    assert seen[-1][1] == seen[-1][2] == 3 * (4 + 2) + 2  # windows, text that stands twice, both tried; facts
     assert (shares.layers, shares.costs) == (without.layers, without.costs)
     assert not hasattr(model, "_dofla_softmax_implementation")
     ((name, (head,)),) = shares.whole.items()

@@ -109,7 +109,7 @@ def test_windows_are_read_one_by_one_or_together(tiny, batch_size):
     whole = dofla.measure_shares(model, tokens, BUDGET, batch_size=3)
     for name, costs in found.costs.items():
         assert costs == pytest.approx(whole.costs[name], rel=1e-3, abs=1e-6)
-    passes = -(-3 // batch_size) + 1  # a third of the text twice
+    passes = -(-3 // batch_size) + 1  # a third of the text twice: a single batch of it, so nothing is held out
     assert seen == [("passes", n, passes) for n in range(1, passes + 1)]
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert all(parameter.requires_grad for parameter in model.parameters())

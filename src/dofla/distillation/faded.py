@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
 from dofla.data.facts import Facts
 from dofla.distillation.forgetting import costs_of_heads
+from dofla.distillation.objective import Objective
 from dofla.distillation.retrieval import check_retrieval_heads, facts_for, with_retrieval_heads
 from dofla.errors import DoflaError
 from dofla.integration.consistency import check_consistency
@@ -22,10 +25,13 @@ from dofla.integration.fading import fading_plan
 from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
+from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import convert, describe, plan_of, restore, softmax
 from dofla.plans.plan import Plan
-from dofla.plans.shares import LEAST, Shares, shared
+from dofla.plans.shares import LEAST, Shares, held_out_line, shared
+
+logger = logging.getLogger(__name__)
 
 HELD = 0.25
 """Of a window, the most that a memory holds with which shares are measured: what a head would do with four times as
@@ -130,7 +136,8 @@ class FadedStudents:
     @property
     def passes(self) -> int:
         """Over batches, that measuring shares takes."""
-        return sum(map(len, self._texts)) + (len(self._facts.documents) if self.retrieval_heads else 0)
+        times = 3 if len(self._halves) > 1 else 1  # measured shares and even ones are tried as well
+        return times * sum(map(len, self._texts)) + (len(self._facts.documents) if self.retrieval_heads else 0)
 
     def shares(self, budget: int, report: Callable[[], None] = lambda: None) -> Shares:
         """How KV heads best share ``budget``; ``report`` is called after each pass.
@@ -169,15 +176,63 @@ class FadedStudents:
         return [list(placed_over(x, max(1, tokens // x.length), self._everywhere)) for x in (self.windows, twice)]
 
     def _shares_on_text(self, budget: int, report: Callable[[], None]) -> Shares:
+        """Measured ones, or even ones where those are better on windows that they were not measured on.
+
+        Each half of the windows is held out once: the shares that the other half gives are tried on it.
+        """
         with self.made(budget) as student:
-            text, looked_up = (costs_of_heads(student, batches, report) for batches in self._texts)
-            costs = {name: (own + LOOKED_UP * looked_up[name]).tolist() for name, own in text.items()}
+            costs = [self._costs(student, half, report) for half in self._halves]
             plan = plan_of(student)
+            even = self._loss(student, self._halves, report) if len(costs) > 1 else None
         itemsize = self.model.dtype.itemsize
-        sizes = {name: plan[name].state_bytes(itemsize) // len(own) for name, own in costs.items()}
+        sizes = {name: plan[name].state_bytes(itemsize) // len(own) for name, own in costs[0].items()}
+        windows = [len(text) for text, _ in self._halves]
+        mean = {
+            name: sum(n * own[name] for n, own in zip(windows, costs, strict=True)) / sum(windows) for name in sizes
+        }
+        of_all = {name: own.tolist() for name, own in mean.items()}
         made_by = {"budget": budget, "tokens": self.windows.tokens, "source": self.windows.source}
         made_by["reach"] = self._everywhere
-        return Shares(shared(sizes, costs), costs, describe(self.model)["name"], made_by)
+        layers = shared(sizes, of_all)
+        if even is not None:
+            measured = sum(
+                self._held_out(budget, shared(sizes, {name: own.tolist() for name, own in other.items()}), half, report)
+                for other, half in zip(reversed(costs), self._halves, strict=True)
+            )
+            made_by["held_out"] = {"measured": measured / len(costs), "even": even / len(costs)}
+            if measured > even:
+                layers = {name: [1.0] * len(own) for name, own in layers.items()}
+                logger.warning("even shares are kept: %s", held_out_line(made_by["held_out"]))
+        return Shares(layers, of_all, describe(self.model)["name"], made_by)
+
+    @cached_property
+    def _halves(self) -> list[list[Batches]]:
+        """The text and what of it stands twice, in two parts; in one if there is a single batch."""
+        parts = 2 if min(map(len, self._texts)) > 1 else 1
+        return [[batches[n::parts] for batches in self._texts] for n in range(parts)]
+
+    def _costs(self, student: PreTrainedModel, half: list[Batches], report: Callable[[], None]) -> dict[str, Tensor]:
+        text, looked_up = (costs_of_heads(student, batches, report) for batches in half)
+        return {name: own + LOOKED_UP * looked_up[name] for name, own in text.items()}
+
+    def _held_out(
+        self, budget: int, layers: dict[str, list[float]], half: list[Batches], report: Callable[[], None]
+    ) -> float:
+        with self.made(budget, Shares(layers)) as student:
+            return self._loss(student, [half], report)
+
+    @torch.no_grad()
+    def _loss(self, student: PreTrainedModel, halves: list[list[Batches]], report: Callable[[], None]) -> float:
+        """What shares are measured by, summed over halves: KL to the original in nats per token."""
+        loss, total = Objective(student, lambda: softmax(student)), 0.0
+        with evaluation_mode(student):
+            for weight, batches in ((w, b) for half in halves for w, b in zip((1, LOOKED_UP), half, strict=True)):
+                tokens, rows = sum(map(loss.count, batches)), sum(len(batch["input_ids"]) for batch in batches)
+                for batch in batches:
+                    inputs = {name: data.to(student.device) for name, data in batch.items()}
+                    total += weight * loss(inputs, tokens, rows).item()
+                    report()
+        return total
 
 
 def _twice(windows: TokenWindows, most: int) -> TokenWindows:

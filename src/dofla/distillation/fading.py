@@ -37,6 +37,9 @@ def measure_shares(
 ) -> Shares:
     """How the bytes of a memory that fades are best shared among KV heads; :func:`dofla.fade` spends them so.
 
+    Each half of the windows is held out once, and shares measured on the other half are tried on it beside even ones.
+    Where even ones are better, they are what is returned.
+
     Args:
         model: as for :func:`dofla.fade`; it is linearised in between, and restored.
         tokens: a dozen windows, of any text.

@@ -60,6 +60,8 @@ def fading_plan(
         return {**sizes[0], **fields, "feature_map": "none"}
 
     made_by = {"strategy": FADING, "budget": budget} | ({} if shares is None else {"shares": shares.layers})
+    if shares is not None and "held_out" in shares.made_by:
+        made_by["held_out"] = shares.made_by["held_out"]
     if shares is not None and shares.whole:
         made_by["retrieval_heads"] = shares.whole
     return plan_by_site(model, size, keep_softmax, made_by, reach)

@@ -37,7 +37,8 @@ class Shares(Result):
         costs: by name and for each KV head, what its forgetting and rounding did to the model's loss where all had the
             same size: nats of KL of the next-token distribution, to first order.
         model: its name.
-        made_by: budget and text it was measured with.
+        made_by: budget and text it was measured with; as ``held_out``, the KL to the original on windows that they were
+            not measured on, with ``measured`` shares and with ``even`` ones, of which the better are kept.
         whole: by name, the KV heads that hold every token whatever their share: those that facts are looked up with.
     """
 
@@ -98,6 +99,8 @@ class Shares(Result):
         yield shown
         yield "share: bytes over those of an even split; least, most: of the KV heads;"
         yield "cost: what forgetting does to the model's KL where all have the same, in nats"
+        if "held_out" in self.made_by:
+            yield held_out_line(self.made_by["held_out"])
         if self.whole:
             yield named(self.whole)
 
@@ -155,6 +158,13 @@ def named(whole: Mapping[str, Sequence[int]]) -> str:
     return "KV heads that hold every token: " + "; ".join(
         f"{name} {', '.join(map(str, own))}" for name, own in whole.items()
     )
+
+
+def held_out_line(held_out: Mapping[str, float]) -> str:
+    """A line that says how measured and even shares compare on held-out windows."""
+    measured, even = held_out["measured"], held_out["even"]
+    kept = "even" if measured > even else "measured"
+    return f"held-out windows: KL {measured:.4f} with measured shares, {even:.4f} with even ones: {kept} ones are kept"
 
 
 def shares_of_heads(layers: Mapping[str, list[float] | float]) -> list[float]:
