@@ -30,6 +30,7 @@ class AttentionSite:
         causal: or bidirectional.
         linear_time: attends to a bounded number of tokens already (sliding window, chunks); left as it is.
         refusal: why linear attention cannot express it, or None.
+        window: how many tokens it attends to at most, where that is known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class AttentionSite:
     causal: bool
     linear_time: bool = False
     refusal: str | None = None
+    window: int | None = None
 
 
 @contextmanager
@@ -107,6 +109,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             is_causal(module, kwargs),
             linear_time,
             None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
+            _window(module, kwargs) if linear_time else None,
         )
 
     tokens = a_few_tokens(model)
@@ -161,6 +164,13 @@ def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("sliding_window") or getattr(module, "sliding_window", None):
         return True
     return _kind(module) not in (None, "full_attention")
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    given = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    return (
+        given or getattr(module.config, "sliding_window", None) or getattr(module.config, "attention_chunk_size", None)
+    )
 
 
 def _kind(module: nn.Module) -> str | None:
