@@ -83,10 +83,11 @@ def behavior(model: PreTrainedModel) -> Behavior:
     ids = texts(model, 1, LENGTH, seed=2)
     whole = logits(model, ids)
     found = {name: _in_pieces(model, ids, sizes) for name, sizes in PIECES.items()} | {"padded": _padded(model, ids)}
-    return Behavior({way: _difference(own, whole) for way, own in found.items()}, _same_text(model, ids))
+    return Behavior({way: difference(own, whole) for way, own in found.items()}, _same_text(model, ids))
 
 
-def _difference(found: Tensor, right: Tensor) -> float:
+def difference(found: Tensor, right: Tensor) -> float:
+    """The largest, relative to the largest number of ``right``."""
     return ((found - right).abs().max() / right.abs().max()).item()
 
 

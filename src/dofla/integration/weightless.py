@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,12 +53,22 @@ class Standing(TorchFunctionMode):
             return self._product(args[0], args[1].shape[0])
         if function is torch.addmm:
             return self._product(args[1], args[2].shape[-1])
+        if function in _MATMUL and _stands_in(args[1]) and args[0].ndim >= args[1].ndim:  # experts side by side
+            return self._product(args[0], args[1].shape[-1])
         return function(*args, **kwargs or {})
 
     def _product(self, x: Tensor, width: int) -> Tensor:
         self.operations += 2 * x.numel() * width
         copies = -(-width // x.shape[-1])
         return torch.cat([x] * copies, dim=-1)[..., :width]
+
+
+_MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+
+
+def _stands_in(weight: Tensor) -> bool:
+    """Whether it is one number that is repeated."""
+    return weight.numel() > 1 and not any(weight.stride())
 
 
 def _embedded(tokens: Tensor, weight: Tensor) -> Tensor:
