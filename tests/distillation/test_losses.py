@@ -98,7 +98,7 @@ def pairs_by_loops(call, layer, rows):
                 alpha[f] / len(z) * torch.exp(root * z[f] @ (q + k) - call.scaling * (q @ q + k @ k) / 2)
                 for f in range(len(z))
             )
-            near = abs(i - j) < window
+            near = (sum(real[j:i]) if call.causal else abs(i - j)) < window  # padding between takes no place
             sink = sum(real[:j]) < sinks
             scores.append((exact, call.scaling * torch.dot(q, k).item() if near or sink else kernel.log().item()))
         result[b, h, i] = scores

@@ -13,6 +13,7 @@ _BESIDE = "attention that shares its entry of the cache with a recurrent layer"
 _TWICE = "a layer is called more than once in a pass, with one entry of the cache"
 _BOTH_WAYS = "attention that sees both ways"
 _BOUNDED = "all attention is bounded already, or recurrent"
+_CODEBOOKS = "several tokens at each place"
 _MASK = "a bias in its mask, or a mask that is neither causal nor bidirectional"
 
 MESSAGES: dict[str, str] = {
@@ -20,10 +21,11 @@ MESSAGES: dict[str, str] = {
     _OWN_MASKS: "does not run without attention masks of its own",
     _SINKS: "its attention sinks are parameters",
     _CAPPED: "its logits are soft-capped",
-    _BESIDE: "it shares its entry of the cache with a recurrent layer",
+    _BESIDE: "(it shares its entry of the cache with a recurrent layer|it has no entry of its own in the cache)",
     _TWICE: "it is called more than once in a pass",
     _BOTH_WAYS: "sees both ways",
     _BOUNDED: "no layer is left to linearise",
+    _CODEBOOKS: "reads several tokens at each place",
     _MASK: "its mask is neither causal nor bidirectional",
 }
 """By reason, what the error says."""
@@ -39,6 +41,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gemma2", "vaultgemma"), _CAPPED),
     **dict.fromkeys(("falcon_h1", "zamba", "zamba2", "zaya"), _BESIDE),
     **dict.fromkeys(("diffllama", "hrm_text"), _TWICE),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), _CODEBOOKS),
     **dict.fromkeys(("bigbird_pegasus", "paligemma"), _BOTH_WAYS),
     **dict.fromkeys(("deepseek_v4", "inkling2_text", "inkling_mm_model", "inkling_text"), _BOUNDED),
     **dict.fromkeys(("recurrent_gemma", "unlimited_ocr"), _BOUNDED),
@@ -62,12 +65,14 @@ NOT_TESTED: dict[str, str] = {
     "moshi": "its forward pass has no sliding window, and its generation has one",
 }
 
+_SHARED = "layers that share keys and values stay softmax"
 _WINDOW = "opened with `sliding_window=None`"
 _DECODER = "with `is_decoder=True`"
 
 REMARKS: dict[str, str] = {
     **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie"), _DECODER),
     **dict.fromkeys(("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"), _DECODER),
+    **dict.fromkeys(("gemma3n_text", "gemma4", "gemma4_text"), _SHARED),
     **dict.fromkeys(("idefics2", "ministral3", "mistral", "mistral3", "mixtral", "phi3", "starcoder2"), _WINDOW),
     **dict.fromkeys(("phi4_multimodal", "phimoe"), _WINDOW),
 }

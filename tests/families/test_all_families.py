@@ -90,6 +90,14 @@ def test_each_family_of_transformers_is_expected_to_do_one_thing():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", [*SUPPORTED, *REFUSED])
+def test_check_says_of_a_config_what_becomes_of_the_model(family):
+    config = build(family).config
+    config.architectures = [FAMILIES[family]]
+    assert dofla.check(config, [SMALL]).supported == (family in SUPPORTED)
+
+
+@pytest.mark.slow
 def test_a_config_tells_of_a_family_what_its_model_tells():
     """Sites and their shapes, or the refusal, in the same words."""
     different = []

@@ -56,6 +56,24 @@ def head_by_head(layer, query, key, value, *, window=0, sinks=0, scaling, **opti
     return torch.cat(outputs, dim=1)
 
 
+def alone(layer, query, key, value, *, weight, causal, **options):
+    """:func:`head_by_head`, where padding of causal calls is taken out first; zeros for padded queries."""
+    if weight is None or not causal:
+        return head_by_head(layer, query, key, value, weight=weight, causal=causal, **options)
+    out = value.new_zeros(*query.shape[:-1], value.shape[-1])
+    for row, real in enumerate(weight > 0):
+        if real.any():
+            tokens = (x[row : row + 1, :, real] for x in (query, key, value))
+            weights = weight[row : row + 1, real]
+            out[row, :, real] = head_by_head(layer, *tokens, weight=weights, causal=True, **options)[0]
+    return out
+
+
+def without_padded_queries(out, weight, causal):
+    """What a padded query of a causal call gets is nobody's business."""
+    return out if weight is None or not causal else out * (weight > 0)[:, None, :, None]
+
+
 groupings = st.sampled_from([[4], [4, 4], [4, 2], [2, 4, 4, 2], [3, 1, 1, 3, 1], [5, 4, 3]])
 windows, sink_counts = st.sampled_from([0, 1, 4, 50]), st.sampled_from([0, 1, 3])
 
@@ -86,9 +104,9 @@ def test_forward_and_log_scores_are_the_oracle_head_by_head(seed, sizes, share, 
     options = {"scaling": SCALING, "weight": weight, "causal": causal}
     # Without exact tokens nothing is kept in eight bits, and nothing rounded.
     layer.token_dtype = token_dtype if layer.is_hybrid else "model"
-    expected = head_by_head(layer, query, key, value, window=window, sinks=sinks, **options)
+    expected = alone(layer, query, key, value, window=window, sinks=sinks, **options)
     layer.token_dtype = token_dtype
-    got, _ = layer(query, key, value, **options)
+    got = without_padded_queries(layer(query, key, value, **options)[0], weight, causal)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
     rows = torch.arange(length)[seed % min(3, length) :: 2]
@@ -100,6 +118,7 @@ def test_forward_and_log_scores_are_the_oracle_head_by_head(seed, sizes, share, 
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1).nan_to_num(0)
     value = rounded(value) if layer.keeps_eight_bits else value
     by_scores = weights @ value.repeat_interleave(share, dim=1)
+    by_scores = without_padded_queries(by_scores, None if weight is None else weight[:, rows], causal)
     torch.testing.assert_close(by_scores, expected[:, :, rows], rtol=1e-9, atol=1e-9)
 
 
@@ -122,10 +141,12 @@ def test_each_head_sees_its_own_window_and_its_own_sinks_exactly(seed, sizes, le
     real = torch.ones(2, length) if weight is None else weight
     for batch, head, n, key in itertools.product(range(2), range(2 * len(features)), range(len(rows)), range(length)):
         row = int(rows[n])
-        if causal and key > row:
+        if causal and (key > row or not real[batch, row]):
             continue
         firsts = real[batch].nonzero().flatten().tolist()[: sinks[head // 2]]
-        assert got[batch, head, n, key] == (abs(row - key) < window[head // 2] or key in firsts)
+        between = int(real[batch, key:row].sum()) if causal else abs(row - key)
+        if real[batch, key] or not causal:
+            assert got[batch, head, n, key] == (between < window[head // 2] or key in firsts)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -150,7 +171,8 @@ def test_any_split_into_calls_is_one_call_and_keeps_the_same_state(seed, sizes, 
             *part, scaling=SCALING, states=states, weight=None if weight is None else weight[:, start:stop]
         )
         pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, dim=2), whole, rtol=1e-9, atol=1e-9)
+    whole, pieces = (without_padded_queries(out, weight, True) for out in (whole, torch.cat(pieces, dim=2)))
+    torch.testing.assert_close(pieces, whole, rtol=1e-9, atol=1e-9)
     assert len(states) == len(at_once) == len(layer.groups)
     for state, other in zip(states, at_once, strict=True):
         for tokens, others in ((state.window, other.window), (state.sinks, other.sinks)):
@@ -290,8 +312,9 @@ def test_every_map_in_a_ragged_layer_is_the_oracle_head_by_head(feature_map, cau
     layer = make_layer([3, 1, 3], 5, feature_map, **exact, token_dtype=token_dtype)
     query, key, value = make_vectors(6, 3, 2, 9)
     options = {"scaling": SCALING, "weight": some_padding(6, 2, 9), "causal": causal}
-    expected = head_by_head(layer, query, key, value, **exact, **options)
-    torch.testing.assert_close(layer(query, key, value, **options)[0], expected, rtol=1e-9, atol=1e-9)
+    expected = alone(layer, query, key, value, **exact, **options)
+    got = without_padded_queries(layer(query, key, value, **options)[0], options["weight"], causal)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("training", "carried", "told"), [(True, False, 2), (True, True, 0), (False, False, 0)])

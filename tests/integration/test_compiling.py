@@ -93,11 +93,26 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
 def test_padding_and_heads_of_several_sizes_go_through():
     student, ids = faded(shares="measured"), tokens(3, 40)
     mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
-    wanted, before = read(student, student, "static", ids, [20, 1, 1, 1, 17], mask)
+    mask[0, 5:9], mask[1, 21] = 0, 0
+    wanted, before = read(student, student, "static", ids, [20, 1, 1, 1], mask)
     backend = Graphs()
     step = torch.compile(student, fullgraph=True, backend=backend)
-    logits, states = read(step, student, "static", ids, [20, 1, 1, 1, 17], mask)
-    assert torch.equal(logits, wanted)
+    logits, states = read(step, student, "static", ids, [20, 1, 1, 1], mask)
+    real = mask[:, :23].bool()
+    assert torch.equal(logits[real], wanted[real])
+    assert_equal(states, before)
+
+
+@pytest.mark.slow
+@needs_kernels
+@torch.no_grad()
+def test_padding_among_tokens_that_go_on_is_done_outside_the_graph():
+    student, ids, cuts = faded(), tokens(3, 40), [20, 1, 19]
+    mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
+    mask[0, 25:31] = 0
+    wanted, before = read(student, student, "static", ids, cuts, mask)
+    logits, states = read(torch.compile(student, backend=Graphs()), student, "static", ids, cuts, mask)
+    assert torch.equal(logits[mask.bool()], wanted[mask.bool()])
     assert_equal(states, before)
 
 

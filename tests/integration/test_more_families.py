@@ -13,12 +13,14 @@ from transformers import (
     DynamicCache,
     Gemma3Config,
     LlavaConfig,
+    MllamaForCausalLM,
     PreTrainedModel,
 )
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.sites import attention_sites
+from dofla.integration.surgery import linear_layers, plan_of
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1}
@@ -27,11 +29,16 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4}
 MIXED |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARING = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 16}
+SHARING |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+SHARING |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 
 FAMILIES = {
     "cohere2": SLIDING,
     "ernie4_5": {},
     "exaone4": SLIDING,
+    "gemma3n_text": SHARING | {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6},
+    "gemma4_text": SHARING | {"global_head_dim": 8, "num_global_key_value_heads": 2},
     "glm4": {},
     "granite": {},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -43,7 +50,8 @@ FAMILIES = {
     "nemotron": {},
     "olmo3": SLIDING,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "phi3": {},
+    "phi3": {"sliding_window": 256},  # as many as there are positions
+    "phimoe": {"sliding_window": 256, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
     "qwen3_5_text": MIXED,
     "qwen3_moe": {"num_experts": 4, **EXPERTS},
@@ -68,9 +76,11 @@ def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
     ids = tiny.tokens(2, 60)
     before = model(ids).logits
     sites = [site for site in attention_sites(model).values() if not site.linear_time]
+    window = {"window": 64, "feature_map": "none"}
+    options = [{"keep_softmax": True} if site.shares_keys else window for site in sites]
     shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
-    plan = dofla.Plan([dofla.LayerPlan(*shape, 0, window=64, feature_map="none") for shape in shapes])
-    assert sites
+    plan = dofla.Plan([dofla.LayerPlan(*shape, **own) for shape, own in zip(shapes, options, strict=True)])
+    assert window in options
     assert torch.allclose(dofla.linearize(model, plan)(ids).logits, before, atol=1e-4 * before.abs().max())
 
 
@@ -130,3 +140,64 @@ def test_pictures_whose_parts_see_each_other_are_refused_and_text_is_not(tiny):
     picture = {"pixel_values": torch.ones(1, 3, 32, 32), "token_type_ids": (ids == IMAGE).long()}
     with pytest.raises(DoflaError, match="got a 4-dimensional attention mask"):
         student(input_ids=ids, **picture)
+
+
+@torch.no_grad()
+def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
+    config = CONFIG_MAPPING["mllama_text_model"](**SIZES | {"cross_attention_layers": [3], "head_dim": None})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MllamaForCausalLM(config).eval()
+    ids = tiny.tokens(2, 60)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    student = dofla.fade(model, tiny.tokens(6, 64, seed=1), budget=24, shares="even")
+    assert len(linear_layers(student)) == 3
+    assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("shares", ["even", "measured"])
+@torch.no_grad()
+def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, shares, tiny):
+    config = CONFIG_MAPPING[family](**SIZES | FAMILIES[family])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval().double()
+    student = dofla.fade(model, tiny.tokens(6, 128, seed=1), budget=48, shares=shares)
+    kept = {layer.name: layer.keep_softmax for layer in plan_of(student).layers}
+    assert kept == {f"model.layers.{n}.self_attn": n != 1 for n in (1, 3, 5)}
+    ids, cache = tiny.tokens(2, 120), DynamicCache(config=student.config)
+    pieces = [student(part, past_key_values=cache).logits for part in ids.split([70, *[1] * 20, 30], dim=1)]
+    whole = student(ids, use_cache=False).logits
+    assert torch.allclose(torch.cat(pieces, 1), whole, rtol=0, atol=1e-9 * whole.abs().max())
+    last = student(ids, logits_to_keep=1).logits
+    assert torch.allclose(last, whole[:, -1:], rtol=0, atol=1e-9 * whole.abs().max())
+
+
+def test_a_layer_whose_keys_another_reads_cannot_be_linear(tiny):
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma4_text"](**SIZES | FAMILIES["gemma4_text"])).eval()
+    sites = [site for site in attention_sites(model).values() if not site.linear_time]
+    assert [site.shares_keys for site in sites] == [False, True, True]
+    shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
+    with pytest.raises(
+        DoflaError, match=r"layers\.3\.self_attn cannot be linearised: it shares its keys.*keep_softmax"
+    ):
+        dofla.linearize(model, dofla.Plan([dofla.LayerPlan(*shape, 8) for shape in shapes]))
+    skipped = dofla.profile(model, tiny.tokens(4, 16)).skipped
+    assert "shares keys and values with other layers" in {layer.reason for layer in skipped}
+
+
+@pytest.mark.parametrize("projection", ["o_proj", "q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize("shares", ["even", "measured"])
+def test_heads_that_do_nothing_fade_like_others(projection, shares, tiny):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SIZES)).eval()
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, projection).weight.zero_()
+        weight = getattr(model.model.layers[2].self_attn, projection).weight
+        (weight[:, :16] if projection == "o_proj" else weight[: len(weight) // 2]).zero_()  # the first KV head's
+        ids = tiny.tokens(2, 60)
+        before = model(ids).logits
+        student = dofla.fade(model, tiny.tokens(6, 128, seed=1), budget=48, shares=shares)
+        assert (student(ids).logits - before).norm() < 0.1 * before.norm()

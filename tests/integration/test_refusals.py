@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 from families import own_student, plan_for, student, teacher, tokens
-from transformers import MistralForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+    ZambaConfig,
+    ZambaForCausalLM,
+)
 
 import dofla
 from dofla.integration.sites import attention_sites
@@ -102,6 +109,85 @@ def test_opened_without_its_window_such_a_model_is_linearised():
     assert len(plan_of(model).layers) == 2
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"keep_softmax": "model.layers.1.self_attn"}, r"keep_softmax is 'model.layers.1.self_attn': give a list of"),
+        ({"keep_softmax": [f"model.layers.{n}.self_attn" for n in range(2)]}, "no layer is left to linearise"),
+        ({"budget": "64"}, "budget is '64': give a number"),
+    ],
+)
+@pytest.mark.parametrize("shares", ["measured", "even"])
+def test_what_fade_is_told_is_checked_first(change, match, shares):
+    model = teacher("llama")
+    with pytest.raises(dofla.DoflaError, match=match):
+        dofla.fade(model, tokens(12, 64), **{"budget": 48, "shares": shares} | change)
+    assert not is_linearized(model)
+
+
+def test_a_budget_of_linearize_is_a_number():
+    with pytest.raises(dofla.DoflaError, match="budget is '64': give a number"):
+        dofla.linearize(teacher("llama"), budget="64")
+
+
+def test_within_inference_mode_students_are_made_as_ever():
+    outside = dofla.fade(teacher("llama"), tokens(12, 64), budget=48)
+    model = teacher("llama")
+    with torch.inference_mode():
+        inside = dofla.fade(model, tokens(12, 64), budget=48)
+    assert plan_of(inside) == plan_of(outside)
+    assert torch.equal(inside(tokens(1, 60)).logits, outside(tokens(1, 60)).logits)
+    assert not any(x.is_inference() for x in (*inside.parameters(), *inside.buffers()))
+
+
+def test_a_model_made_within_inference_mode_has_no_gradients_to_measure_with():
+    with torch.inference_mode():
+        model = copy.deepcopy(teacher("llama"))
+    with pytest.raises(dofla.DoflaError, match=r"made within torch\.inference_mode\(\).*or split evenly"):
+        dofla.fade(model, tokens(12, 64), budget=48)
+
+
+@pytest.mark.parametrize("make", [
+    lambda model: dofla.fade(model, tokens(12, 64), budget=24),
+    lambda model: dofla.fade(model, tokens(12, 64), budget=24, shares="even"),
+    lambda model: dofla.linearize(model, budget=24),
+    lambda model: dofla.profile(model, tokens(2, 16)),
+])  # fmt: skip
+def test_a_layer_without_an_entry_of_its_own_is_refused(make):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
+    mamba = {"attn_layer_period": 3, "attn_layer_offset": 2, "mamba_d_state": 8, "mamba_dt_rank": 8}
+    mamba |= {"n_mamba_heads": 2}
+    config = ZambaConfig(**sizes, **mamba, vocab_size=96, num_key_value_heads=4, use_mamba_kernels=False)
+    model = ZambaForCausalLM(config).eval()
+    with pytest.raises(dofla.DoflaError, match=r"shared_transf\.self_attn .* no entry of its own in the cache"):
+        make(model)
+    assert not is_linearized(model)
+
+
+def test_a_model_with_several_tokens_at_a_place_is_refused():
+    config = MusicgenDecoderConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=4, num_codebooks=1
+    )
+    model = MusicgenForCausalLM(config).eval()
+    with pytest.raises(dofla.DoflaError, match="MusicgenForCausalLM reads several tokens at each place"):
+        dofla.fade(model, tokens(12, 64), budget=24)
+
+
+def test_whatever_fails_without_its_own_masks_is_refused(monkeypatch):
+    model = teacher("llama")
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def asks_for_a_mask(*args, **kwargs):
+        if attention.config._attn_implementation == "dofla_recording":
+            return None.shape  # as Qwen4-Exp's
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", asks_for_a_mask)
+    with pytest.raises(dofla.DoflaError, match=r"does not run without attention masks of its own .*'shape'"):
+        dofla.linearize(model, budget=8)
+
+
 @pytest.mark.parametrize("family", ["gptj", "bloom", "falcon"])
 def test_a_family_with_its_own_attention_code_is_refused(family):
     model = teacher(family)
@@ -171,9 +257,50 @@ def test_attention_weights_are_refused_as_there_are_none():
         student("bert")(tokens(1, 10), output_attentions=True)
 
 
-def test_assisted_decoding_is_refused_as_a_state_takes_nothing_back():
+def test_assisted_decoding_is_refused_at_once_as_a_state_takes_nothing_back(tmp_path):
+    model, ids = own_student("llama"), tokens(1, 10).repeat(1, 3)
+    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10, "do_sample": False}
+    model.save_pretrained(tmp_path / "whole")
+    for one in (model, LlamaForCausalLM.from_pretrained(tmp_path / "whole")):
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            one.generate(ids, **options)
+    with dofla.softmax(model):
+        written = model.generate(ids, **options)
+    assert torch.equal(dofla.restore(model).generate(ids, **options), written)
+    cache = student("llama")(ids).past_key_values
     with pytest.raises(dofla.DoflaError, match="tokens back out of a linear-attention state"):
-        student("llama").generate(tokens(1, 10).repeat(1, 3), prompt_lookup_num_tokens=3, max_new_tokens=10)
+        cache.crop(20)
+
+
+def test_a_cache_that_something_else_has_filled_is_refused():
+    ids = tokens(1, 10)
+    cache = teacher("llama")(ids).past_key_values
+    with pytest.raises(dofla.DoflaError, match=r"already holds 10 tokens of softmax attention.*prefix tuning"):
+        student("llama")(ids, past_key_values=cache)
+
+
+def test_there_is_nothing_to_dequantise():
+    with pytest.raises(dofla.DoflaError, match=r"dofla\.restore gives the original back"):
+        own_student("llama").dequantize()
+
+
+@pytest.mark.parametrize("past", [0, 30])
+@pytest.mark.parametrize("kind", ["ragged", "softmax_first"])
+def test_tokens_that_a_mask_does_not_reach_are_padding_as_they_are_to_the_original(kind, past):
+    ids, model = tokens(2, 60), own_student("llama", kind).double()
+    for length in (past + 12, past + 25):
+        mask = torch.ones(2, length, dtype=torch.long)
+        padded = torch.nn.functional.pad(mask, (0, 60 - length))
+        found, expected = (
+            model(
+                ids[:, past:], attention_mask=x, past_key_values=model(ids[:, :past]).past_key_values if past else None
+            )
+            for x in (mask, padded)
+        )
+        real = slice(0, length - past)
+        assert torch.equal(found.logits[:, real], expected.logits[:, real])
+        before = teacher("llama").double()(ids, attention_mask=mask if past == 0 else padded)
+        assert before.logits.isfinite().all()
 
 
 def test_a_static_cache_beside_softmax_layers_is_refused():

@@ -17,7 +17,7 @@ from dofla.tasks.styles import STYLES
 @torch.no_grad()
 def one_by_one(model, tokenizer, task) -> list[list[float]]:
     """Every choice in a row of its own."""
-    limit = token_limit(model.config, tokenizer)
+    limit = token_limit(model, tokenizer)
     found = []
     for item in task.items:
         found.append([])

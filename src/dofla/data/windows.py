@@ -168,4 +168,4 @@ def _int64(tensor: Any, name: str) -> torch.Tensor:
         raise DoflaError(f"{name}: {tensor.dtype} values; give integers [windows, length]")
     if tensor.ndim != 2 or tensor.numel() == 0:
         raise DoflaError(f"{name}: shape {list(tensor.shape)}; give integers [windows, length] with at least one token")
-    return tensor.long()
+    return tensor.clone().long() if tensor.is_inference() else tensor.long()  # others can be read with gradients

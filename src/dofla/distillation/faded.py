@@ -16,13 +16,14 @@ from dofla.data.facts import Facts
 from dofla.distillation.forgetting import costs_of_heads
 from dofla.distillation.retrieval import check_retrieval_heads, facts_for, with_retrieval_heads
 from dofla.errors import DoflaError
+from dofla.integration.consistency import check_consistency
 from dofla.integration.directions import Directions, directions_of, give_directions
 from dofla.integration.fading import fading_plan
 from dofla.integration.places import placed_over, whole_reach
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.streaming import is_streamed
-from dofla.integration.surgery import describe, linearize, plan_of, restore
+from dofla.integration.surgery import convert, describe, plan_of, restore, softmax
 from dofla.plans.plan import Plan
 from dofla.plans.shares import LEAST, Shares, shared
 
@@ -77,7 +78,7 @@ class FadedStudents:
 
     def make(self, budget: float, shares: Shares | None = None) -> PreTrainedModel:
         """The model as a student; by default all its KV heads have the same size."""
-        linearize(self.model, self.plan(budget, shares))
+        convert(self.model, self.plan(budget, shares))
         try:
             give_directions(self.model, self.directions)
         except BaseException:
@@ -100,6 +101,11 @@ class FadedStudents:
             raise DoflaError(
                 "measuring shares needs the whole model in memory: open it without stream, or split evenly"
             )
+        if any(weight.is_inference() for weight in self.model.parameters()):
+            raise DoflaError(
+                "the model was made within torch.inference_mode(), and no gradients pass through it: open it outside, "
+                "or split evenly"
+            )
         even = self.plan(budget)  # what is wrong with it is wrong with any share
         check_retrieval_heads(even, self.retrieval_heads, self.tokenizer, lambda shares: self.plan(budget, shares))
         least = self.measured_at(budget)
@@ -108,6 +114,11 @@ class FadedStudents:
         except DoflaError:
             share = f"a KV head's least share is {LEAST:.2f} of it"
             raise DoflaError(f"budget {least} is too small to share: {share}; give more, or shares='even'") from None
+
+    def check_consistency(self, budget: float) -> None:
+        """DoflaError if a student of ``budget`` fails with a cache, whatever the shares of its heads."""
+        with self.made(budget) as student:
+            check_consistency(student, lambda: softmax(student))
 
     def measured_at(self, budget: int) -> int:
         """The budget that shares of ``budget`` are measured with: it holds no more than :data:`HELD` of a window."""

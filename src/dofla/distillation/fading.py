@@ -12,6 +12,7 @@ from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.faded import FadedStudents
 from dofla.errors import DoflaError
+from dofla.integration.surgery import tried
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.shares import Shares
 from dofla.storage.defaults import with_torchs_defaults
@@ -93,9 +94,9 @@ def fade(
         ``model`` itself. :func:`dofla.restore` undoes it.
 
     Raises:
-        DoflaError: as :func:`dofla.linearize`; an encoder, which keeps nothing from token to token; a budget too small
-            for a token of each kind, or for so many retrieval heads; heads whose size is no multiple of 8; as
-            :func:`dofla.measure_shares`.
+        DoflaError: as :func:`dofla.linearize`, before minutes are spent on shares; an encoder, which keeps nothing from
+            token to token; a budget too small for a token of each kind, or for so many retrieval heads; heads whose
+            size is no multiple of 8; as :func:`dofla.measure_shares`.
     """
     if not isinstance(shares, Shares) and shares not in WAYS:
         raise DoflaError(f"shares is {shares!r}: give {', '.join(WAYS)}, or what dofla.measure_shares returned")
@@ -108,12 +109,13 @@ def fade(
     options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
     students = FadedStudents(model, tokens, **options)
     if shares == "measured":
-        shares = _measured(students, budget)
-    return students.make(budget, shares if isinstance(shares, Shares) else None)
+        return students.make(budget, _measured(students, budget))
+    return tried(students.make(budget, shares if isinstance(shares, Shares) else None))
 
 
 @reports_progress("shares", Bar.stage)
 def _measured(students: FadedStudents, budget: int, *, progress: Callable[[str, int, int], None] | None) -> Shares:
     students.check_shares(budget)
+    students.check_consistency(budget)
     done, total = count(1), students.passes
     return students.shares(budget, lambda: progress and progress("passes", next(done), total))

@@ -77,7 +77,8 @@ def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tenso
             return smooth, None
         call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
         with torch.no_grad():
-            own, _ = layers[call.name](call.query, key, value, scaling=call.scaling, weight=call.weight)
+            options = {"scaling": call.scaling, "weight": call.weight, "keeps_states": False}
+            own, _ = layers[call.name](call.query, key, value, **options)
             own = own.transpose(1, 2).contiguous()  # as transformers' own attention functions return it
         out = own + (smooth - smooth.detach())
         out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dofla.data import predicted
-from dofla.integration.recorder import mean_pooled, run_body
+from dofla.integration.recorder import fed, mean_pooled, run_body
 from dofla.integration.surgery import linear_layers
 from dofla.integration.trained import original_weights
 
@@ -72,7 +72,7 @@ class Objective:
             return run_body(self.student, batch).last_hidden_state.float()
         if self.head_apart:
             return run_body(self.student, batch).last_hidden_state
-        return self.student(**batch, use_cache=False).logits
+        return self.student(**fed(self.student, batch), use_cache=False).logits
 
     def _divergence(self, ours: Tensor, theirs: Tensor, real: Tensor) -> Tensor:
         """KL summed over the positions [B, L - 1] that predict a real token."""
@@ -106,10 +106,12 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
     if head is None:
         return False
     ids = torch.arange(8, device=student.device).unsqueeze(0) % student.config.get_text_config().vocab_size
-    hidden = getattr(run_body(student, {"input_ids": ids}), "last_hidden_state", None)
+    batch = {"input_ids": ids}
+    hidden = getattr(run_body(student, batch), "last_hidden_state", None)
     if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
         return False
-    return torch.allclose(head(hidden), student(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
+    logits = student(**fed(student, batch), use_cache=False).logits
+    return torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-4)
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from dofla.distillation.loop import distill
 from dofla.distillation.steps import check_numbers
 from dofla.errors import DoflaError
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import run_body
+from dofla.integration.recorder import fed, run_body
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import answering, describe, even_plan, linearize, restore, softmax
+from dofla.integration.surgery import answering, convert, describe, even_plan, restore, softmax
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE
@@ -90,7 +90,7 @@ def measure_curves(
         plan = even_plan(
             model, size, share=share, feature_map=feature_map, token_dtype=token_dtype, keep_softmax=keep_softmax
         )
-        student = linearize(model, plan, seed=seed)
+        student = convert(model, plan, seed=seed)
         try:
             distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
             with evaluation_mode(student):
@@ -138,7 +138,8 @@ def _answer(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities of the next token, or an encoder's last hidden states: [1, L, V or D]."""
     if not model.can_generate():
         return run_body(model, batch).last_hidden_state.float()
-    logits = model(**{k: v.to(model.device) for k, v in batch.items()}, use_cache=False).logits
+    inputs = fed(model, {k: v.to(model.device) for k, v in batch.items()})
+    logits = model(**inputs, use_cache=False).logits
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 

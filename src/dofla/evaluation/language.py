@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, batches, predicted
 from dofla.errors import DoflaError
+from dofla.integration.recorder import fed
 from dofla.integration.surgery import softmax
 
 _POSITIONS_AT_A_TIME = 8
@@ -40,9 +41,10 @@ def next_token_figures(
     parts = batches(windows, batch_size)
     for done, part in enumerate(parts, start=1):
         batch = {k: v.to(student.device) for k, v in windows.batch(part).items()}
+        inputs = fed(student, batch)
         with softmax(student):
-            teacher = student(**batch, use_cache=False).logits
-        rows.append(_compare(teacher, student(**batch, use_cache=False).logits, batch))
+            teacher = student(**inputs, use_cache=False).logits
+        rows.append(_compare(teacher, student(**inputs, use_cache=False).logits, batch))
         if progress:
             progress(done, len(parts))
     sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, teacher, student, kl, agreement

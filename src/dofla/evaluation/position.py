@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from dofla.data import TokenWindows, batches, predicted
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
+from dofla.integration.recorder import fed
 from dofla.integration.surgery import softmax
 
 FIRST_BIN = 16
@@ -113,7 +114,7 @@ def loss_by_position(
 
 def token_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Loss of each next token [B, L - 1] in nats, float32; DoflaError if a logit is not finite."""
-    logits = finite(model(**batch, use_cache=False).logits[:, :-1])
+    logits = finite(model(**fed(model, batch), use_cache=False).logits[:, :-1])
     return -torch.log_softmax(logits, dim=-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
 
 

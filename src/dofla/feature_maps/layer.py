@@ -28,6 +28,7 @@ from dofla.attention import (
 from dofla.attention.compiled import usable
 from dofla.attention.compiled.fading import DTYPES
 from dofla.feature_maps import FeatureMap, feature_map_class
+from dofla.feature_maps.padding import without_padding
 
 
 def without_autocast(method: Callable) -> Callable:
@@ -132,9 +133,21 @@ class LinearAttention(nn.Module):
         """Whether there are exact tokens and they are kept in eight bits."""
         return self.token_dtype == "int8" and self.is_hybrid
 
-    def traceable(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    def traceable(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        weight: Tensor | None,
+        states: list[State | FlatState] | None,
+        causal: bool,
+        **options: Any,
+    ) -> bool:
         """Whether torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
-        it, no shape and no branch depends on numbers."""
+        it, no shape and no branch depends on numbers, but for padding among several tokens that continue a sequence."""
+        if weight is not None and states and query.shape[-2] > 1:
+            return False
         if any(self.fading_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
             return False
         return causal and query.shape[-2] > 0 and usable((query, key, value), (), DTYPES)
@@ -147,6 +160,7 @@ class LinearAttention(nn.Module):
             fading.reset()
 
     @without_autocast
+    @without_padding
     def forward(
         self,
         query: Tensor,
@@ -165,10 +179,12 @@ class LinearAttention(nn.Module):
             key: [B, Hkv, L, d].
             value: [B, Hkv, L, dv].
             scaling: of the scores.
-            weight: key weights [B, L], 0 for padding. Where tokens are kept by the attention they draw, those of any
-                weight above 0 count in full.
+            weight: key weights [B, L], 0 for padding, which may stand anywhere. Where tokens are kept by the attention
+                they draw, those of any weight above 0 count in full.
             states: one per group, or None at the beginning of a sequence.
             causal: whether queries see only earlier keys (and themselves).
+            keeps_states: whether the states after the call are used; where they are not, some padding is left where
+                it is.
 
         Returns:
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
@@ -241,7 +257,7 @@ class LinearAttention(nn.Module):
             key = rounded(key)
         scores, length = [], key.shape[-2]
         for n, (q, k, _) in enumerate(self.split(query, key, key)):
-            scores.append(self._far_scores(n, q, k, rows, scaling))
+            scores.append(self._far_scores(n, q, k, _ages(rows, length, weight if causal else None), scaling))
         share = query.shape[1] // key.shape[1]
         approximate = self.join(scores, share)
         if not self.is_hybrid:
@@ -249,9 +265,9 @@ class LinearAttention(nn.Module):
         near = self.seen_exactly(rows, length, share=share, weight=weight, causal=causal)
         return torch.where(near, exact_scores(query, key, scaling), approximate)
 
-    def _far_scores(self, group: int, query: Tensor, key: Tensor, rows: Tensor, scaling: float) -> Tensor:
-        """Of a group, [B, H, R, L]: as the features see all keys, and the stages those that are in them. Kept tokens
-        are taken to be the newest, for which they are depends on all queries before."""
+    def _far_scores(self, group: int, query: Tensor, key: Tensor, age: Tensor, scaling: float) -> Tensor:
+        """Of a group, [B, H, R, L]: as the features see all keys, and the stages those that are in them, by their age
+        [B or 1, R, L]. Kept tokens are taken to be the newest, for which they are depends on all queries before."""
         feature_map, fading, coded = self.maps[group], self.fading_of(group), []
         if fading is not None:
             coded = fading.key.chain(key)
@@ -261,7 +277,7 @@ class LinearAttention(nn.Module):
         else:
             scores = accumulable(query).new_full((*query.shape[:-1], key.shape[-2]), LOG_ZERO)
         if fading is not None:
-            age = rows[:, None] - torch.arange(key.shape[-2], device=key.device)
+            age = age.unsqueeze(1)
             start = self.exact_tokens[group][0]
             for count, keys in zip(fading.places, coded, strict=True):
                 seen = (age >= start) & (age < start + count)
@@ -272,8 +288,7 @@ class LinearAttention(nn.Module):
     def seen_exactly(self, rows: Tensor, length: int, *, share: int, weight: Tensor | None, causal: bool) -> Tensor:
         """Which of ``length`` keys the query ``rows`` [R] see in the window or as sinks, with ``share`` query heads per
         KV head: [B or 1, H, R, length], or one head for all if they agree."""
-        distance = rows[:, None] - torch.arange(length, device=rows.device)
-        distance = (distance if causal else distance.abs())[None]
+        distance = _ages(rows, length, weight) if causal else _ages(rows, length, None).abs()
         real = torch.ones_like(distance[:, 0], dtype=torch.bool) if weight is None else weight > 0
         seen = []
         for (window, sinks), group in zip(self.exact_tokens, self.groups, strict=True):
@@ -299,3 +314,9 @@ class LinearAttention(nn.Module):
             return outputs[0]
         order = torch.tensor([head * share + n for group in self.groups for head in group for n in range(share)])
         return torch.cat(outputs, dim=1)[:, order.argsort().to(outputs[0].device)]
+
+
+def _ages(rows: Tensor, length: int, weight: Tensor | None) -> Tensor:
+    """How many real tokens later than each of ``length`` keys the query ``rows`` [R] come [B or 1, R, length]."""
+    places = torch.arange(length, device=rows.device)[None] if weight is None else (weight > 0).cumsum(-1)
+    return places[:, rows].unsqueeze(-1) - places.unsqueeze(1)

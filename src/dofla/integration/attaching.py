@@ -14,6 +14,7 @@ from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
+from dofla.integration.positions import positions_within
 from dofla.integration.streaming.layers import in_memory
 from dofla.plans.plan import LayerPlan, Plan
 
@@ -27,10 +28,10 @@ class AttachedLinearAttention(LinearAttention):
     Args:
         layer: what it is to be.
         beside_softmax: whether other layers of the model stay softmax.
-        reach: positions that the plan is for, if it says so.
+        positions: that there are for it, if that is known.
     """
 
-    def __init__(self, layer: LayerPlan, beside_softmax: bool, reach: int | None = None) -> None:
+    def __init__(self, layer: LayerPlan, beside_softmax: bool, positions: int | None = None) -> None:
         features, window, sinks = zip(*layer.sizes, strict=True)
         super().__init__(
             layer.feature_map,
@@ -44,7 +45,7 @@ class AttachedLinearAttention(LinearAttention):
             layer.value_dim,
         )
         self.name = layer.name
-        self.beside_softmax, self.reach = beside_softmax, reach
+        self.beside_softmax, self.positions = beside_softmax, positions
         self._holders = [part for part in self.modules() if part._parameters or part._buffers]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -79,18 +80,25 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
     """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
     attached = []
     linear = [layer for layer in plan.layers if not layer.keep_softmax]
+    positions = positions_within(model, plan.reach)
     for layer in linear:
         try:
             module = model.get_submodule(layer.name)
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
-        module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), plan.reach)
+        module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), positions)
         device = next(module.parameters()).device
         module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
         module.dofla.train(module.training)
         module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
         attached.append(module.dofla)
     return attached
+
+
+def switch_on(model: PreTrainedModel) -> None:
+    """Let a model with maps attached use them, and say that what it has read cannot be taken back."""
+    model.set_attn_implementation(LINEAR)
+    model._is_stateful = True
 
 
 def renamed(plan: Plan, model: PreTrainedModel) -> Plan:

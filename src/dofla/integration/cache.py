@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 from dofla.attention import FlatState, State
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
-from dofla.integration.positions import positions_within
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class LinearCacheLayer(CacheLayerMixin):
 
     def __init__(self, beside_softmax: bool, static: bool, positions: int | None = None) -> None:
         super().__init__()
+        self.keys = self.values = torch.empty(0)  # Llama 3.2 Vision asks every entry how many there are
         self.states: list[State | FlatState] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens: int | Tensor = torch.tensor(0) if static else 0
@@ -139,7 +139,7 @@ def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
         if entry.is_initialized and entry.get_seq_length() > 0:
             raise DoflaError(
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
-                "start generation of a linearised model with a fresh cache"
+                "start a linearised model with a fresh cache (prefix tuning, which fills it, does not work)"
             )
         beside_softmax = module.dofla.beside_softmax
         if beside_softmax and isinstance(entry, StaticLayer):
@@ -150,7 +150,7 @@ def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
         # One of them says when positions end; a static one's count is a tensor, which only its graph may ask.
         static = isinstance(entry, StaticLayer)
         silent = static or any(isinstance(other, LinearCacheLayer) for other in cache.layers)
-        positions = None if silent else positions_within(module, module.dofla.reach)
+        positions = None if silent else module.dofla.positions
         entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static, positions)
     entry.handed_over = True
     return entry

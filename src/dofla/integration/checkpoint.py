@@ -23,7 +23,7 @@ from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
 from dofla.integration.streaming import device_map
-from dofla.integration.surgery import is_linearized, linear_layers, linearize, plan_of, record_of, restore
+from dofla.integration.surgery import convert, is_linearized, linear_layers, plan_of, record_of, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plans.plan import Plan
 from dofla.storage.checksums import check_checksums
@@ -162,7 +162,7 @@ def load_any(
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / "plan.json"):
         # The base of a student that was opened from a standalone checkpoint is that checkpoint.
-        linearize(restore(model) if is_linearized(model) else model, plan)
+        convert(restore(model) if is_linearized(model) else model, plan)
     return apply_adapter(model, folder)
 
 

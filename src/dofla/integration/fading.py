@@ -13,7 +13,7 @@ from dofla.integration.positions import positions_of
 from dofla.integration.sites import AttentionSite, attention_sites
 from dofla.integration.surgery import plan_by_site
 from dofla.plans.fading import FADING, PER_HEAD, fade_evenly, fillable
-from dofla.plans.hybrid import HeadCost
+from dofla.plans.hybrid import HeadCost, check_budget
 from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
 
@@ -39,6 +39,7 @@ def fading_plan(
     Raises:
         DoflaError: as :func:`dofla.fade`.
     """
+    check_budget(budget)
     positions, shapes = reach or positions_of(model), {}
     for site in attention_sites(model).values():
         if site.name not in keep_softmax:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -17,9 +19,11 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
+    sliding_window_overlay,
 )
 
 from dofla.errors import DoflaError
+from dofla.integration.positions import stated_positions
 
 LINEAR = "dofla"
 RECORDING = "dofla_recording"
@@ -47,6 +51,7 @@ def linear_attention(
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
     if layer is None:
         return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    attention_mask = plain_mask(attention_mask, module)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise DoflaError(
             f"layer {layer.name} got a {attention_mask.ndim}-dimensional attention mask: linear attention knows "
@@ -59,10 +64,11 @@ def linear_attention(
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
     options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
+    options["keeps_states"] = dofla_entry is not None
     # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
     imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
     with torch.no_grad() if imitates else nullcontext():
-        if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, causal):
+        if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, **options):
             out, states = _outside_the_graph(layer, asked, key, value, **options)
         else:
             out, states = layer(asked, key, value, **options)
@@ -113,6 +119,7 @@ def recording_attention(
 ) -> tuple[Tensor, None]:
     """Attention that shows its inputs to the visitor of :func:`visiting` first."""
     visit, run = _visitor.get() or (None, softmax_attention)
+    attention_mask = plain_mask(attention_mask, module)
     if visit is not None:
         visit(module, query, key, value, attention_mask, scaling, kwargs)
     return run(module, query, key, value, attention_mask, scaling, **kwargs)
@@ -144,16 +151,48 @@ def padding_mask(
     Any other pattern (sliding windows, chunks, packed sequences) becomes a full four-dimensional mask, which softmax
     layers use and linear layers refuse.
     """
-    if mask_function in (causal_mask_function, bidirectional_mask_function):
+    if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(mask_function, **kwargs):
         if attention_mask is None:
             return None
-        attention_mask = attention_mask[:, -kv_length:]
-        asked = attention_mask.shape[1] == kv_length and not torch.compiler.is_compiling()  # a graph cannot ask
-        return None if asked and attention_mask.all() else attention_mask
+        attention_mask = _of_all_keys(attention_mask, q_length, kv_length, q_offset)
+        if not torch.compiler.is_compiling() and attention_mask.all():  # a graph cannot ask
+            return None
+        return attention_mask[:, None, None] if _has_readers(kwargs.get("config")) else attention_mask
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs
     )
+
+
+def _of_all_keys(mask: Tensor, q_length: int, kv_length: int, q_offset: int | Tensor) -> Tensor:
+    """A padding mask [B, kv_length] of one that is longer, or shorter: tokens that it does not reach are padding, as in
+    transformers' own masks. One of the new tokens alone is taken as such where it can be."""
+    length = mask.shape[1]
+    missing = kv_length - length
+    if missing <= 0 and length != q_length and isinstance(q_offset, int):
+        missing = q_offset + q_length - length
+    return F.pad(mask, (0, max(missing, 0)))[:, -kv_length:]
+
+
+def _bounds_nothing(mask_function: Callable, local_size: int | None = None, config: Any = None, **kwargs: Any) -> bool:
+    """Whether the pattern is a sliding window as long as all positions, and nothing else."""
+    positions = None if local_size is None or config is None else stated_positions(config)
+    if positions is None or local_size < positions:
+        return False
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    kinds = [part.__qualname__.partition(".")[0] for part in parts]
+    return kinds == [sliding_window_overlay.__name__, causal_mask_function.__name__]
+
+
+def _has_readers(config: Any) -> bool:
+    """Whether layers read the keys of others. Such models cut the third dimension of masks (Gemma 4)."""
+    return bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+def plain_mask(mask: Tensor | None, module: nn.Module) -> Tensor | None:
+    """The mask that a module got, [B, keys] if it is one of padding."""
+    is_padding = mask is not None and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and _has_readers(module.config)
+    return mask[:, 0, 0] if is_padding else mask
 
 
 def softmax_attention(
@@ -167,6 +206,7 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention under the masks of :func:`padding_mask`: SDPA, or the family's own eager function where its
     arithmetic is special (soft-capped logits, sinks as parameters)."""
+    attention_mask = plain_mask(attention_mask, module)
     if attention_mask is None or attention_mask.ndim == 2:
         attention_mask = _full_mask(attention_mask, query, key, is_causal(module, kwargs))
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:

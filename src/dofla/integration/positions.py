@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedConfig
 
+_FIELDS = ("max_position_embeddings", "max_target_positions")
+"""How configurations call the number; the second is that of decoders that transcribe (Whisper)."""
+_TABLES = ("wpe", "embed_positions", "position_embeddings")
+"""How transformers calls a table of positions of a text."""
 _AGAIN = 4
 """Of the positions, the part that is read again if nothing is said."""
 
 
+def stated_positions(config: PreTrainedConfig) -> int | None:
+    """How many a configuration says; None if it does not."""
+    config = config.get_text_config()
+    return next((found for field in _FIELDS if (found := getattr(config, field, None))), None)
+
+
 def positions_of(model: nn.Module) -> int | None:
-    """How many a model has, or that of a module with its config; None if it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """How many a text may take in a model; None if it does not say."""
+    most, table = stated_positions(model.config), table_of_positions(model)
+    if most is not None and table is not None and table.padding_idx is not None:
+        return min(most, table.num_embeddings - table.padding_idx - 1)  # RoBERTa and its kin count from beyond padding
+    return most
+
+
+def table_of_positions(model: nn.Module) -> nn.Embedding | None:
+    """The one that a model has learnt, where its positions are not computed."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
+            return module
+    return None
 
 
 def positions_within(model: nn.Module, reach: int | None) -> int | None:

@@ -184,8 +184,9 @@ def _choose(model: PreTrainedModel, keep_softmax: Sequence[str]) -> tuple[dict[s
     sites, chosen, skipped = attention_sites(model), {}, []
     check_kept(sites, keep_softmax)
     for name, site in sites.items():
-        if name in keep_softmax or site.linear_time:
-            reason = "attends to a bounded window already" if site.linear_time else "asked for"
+        if name in keep_softmax or site.linear_time or site.shares_keys:
+            shares = "shares keys and values with other layers" if site.shares_keys else "asked for"
+            reason = "attends to a bounded window already" if site.linear_time else shares
             skipped.append(SkippedLayer(name, site.kv_heads, site.head_dim, site.value_dim, reason))
         else:
             refuse(site)

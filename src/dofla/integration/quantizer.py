@@ -14,8 +14,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.errors import DoflaError
-from dofla.integration.attaching import attach, check_coders, renamed, softmax_implementation
-from dofla.integration.interface import LINEAR
+from dofla.integration.attaching import attach, check_coders, renamed, softmax_implementation, switch_on
 from dofla.integration.record import Record
 from dofla.plans.plan import Plan
 
@@ -68,10 +67,13 @@ class DoflaQuantizer(HfQuantizer):
             if missing or tensor.shape != self._shapes[name]:
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
         check_coders(model, "the checkpoint")
-        model.set_attn_implementation(LINEAR)
+        switch_on(model)
         # transformers forbids .half() and .to(dtype) on quantised models; this one is none.
         model.is_quantized = False
         model.config._is_quantized = False
+
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        raise DoflaError("a student has no weights that dofla has quantised: dofla.restore gives the original back")
 
     @property
     def is_compileable(self) -> bool:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
 from dofla.errors import DoflaError
-from dofla.integration.positions import positions_of
-
-_TABLES = ("wpe", "embed_positions", "position_embeddings")
-"""How transformers calls a table of positions of a text."""
+from dofla.integration.positions import positions_of, table_of_positions
 
 
 def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tokens: int = 0) -> None:
@@ -32,12 +29,15 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
     if input_ids.ndim != 2 or not input_ids.numel():
         raise DoflaError(f"{what}: expected tokens [B, L], got {list(input_ids.shape)}: give a text")
     name, embedding = type(model).__name__, model.get_input_embeddings()
+    if not hasattr(embedding, "weight"):
+        raise DoflaError(f"{name} reads several tokens at each place (MusicGen): only text and images are supported")
     known = getattr(embedding, "num_embeddings", None) or len(embedding.weight)  # weights may be shared out among GPUs
     for token in (int(input_ids.min()), int(input_ids.max())):
         if not 0 <= token < known:
             raise DoflaError(f"{what}: token {token}, and {name} knows 0 to {known - 1}: use its own tokenizer")
-    most, length = _learnt_positions(model), input_ids.shape[1]
-    if most is not None and length + new_tokens > most:
+    # Where there is no table they are computed, and go on.
+    most, length = positions_of(model), input_ids.shape[1]
+    if most is not None and table_of_positions(model) is not None and length + new_tokens > most:
         more = f" and {new_tokens} to follow" if new_tokens else ""
         raise DoflaError(f"{what}: {length} tokens{more}, and {name} has {most} positions: take fewer")
 
@@ -54,13 +54,3 @@ def windows_for(
     if isinstance(windows, TokenWindows):
         check_readable(model, windows.input_ids, windows.source)
     return windows
-
-
-def _learnt_positions(model: PreTrainedModel) -> int | None:
-    """How many there are; None where positions are computed."""
-    most = positions_of(model)
-    for path, module in model.named_modules():
-        if most and isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
-            # RoBERTa and its kin count from beyond the padding token, within the same number.
-            return most if module.padding_idx is None else most - module.padding_idx - 1
-    return None

@@ -124,7 +124,15 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput
     The head on top (a vocabulary of logits) plays no part in attention and can cost more than a layer.
     """
     options = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
-    return model.base_model(**{k: v.to(model.device) for k, v in batch.items()}, **options)
+    return model.base_model(**fed(model, {k: v.to(model.device) for k, v in batch.items()}), **options)
+
+
+def fed(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the model is called with to read a batch: the decoder of an encoder-decoder, too, reads the text."""
+    if not model.config.is_encoder_decoder:
+        return dict(batch)
+    ids = ("input_ids", "attention_mask", "position_ids")
+    return {**{f"decoder_{name}": batch[name] for name in ids if name in batch}, **batch}
 
 
 def mean_pooled(hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -29,8 +29,10 @@ class AttentionSite:
         scaling: of the scores, queries and keys as projected.
         causal: or bidirectional.
         linear_time: attends to a bounded number of tokens already (sliding window, chunks); left as it is.
+        shares_keys: its keys and values are those of another layer, or another's are its own; left as it is.
         refusal: why linear attention cannot express it, or None.
         window: how many tokens it attends to at most, where that is known.
+        borrows_keys: its keys and values are those of an earlier layer; it keeps none in the cache.
     """
 
     name: str
@@ -42,7 +44,9 @@ class AttentionSite:
     causal: bool
     linear_time: bool = False
     refusal: str | None = None
+    shares_keys: bool = False
     window: int | None = None
+    borrows_keys: bool = False
 
 
 @contextmanager
@@ -60,6 +64,8 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 def check_kept(sites: Mapping[str, AttentionSite], keep_softmax: Iterable[str]) -> None:
     """DoflaError if a layer to be kept softmax is none of the model's."""
+    if isinstance(keep_softmax, str):
+        raise DoflaError(f"keep_softmax is {keep_softmax!r}: give a list of names, [{keep_softmax!r}]")
     for name in keep_softmax:
         if name not in sites:
             first = next(iter(sites))
@@ -88,6 +94,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
     names = {module: name for name, module in model.named_modules()}
     sites: dict[str, AttentionSite] = {}
     unsaid: list[str] = []
+    seen: dict[str, Tensor] = {}  # keys, which stand where they are as long as they are held
 
     def visit(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, scaling, kwargs: dict) -> None:
         name = names[module]
@@ -98,7 +105,11 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             unsaid.append(name)
         _, heads, length, head_dim = query.shape
         pattern = mask is not None and mask.ndim == 4
-        linear_time = _bounded(module, kwargs) and pattern
+        linear_time, causal = _bounded(module, kwargs) and pattern, is_causal(module, kwargs)
+        sharing = [other for other, own in seen.items() if causal and own.data_ptr() == key.data_ptr()]
+        seen[name] = key
+        for other in sharing:
+            sites[other] = replace(sites[other], shares_keys=True)
         sites[name] = AttentionSite(
             name,
             heads,
@@ -106,10 +117,12 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             head_dim,
             value.shape[-1],
             standard_scaling(module, query, scaling)[1],
-            is_causal(module, kwargs),
+            causal,
             linear_time,
             None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
+            bool(sharing),
             _window(module, kwargs) if linear_time else None,
+            bool(sharing),
         )
 
     tokens = a_few_tokens(model)
@@ -132,7 +145,7 @@ def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -
             return model(**tokens)[0]
     except DoflaError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         model(**tokens)  # if it fails by itself, it says so
         raise DoflaError(
             f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
@@ -148,8 +161,8 @@ def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
     opened = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
     way_out = ", unless it is opened with sliding_window=None" if opened else ""
     raise DoflaError(
-        f"{type(model).__name__}: no layer is left to linearise: all attend to bounded windows already{way_out}, or "
-        "are in keep_softmax"
+        f"{type(model).__name__}: no layer is left to linearise: all attend to bounded windows already{way_out}, share "
+        "their keys with others, or are in keep_softmax"
     )
 
 
@@ -192,6 +205,8 @@ def _refusal(module: nn.Module, kwargs: dict[str, Any], pattern: bool, crossing:
         return "its mask is neither causal nor bidirectional, or a bias is folded into it"
     if _kind(module) == "hybrid":  # Falcon-H1
         return "it shares its entry of the cache with a recurrent layer beside it"
+    if is_causal(module, kwargs) and getattr(module, "layer_idx", 0) is None:  # Zamba's
+        return "it has no entry of its own in the cache (layer_idx is None)"
     return None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,18 +13,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation
+from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation, switch_on
+from dofla.integration.consistency import check_consistency
 from dofla.integration.hub import origin
-from dofla.integration.interface import LINEAR, RECORDING, linear_attention, softmax_attention, visiting
+from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.record import Record
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept, check_left
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, default_token_dtype, even_size
+from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, check_budget, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.storage.defaults import with_torchs_defaults
+
+logger = logging.getLogger(__name__)
 
 
 @unwraps_its_model
@@ -41,11 +46,29 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
 
     Raises:
         DoflaError: if the model is linearised already, the plan was made for another model, or the plan asks for a
-            layer that linear attention cannot express.
+            layer that linear attention cannot express; if the student, tried on a few tokens, fails with a cache.
     """
+    return tried(convert(model, even_plan(model, budget) if plan is None else plan, seed))
+
+
+def tried(student: PreTrainedModel) -> PreTrainedModel:
+    """The student, once :func:`check_consistency` has let it pass; otherwise it is restored."""
+    if not linear_layers(student):
+        return student
+    try:
+        check_consistency(student, lambda: softmax(student))
+    except BaseException:
+        restore(student)
+        raise
+    return student
+
+
+@with_torchs_defaults
+def convert(model: PreTrainedModel, plan: Plan, seed: int = 0) -> PreTrainedModel:
+    """:func:`linearize` of a plan, without a trial: for students on the way, and such as were tried before."""
     if is_linearized(model):
         raise DoflaError("the model is linearised already: call dofla.restore(model) first")
-    plan = even_plan(model, budget) if plan is None else renamed(plan, model)
+    plan = renamed(plan, model)
     warn_of_slow_products(model)
     _check(plan, attention_sites(model))
     before = softmax_implementation(model)
@@ -53,7 +76,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
     for layer in attach(model, plan):
         layer.reset_parameters(generator)
     model._dofla_softmax_implementation = before
-    model.set_attn_implementation(LINEAR)
+    switch_on(model)
     config = DoflaConfig.from_plan(plan)
     config.record.base_model, config.of_weights = (
         origin(model.config._name_or_path),
@@ -86,6 +109,8 @@ def even_plan(
         DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer.
     """
 
+    check_budget(budget)
+
     def size(site: AttentionSite) -> dict[str, Any]:
         kept_as = token_dtype or default_token_dtype(site.causal)
         cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
@@ -109,12 +134,20 @@ def plan_by_site(
     check_kept(sites, keep_softmax)
     for site in sites.values():
         shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
-        if site.name in keep_softmax:
-            layers.append(LayerPlan(*shape, keep_softmax=True))
-        elif not site.linear_time:
-            layers.append(LayerPlan(*shape, **size(site)))
-    check_left(model, layers)
+        if site.linear_time and site.name not in keep_softmax:
+            continue
+        softmax = site.shares_keys or site.name in keep_softmax
+        layers.append(LayerPlan(*shape, keep_softmax=True) if softmax else LayerPlan(*shape, **size(site)))
+    check_left(model, [layer for layer in layers if not layer.keep_softmax])
+    _tell_of_shared(tuple(site.name for site in sites.values() if site.shares_keys and not site.linear_time))
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, reach)
+
+
+@lru_cache
+def _tell_of_shared(names: tuple[str, ...]) -> None:
+    """Say, once, which layers stay as they are unasked."""
+    if names:
+        logger.warning("%d layers stay softmax, as they share keys and values: %s", len(names), ", ".join(names))
 
 
 @unwraps_its_model
@@ -128,7 +161,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     put_back(model)
     model.set_attn_implementation(model._dofla_softmax_implementation)
     of_weights = model.config.quantization_config.of_weights
-    del model._dofla_softmax_implementation, model.config.quantization_config, model.hf_quantizer
+    del model._dofla_softmax_implementation, model._is_stateful, model.config.quantization_config, model.hf_quantizer
     if of_weights is not None:
         model.config.quantization_config, model.hf_quantizer = of_weights.quantization_config, of_weights
     return model
@@ -163,8 +196,13 @@ def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the linearised model is its own teacher: softmax attention, and the weights it had before
     end-to-end training if there was any."""
     linear_layers(model)
+    stateful = model._is_stateful
     with attention_implementation(model, model._dofla_softmax_implementation), original_weights(model):
-        yield model
+        model._is_stateful = type(model)._is_stateful
+        try:
+            yield model
+        finally:
+            model._is_stateful = stateful
 
 
 @contextmanager
@@ -215,6 +253,7 @@ def _check(plan: Plan, sites: dict[str, AttentionSite]) -> None:
 def refuse(site: AttentionSite) -> None:
     """Raise DoflaError if the layer cannot become linear."""
     reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
+    reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
     if reason:
         raise DoflaError(f"layer {site.name} cannot be linearised: {reason}; keep it softmax (keep_softmax)")
 

@@ -56,6 +56,12 @@ class HeadCost:
         return features * self.feature + (window + sinks) * self.token
 
 
+def check_budget(budget: float) -> None:
+    """DoflaError unless it is a number."""
+    if not isinstance(budget, (int, float)):
+        raise DoflaError(f"budget is {budget!r}: give a number of features, as 64")
+
+
 def split(bytes_per_head: int, cost: HeadCost, share: float = TOKEN_SHARE) -> tuple[int, int, int]:
     """(features, window, sinks) of at most ``bytes_per_head``, about ``share`` of it in exact tokens.
 

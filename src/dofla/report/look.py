@@ -20,7 +20,7 @@ from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.directions import measure_directions
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linearize, restore
+from dofla.integration.surgery import convert, restore
 from dofla.report.maps import attention_maps, moved, packed, sentence, token_texts
 from dofla.report.runs import LOOK, RunRecord, StudentRecord
 from dofla.report.speed import timings
@@ -102,7 +102,7 @@ class _Parts:
 @contextmanager
 def _linearised(model: PreTrainedModel, student: StudentRecord) -> Iterator[PreTrainedModel]:
     """The student as it was before it was trained."""
-    linearize(model, student.plan, seed=student.seed)
+    convert(model, student.plan, seed=student.seed)
     try:
         with evaluation_mode(model):
             yield model

@@ -51,7 +51,7 @@ class CheckedLayer:
         name: in the model.
         kv_heads, head_dim, value_dim: shapes.
         becomes: one of :data:`COMPRESSED`, :data:`SOFTMAX`, :data:`BOUNDED`, :data:`REFUSED`.
-        reason: why it is refused, or what bounds it.
+        reason: why it is refused or stays softmax, or what bounds it.
     """
 
     name: str
@@ -198,7 +198,7 @@ def check(
         try:
             fading_plan(opened, budgets[0], keep_softmax=keep_softmax)
             for site in sites.values():
-                if site.name not in keep_softmax and not site.linear_time:
+                if site.name not in keep_softmax and not site.linear_time and not site.shares_keys:
                     refuse(site)
         except DoflaError as error:
             found.reason = str(error)
@@ -262,6 +262,8 @@ def _layer(site: AttentionSite, keep_softmax: Collection[str]) -> CheckedLayer:
         becomes, reason = BOUNDED, "it attends to a window" + (f" of {site.window:,} tokens" if site.window else "")
     elif site.refusal:
         becomes, reason = REFUSED, site.refusal
+    elif site.shares_keys:
+        becomes, reason = SOFTMAX, "it shares keys and values with other layers"
     elif not site.causal:
         becomes, reason = REFUSED, "it sees both ways: an encoder keeps no tokens"
     elif site.head_dim % 8 or site.value_dim % 8:
@@ -274,7 +276,7 @@ def _bytes(tokens: int, sites: Mapping[str, AttentionSite], plan: Plan) -> tuple
     compressed = {layer.name for layer in plan.layers if not layer.keep_softmax}
     softmax, rest = 0, 0
     for site in sites.values():
-        held = min(tokens, site.window or tokens) if site.causal else 0
+        held = min(tokens, site.window or tokens) if site.causal and not site.borrows_keys else 0
         own = held * site.kv_heads * (site.head_dim + site.value_dim) * torch.bfloat16.itemsize
         softmax += own
         rest += 0 if site.name in compressed else own

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
+from dofla.integration.positions import positions_of
 from dofla.tasks.styles import Request
 
 _DEFAULT_LIMIT = 2048
@@ -50,12 +51,10 @@ def encode(requests: Sequence[Request], tokenizer: PreTrainedTokenizerBase, limi
     return rows
 
 
-def token_limit(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens a model reads: by its config, else by its tokenizer, else 2048."""
-    config = config.get_text_config()
-    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-        if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
+def token_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens a model reads: by its positions, else by its tokenizer, else 2048."""
+    if (positions := positions_of(model)) is not None:
+        return positions
     limit = tokenizer.model_max_length
     return _DEFAULT_LIMIT if limit is None or limit >= _NO_LIMIT else int(limit)
 

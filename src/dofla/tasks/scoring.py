@@ -68,7 +68,7 @@ def score(
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise DoflaError(f"{type(model).__name__} cannot score choices: give a causal language model")
     requests = [STYLES[task.style](item) for item in task.items]
-    limit = token_limit(model.config, tokenizer)
+    limit = token_limit(model, tokenizer)
     try:
         rows = encode([request for choices in requests for request in choices], tokenizer, limit)
     except DoflaError as error:

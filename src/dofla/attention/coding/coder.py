@@ -117,6 +117,7 @@ class Coder(nn.Module):
         eye = torch.eye(self.dim, dtype=torch.float64)
         weighing = eye.expand_as(covariance) if weighing is None else weighing.double()
         size = weighing.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+        size = torch.where(size > 0, size, 1)  # heads that nobody asks, or whose answers nobody takes
         values, vectors = torch.linalg.eigh(weighing + _REGULAR * size * eye)
         root = vectors * values.sqrt().unsqueeze(1) @ vectors.mT
         variance, directions = torch.linalg.eigh(root @ covariance @ root)

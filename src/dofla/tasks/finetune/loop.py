@@ -144,7 +144,7 @@ def finetune(
     # accelerate's; so the model is placed, and autocast entered, by hand.
     model.to(accelerator.device)
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=mixed_precision == "bf16")
-    rows = answers(train, tokenizer, token_limit(model.config, tokenizer))
+    rows = answers(train, tokenizer, token_limit(model, tokenizer))
     steps = epochs * math.ceil(len(rows) / batch_size)
     done: list[Epoch] = []
 

@@ -1,0 +1,119 @@
+"""Padding in causal calls: tokens of weight 0 take no place in a window, a stage or sinks, wherever they stand.
+
+The arithmetic below counts places, and is right where padding comes before the first real token of a sequence. Calls
+with padding elsewhere are brought into that form, or are made for the real tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dofla.attention import side_by_side
+
+Answer = tuple[Tensor, list[Any]]
+
+
+def without_padding(forward: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Decorates :meth:`dofla.feature_maps.layer.LinearAttention.forward`, and adds the argument ``keeps_states``:
+    whether the states after the call are used. Padded queries of the calls that are rearranged get zeros."""
+
+    @wraps(forward)
+    def call(
+        self: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        weight: Tensor | None = None,
+        states: list[Any] | None = None,
+        causal: bool = True,
+        keeps_states: bool = True,
+        **options: Any,
+    ) -> Answer:
+        def run(*tensors: Tensor, weight: Tensor | None, states: list[Any] | None) -> Answer:
+            return forward(self, *tensors, weight=weight, states=states, causal=causal, **options)
+
+        if weight is None or not causal or (not states and query.shape[-2] == 1):
+            return run(query, key, value, weight=weight, states=states)
+        if not states:
+            return _beginning(run, query, key, value, weight, keeps_states)
+        if torch.compiler.is_compiling():
+            return _one_token(run, query, key, value, weight, states)
+        return _continued(run, query, key, value, weight, states)
+
+    return call
+
+
+def _beginning(
+    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, keeps_states: bool
+) -> Answer:
+    """The call that begins sequences: padding is moved to the front. A compiled graph cannot ask where it is."""
+    real = weight > 0
+    if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
+        return run(query, key, value, weight=weight, states=None)
+    order = real.int().argsort(dim=-1, stable=True)
+    tokens = (x.take_along_dim(order[:, None, :, None], 2) for x in (query, key, value))
+    out, after = run(*tokens, weight=weight.gather(1, order), states=None)
+    out = out.take_along_dim(order.argsort(dim=-1)[:, None, :, None], 2)
+    return out.masked_fill(~real[:, None, :, None], 0), after
+
+
+def _disorder(real: Tensor, keeps_states: bool) -> bool:
+    """Whether padding [B, L] stands where it makes a difference: after a real token, and before another or the state.
+    Real tokens do not see what comes after them."""
+    ends = real[:, :-1] & ~real[:, 1:]
+    if not keeps_states:
+        begins = real[:, 1:] & ~real[:, :-1]
+        ends = ends & begins.flip(1).cumsum(1).flip(1).bool()
+    return bool(ends.any())
+
+
+def _one_token(
+    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: list[Any]
+) -> Answer:
+    """The call of a compiled graph, in which each sequence gets a token or a padding token."""
+    out, after = run(query, key, value, weight=weight, states=states)
+    real = weight[:, 0] > 0
+    after = [_either(real, *both) for both in zip(after, states, strict=True)]
+    return out.masked_fill(~real.view(-1, 1, 1, 1), 0), after
+
+
+def _either(first: Tensor, one: Any, other: Any) -> Any:
+    """Rows of ``one`` where ``first`` [B] is True and of ``other`` elsewhere; bundles of the same layer, or tensors."""
+    if one is None:
+        return None
+    if isinstance(one, Tensor):
+        return torch.where(first.view(-1, *[1] * (one.ndim - 1)), one, other)
+    if isinstance(one, tuple):
+        return tuple(_either(first, *both) for both in zip(one, other, strict=True))
+    return replace(one, **{x.name: _either(first, getattr(one, x.name), getattr(other, x.name)) for x in fields(one)})
+
+
+def _continued(
+    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: list[Any]
+) -> Answer:
+    """The call that continues sequences: rows with the same number of real tokens together, those tokens alone."""
+    real = weight > 0
+    if real.all():
+        return run(query, key, value, weight=weight, states=states)
+    out = value.new_zeros(*query.shape[:-1], value.shape[-1])
+    counts, rows, parts = real.sum(-1), [], []
+    for count in counts.unique().tolist():
+        own = (counts == count).nonzero().flatten()
+        after = [state.reorder(own) for state in states]
+        if count:
+            places = real[own].nonzero()[:, 1].view(len(own), count)
+            tokens = (x[own].take_along_dim(places[:, None, :, None], 2) for x in (query, key, value))
+            weights = weight[own].gather(1, places)
+            piece, after = run(*tokens, weight=None if (weights == 1).all() else weights, states=after)
+            out[own[:, None], :, places] = piece.transpose(1, 2)
+        rows.append(own)
+        parts.append(after)
+    back = torch.cat(rows).argsort()
+    return out, [side_by_side(part).reorder(back) for part in zip(*parts, strict=True)]

@@ -1,0 +1,208 @@
+"""Whether a student answers with a cache as it does in one pass, found out on a few tokens.
+
+Families differ in what they do with a cache, and attention alone does not show it: layers read the keys of others,
+share an entry, or count tokens themselves. So a student is tried before it is handed out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dofla.errors import DoflaError
+from dofla.integration.recorder import fed
+from dofla.integration.sites import a_few_tokens, attention_sites, evaluation_mode
+from dofla.integration.streaming import is_streamed
+
+CALLS = (3, 4, 1)
+"""Tokens of the calls with a cache, few enough that nearly all windows hold them: codes of few bits may turn out
+otherwise where a number differs in its last digit."""
+TOKENS = sum(CALLS)
+PADDED = 2
+"""Tokens of padding: in front of one row in the first call, and of another in the second."""
+DRAWS = 3
+"""Of tokens, that have to fail: what a digit does to codes or to the choice of experts, it does to one of them."""
+TOLERATED = 2.0**-6
+"""Relative difference of a token's output: twice what a step of eight bits is of the largest number."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How the calls with a cache fail: by a relative difference from the single pass, or by an error."""
+
+    what: float | Exception
+
+    def __str__(self) -> str:
+        if isinstance(self.what, Exception):
+            return f"a call with a cache fails ({type(self.what).__name__}: {str(self.what)[:160]})"
+        return f"with a cache it answers otherwise than in one pass (relative difference {self.what:.2g})"
+
+
+def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractContextManager]) -> None:
+    """DoflaError, naming the layer, if the student fails with a cache where the original does not. Models that are read
+    from disk layer by layer are taken as they are.
+
+    Args:
+        student: a linearised model.
+        original: within its block ``student`` computes softmax attention.
+    """
+    if student.main_input_name != "input_ids" or is_streamed(student):
+        return
+    with evaluation_mode(student), torch.no_grad():
+        for padded in (True, False):
+            if (fault := _fault(student, 0, padded)) is None:
+                return
+            with original():
+                own = _fault(student, 0, padded)
+            if own is None:  # else nothing can be said, with padding or at all
+                if all(_fault(student, seed, padded) for seed in range(1, DRAWS)):
+                    name = _first(student, padded)
+                    raise DoflaError(
+                        f"layer {name} cannot be linearised: {fault}; keep it softmax, and those whose keys it reads "
+                        "(keep_softmax)"
+                    )
+                return
+
+
+def _fault(model: PreTrainedModel, seed: int, padded: bool) -> Fault | None:
+    """None if the model answers in several calls as in one, or keeps no cache."""
+    try:
+        whole, parts = _both_ways(model, seed, padded)
+    except Exception as error:  # code of any family, of which any may come
+        return Fault(error)
+    if parts is None:
+        return None
+    difference = _difference(whole, parts, padded)
+    return None if difference <= _tolerated(model) else Fault(difference)
+
+
+def _tolerated(model: PreTrainedModel) -> float:
+    return max(TOLERATED, 16 * torch.finfo(model.dtype).eps)
+
+
+def _both_ways(
+    model: PreTrainedModel, seed: int, padded: bool, between: Callable[[], None] = lambda: None
+) -> tuple[Tensor, list[Tensor] | None]:
+    """Outputs of one pass [rows, n, ...], and of each call with a cache; ``between`` is called before those."""
+    ids, options = _rows(model, seed, padded), {}
+    whole = _call(model, ids, padded, torch.ones_like(ids), 0, use_cache=False)[0]
+    between()
+    parts, seen = [], 0
+    pieces, masks = _pieces(ids, padded)
+    for n, piece in enumerate(pieces):
+        mask = torch.cat(masks[: n + 1], 1)
+        out = _call(model, piece, padded, mask, seen, use_cache=True, **options)
+        seen += piece.shape[1]
+        options["past_key_values"] = getattr(out, "past_key_values", None)
+        if options["past_key_values"] is None:
+            return whole, None
+        parts.append(out[0])
+    return whole, parts
+
+
+def _rows(model: PreTrainedModel, seed: int, padded: bool) -> Tensor:
+    """Tokens [rows, n] that stand for nothing else."""
+    config = model.config.get_text_config()
+    special = {
+        number
+        for own in (config, model.config)
+        for name, number in vars(own).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(number, int)
+    }
+    plain = [n for n in range(min(config.vocab_size, 4 * TOKENS + len(special))) if n not in special] or [0]
+    chosen = torch.randint(len(plain), (3 if padded else 1, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(plain)[chosen].to(model.device)
+
+
+def _pieces(ids: Tensor, padded: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens of each call, and which of them are real. With padding, the second row begins with some, and the third
+    goes on with some: they then end as many tokens earlier."""
+    first = CALLS[0]
+    if not padded:
+        return list(ids.split(CALLS, 1)), [torch.ones_like(piece) for piece in ids.split(CALLS, 1)]
+    mask = torch.ones_like(ids)
+    mask[1, :PADDED], mask[2, first : first + PADDED] = 0, 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    return list(ids.gather(1, places).split(CALLS, 1)), list(mask.split(CALLS, 1))
+
+
+def _call(model: PreTrainedModel, ids: Tensor, padded: bool, mask: Tensor, seen: int, **options: Any) -> Any:
+    given = {name: x for name, x in a_few_tokens(model).items() if name != "decoder_input_ids"}
+    if model.config.is_encoder_decoder:
+        given["input_ids"] = given["input_ids"].expand(len(ids), -1)
+        return model(**fed(model, given) | {"decoder_input_ids": ids}, **options)
+    given = {name: x.expand(len(ids), *x.shape[1:]) for name, x in given.items()} | {"input_ids": ids}
+    if padded:
+        given["attention_mask"] = mask
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, seen:]
+    return model(**given, **options)
+
+
+def _difference(whole: Tensor, parts: list[Tensor], padded: bool) -> float:
+    """The largest, over rows and calls, of the median relative difference of the real tokens' outputs."""
+    ids = torch.arange(TOKENS, device=whole.device).repeat(len(whole), 1)
+    worst = 0.0
+    for part, places, mask in zip(parts, *_pieces(ids, padded), strict=True):
+        for row in range(len(whole)):
+            real = mask[row].bool()
+            found, wanted = part[row][real].flatten(1).double(), whole[row][places[row][real]].flatten(1).double()
+            relative = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            worst = max(worst, relative.nan_to_num(torch.inf).median().item() if len(relative) else 0.0)
+    return worst
+
+
+def _first(student: PreTrainedModel, padded: bool) -> str:
+    """The first attention module whose output differs, or in which a call fails."""
+    names, tolerated = list(attention_sites(student)), _tolerated(student)
+    whole: dict[str, list[Tensor]] = {name: [] for name in names}
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    kept, inside = [whole], [names[0]]
+    with _watching(student, names, lambda name, out: kept[0][name].append(out), inside):
+        try:
+            _both_ways(student, 0, padded, lambda: kept.__setitem__(0, parts))
+        except Exception:  # seen before, and said
+            return inside[0]
+    for name in names:
+        seen = len(whole[name]) == 1 and len(parts[name]) == len(CALLS)  # not if it is called more often
+        if seen and _difference(whole[name][0], parts[name], padded) > tolerated:
+            return name
+    return names[-1]
+
+
+@contextmanager
+def _watching(
+    model: PreTrainedModel, names: list[str], look: Callable[[str, Tensor], None], inside: list[str]
+) -> Iterator[None]:
+    """Within the block ``look`` sees what attention modules give back; ``inside`` holds the one called last."""
+
+    def after(name: str) -> Callable[..., None]:
+        def seen(module: nn.Module, args: tuple, out: Any) -> None:
+            out = out[0] if isinstance(out, tuple) else out
+            if isinstance(out, Tensor) and out.ndim > 2:
+                look(name, out)
+
+        return seen
+
+    def before(name: str) -> Callable[..., None]:
+        def seen(module: nn.Module, args: tuple) -> None:
+            inside[0] = name
+
+        return seen
+
+    hooks = []
+    for name in names:
+        module = model.get_submodule(name)
+        hooks += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

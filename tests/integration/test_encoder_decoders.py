@@ -1,0 +1,60 @@
+"""Encoder-decoders of which the decoder's own attention becomes linear: both sides read the text that is measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
+
+import dofla
+from dofla.integration.sites import attention_sites
+from dofla.integration.surgery import linear_layers
+
+SIZES = {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 128, "init_std": 0.2, "decoder_start_token_id": 1}
+SIZES |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
+SIZES |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIDE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIDE |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "attn_logit_softcapping": None}
+SIDE |= {"layer_types": ["full_attention"] * 2}
+FAMILIES = {
+    "bart": SIZES,
+    "blenderbot": SIZES,
+    "m2m_100": SIZES,
+    "marian": SIZES,
+    "pegasus": SIZES,
+    "t5gemma": {"encoder": SIDE, "decoder": SIDE, "vocab_size": 96},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[request.param](**FAMILIES[request.param])).eval()
+
+
+def to_keep(model):
+    return [name for name, site in attention_sites(model).items() if site.refusal or not site.causal]
+
+
+@pytest.mark.parametrize("shares", ["even", "measured"])
+def test_a_decoder_fades_and_the_model_is_given_back(model, shares, tiny):
+    ids = tiny.tokens(2, 40) % 90 + 3
+    with torch.no_grad():
+        before = model(input_ids=ids, decoder_input_ids=ids).logits
+    student = dofla.fade(
+        model, tiny.tokens(6, 64, seed=1) % 90 + 3, budget=24, shares=shares, keep_softmax=to_keep(model)
+    )
+    assert len(linear_layers(student)) == 2
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    written = student.generate(ids, **options)
+    assert torch.equal(written, student.generate(ids, use_cache=False, **options))
+    assert dofla.evaluate(student, tiny.tokens(2, 40) % 90 + 3).kl >= 0
+    with torch.no_grad():
+        assert torch.equal(dofla.restore(student)(input_ids=ids, decoder_input_ids=ids).logits, before)
+
+
+def test_where_all_is_kept_nothing_is_left(model, tiny):
+    with pytest.raises(dofla.DoflaError, match="no layer is left to linearise"):
+        dofla.fade(model, tiny.tokens(6, 64), budget=24, keep_softmax=list(attention_sites(model)))
