@@ -10,7 +10,14 @@ import torch
 from arithmetic import LOGITS
 from families import own_student, teacher, tokens
 from torch._dynamo import lookup_backend
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 import dofla
 from dofla.attention import compiled
@@ -128,6 +135,20 @@ def test_students_with_features_are_one_graph_as_well(kind):
     logits, states = read(step, student, "static", ids, [20, 1, 1, 1, 1])
     assert len(backend.calls) <= 3  # a window may have other strides after a prompt than after a token
     assert all(set(names) == {"dofla.linear_attention"} for names in backend.calls)
+    assert torch.equal(logits, wanted)
+    assert_equal(states, before)
+
+
+@pytest.mark.slow
+@needs_kernels
+@torch.no_grad()
+def test_a_window_as_long_as_all_positions_is_no_pattern_in_a_graph():
+    config = MistralConfig(**teacher("llama").config.to_dict() | {"sliding_window": 512, "model_type": "mistral"})
+    student = dofla.fade(MistralForCausalLM(config).eval(), tokens(4, 48), budget=24, shares="even")
+    ids, cuts = tokens(2, 40), [20, *[1] * 6]
+    wanted, before = read(student, student, "dynamic", ids, cuts)
+    step = torch.compile(student, fullgraph=True, backend=Graphs())
+    logits, states = read(step, student, "dynamic", ids, cuts)
     assert torch.equal(logits, wanted)
     assert_equal(states, before)
 

@@ -58,3 +58,13 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, shares, tiny):
 def test_where_all_is_kept_nothing_is_left(model, tiny):
     with pytest.raises(dofla.DoflaError, match="no layer is left to linearise"):
         dofla.fade(model, tiny.tokens(6, 64), budget=24, keep_softmax=list(attention_sites(model)))
+
+
+@torch.no_grad()
+def test_a_decoder_that_writes_more_than_the_encoder_read_sees_its_padding(model, tiny):
+    dofla.fade(model, tiny.tokens(6, 64) % 90 + 3, budget=24, shares="even", keep_softmax=to_keep(model))
+    ids, written = tiny.tokens(1, 9) % 90 + 3, tiny.tokens(1, 20, seed=1) % 90 + 3
+    mask = (torch.arange(14) < 9).long()[None]
+    padded = model(torch.nn.functional.pad(ids, (0, 5)), attention_mask=mask, decoder_input_ids=written).logits
+    alone = model(ids, decoder_input_ids=written).logits
+    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-4 * alone.abs().max().item())

@@ -72,7 +72,7 @@ def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractC
 
 
 def _fault(model: PreTrainedModel, seed: int, padded: bool) -> Fault | None:
-    """None if the model answers in several calls as in one, or keeps no cache."""
+    """None if the model answers in several calls as in one, keeps no cache, or does not answer to every token."""
     try:
         whole, parts = _both_ways(model, seed, padded)
     except Exception as error:  # code of any family, of which any may come
@@ -104,6 +104,8 @@ def _both_ways(
         if options["past_key_values"] is None:
             return whole, None
         parts.append(out[0])
+    if any(len(out) != len(ids) or out.shape[1] != length for out, length in zip(parts, CALLS, strict=True)):
+        return whole, None
     return whole, parts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,6 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
-    sliding_window_overlay,
 )
 
 from dofla.errors import DoflaError
@@ -151,10 +149,11 @@ def padding_mask(
     Any other pattern (sliding windows, chunks, packed sequences) becomes a full four-dimensional mask, which softmax
     layers use and linear layers refuse.
     """
-    if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(mask_function, **kwargs):
+    if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(q_length, **kwargs):
         if attention_mask is None:
             return None
-        attention_mask = _of_all_keys(attention_mask, q_length, kv_length, q_offset)
+        length = kv_length if mask_function is bidirectional_mask_function else q_offset + q_length
+        attention_mask = _reaching(attention_mask, length, q_length, kv_length)
         if not torch.compiler.is_compiling() and attention_mask.all():  # a graph cannot ask
             return None
         return attention_mask[:, None, None] if _has_readers(kwargs.get("config")) else attention_mask
@@ -164,24 +163,31 @@ def padding_mask(
     )
 
 
-def _of_all_keys(mask: Tensor, q_length: int, kv_length: int, q_offset: int | Tensor) -> Tensor:
-    """A padding mask [B, kv_length] of one that is longer, or shorter: tokens that it does not reach are padding, as in
-    transformers' own masks. One of the new tokens alone is taken as such where it can be."""
-    length = mask.shape[1]
-    missing = kv_length - length
-    if missing <= 0 and length != q_length and isinstance(q_offset, int):
-        missing = q_offset + q_length - length
-    return F.pad(mask, (0, max(missing, 0)))[:, -kv_length:]
+def _reaching(mask: Tensor, length: int | Tensor, q_length: int, kv_length: int) -> Tensor:
+    """A padding mask of the last ``kv_length`` of ``length`` tokens. Tokens that it does not reach are padding, as in
+    transformers' own masks; but one of the new tokens alone is taken as such where they are all that is asked for."""
+    if isinstance(length, Tensor):
+        length = mask.shape[1] if torch.compiler.is_compiling() else int(length)  # a graph cannot ask
+    if not mask.shape[1] == q_length == kv_length:
+        mask = F.pad(mask, (0, max(length - mask.shape[1], 0)))
+    return mask[:, -kv_length:]
 
 
-def _bounds_nothing(mask_function: Callable, local_size: int | None = None, config: Any = None, **kwargs: Any) -> bool:
-    """Whether the pattern is a sliding window as long as all positions, and nothing else."""
+def _bounds_nothing(
+    q_length: int,
+    local_size: int | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool | None = None,
+    **kwargs: Any,
+) -> bool:
+    """Whether the pattern is a causal window or chunk as long as all positions, and nothing else. transformers allows
+    no skip, and says so with ``use_vmap``, where something was added; for one token it allows none in any case."""
     positions = None if local_size is None or config is None else stated_positions(config)
-    if positions is None or local_size < positions:
+    if positions is None or local_size < positions or allow_is_bidirectional_skip is not None:
         return False
-    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    kinds = [part.__qualname__.partition(".")[0] for part in parts]
-    return kinds == [sliding_window_overlay.__name__, causal_mask_function.__name__]
+    return not use_vmap and (allow_is_causal_skip or q_length == 1)
 
 
 def _has_readers(config: Any) -> bool:
