@@ -13,6 +13,7 @@ _BESIDE = "attention that shares its entry of the cache with a recurrent layer"
 _TWICE = "a layer is called more than once in a pass, with one entry of the cache"
 _BOTH_WAYS = "attention that sees both ways"
 _BOUNDED = "all attention is bounded already, or recurrent"
+_BIAS = "a position bias that is added to its scores"
 _CODEBOOKS = "several tokens at each place"
 _MASK = "a bias in its mask, or a mask that is neither causal nor bidirectional"
 
@@ -25,6 +26,7 @@ MESSAGES: dict[str, str] = {
     _TWICE: "it is called more than once in a pass",
     _BOTH_WAYS: "sees both ways",
     _BOUNDED: "no layer is left to linearise",
+    _BIAS: "a position bias is added to its scores",
     _CODEBOOKS: "reads several tokens at each place",
     _MASK: "its mask is neither causal nor bidirectional",
 }
@@ -42,8 +44,9 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("falcon_h1", "zamba", "zamba2", "zaya"), _BESIDE),
     **dict.fromkeys(("diffllama", "hrm_text"), _TWICE),
     **dict.fromkeys(("musicgen", "musicgen_melody"), _CODEBOOKS),
+    "inkling_mm_model": _BIAS,
     **dict.fromkeys(("bigbird_pegasus", "paligemma"), _BOTH_WAYS),
-    **dict.fromkeys(("deepseek_v4", "inkling2_text", "inkling_mm_model", "inkling_text"), _BOUNDED),
+    **dict.fromkeys(("deepseek_v4", "inkling2_text", "inkling_text"), _BOUNDED),
     **dict.fromkeys(("recurrent_gemma", "unlimited_ocr"), _BOUNDED),
     **dict.fromkeys(("doge", "gemma4_unified"), _MASK),
 }
@@ -67,14 +70,16 @@ NOT_TESTED: dict[str, str] = {
 
 _SHARED = "layers that share keys and values stay softmax"
 _WINDOW = "opened with `sliding_window=None`"
+_LONG = "with a sliding window as long as all positions, or none"
 _DECODER = "with `is_decoder=True`"
 
 REMARKS: dict[str, str] = {
     **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie"), _DECODER),
     **dict.fromkeys(("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"), _DECODER),
     **dict.fromkeys(("gemma3n_text", "gemma4", "gemma4_text"), _SHARED),
-    **dict.fromkeys(("idefics2", "ministral3", "mistral", "mistral3", "mixtral", "phi3", "starcoder2"), _WINDOW),
-    **dict.fromkeys(("phi4_multimodal", "phimoe"), _WINDOW),
+    **dict.fromkeys(("idefics2", "ministral3", "mistral", "mistral3", "mixtral", "starcoder2"), _WINDOW),
+    "phi4_multimodal": _WINDOW,
+    **dict.fromkeys(("phi3", "phimoe"), _LONG),
 }
 """What a supported family needs, or how it was tested."""
 

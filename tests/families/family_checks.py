@@ -61,7 +61,8 @@ def _longer(value: Any) -> Any:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Where two ways to the same number differ in its last digit, they may differ by a step of the codes."""
+    """All of it, since two numbers that differ in the last digit may differ by a step of the codes; experts as well,
+    whose kernels take no float64."""
     model.set_experts_implementation("eager")
     return model.double()
 

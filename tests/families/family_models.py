@@ -47,10 +47,17 @@ FAMILIES: dict[str, str] = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODE
 _FULL, _SLIDING, _RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 _DECODER = {"is_decoder": True}
 _MIXED = {"layer_types": [_SLIDING, _FULL] * 2}
-_UNBOUNDED = {"sliding_window": None}
+_UNBOUNDED, _NO_BOUND = {"sliding_window": None}, {"sliding_window": POSITIONS}
 # Latent attention: heads of one kind, whose rotary part is of its own.
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
-_SHARED = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+# The last two layers read the keys of the two before, and the first two are left.
+_SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": [_FULL, _SLIDING] * 3,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 _WITH_MAMBA = {"layer_types": ["mamba", "attention"] * 2}
 _INKLING = {
     "swa_num_attention_heads": 4,
@@ -110,9 +117,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3": {"text_config": _MIXED},
     "gemma3_text": _MIXED,
-    "gemma3n_text": {**_SHARED, **_MIXED, "laurel_rank": 8},
-    "gemma4": {"text_config": {**_SHARED, **_MIXED, "global_head_dim": 16, "num_global_key_value_heads": 2}},
-    "gemma4_text": {**_SHARED, **_MIXED, "global_head_dim": 16, "num_global_key_value_heads": 2},
+    "gemma3n_text": {**_SHARED, "laurel_rank": 8},
+    "gemma4": {"text_config": {**_SHARED, "global_head_dim": 16, "num_global_key_value_heads": 2}},
+    "gemma4_text": {**_SHARED, "global_head_dim": 16, "num_global_key_value_heads": 2},
     "gemma4_unified_text": {**_MIXED, "global_head_dim": 16, "num_global_key_value_heads": 2},
     "glm46v": {"text_config": _turned(2, 3, 3)},
     "glm4_moe_lite": _LATENT,
@@ -147,9 +154,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 8, "n_groups": 1},
     "paddleocr_vl": {"text_config": _turned(2, 3, 3)},
-    "phi3": _UNBOUNDED,
+    "phi3": _NO_BOUND,
     "phi4_multimodal": _UNBOUNDED,
-    "phimoe": _UNBOUNDED,
+    "phimoe": _NO_BOUND,
     "qwen2_5_omni_thinker": {"text_config": _turned(2, 3, 3)},
     "qwen2_5_vl": {"text_config": _turned(2, 3, 3)},
     "qwen2_vl": {"text_config": _turned(2, 3, 3)},
@@ -190,7 +197,7 @@ def _small(kind: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedConfi
     return kind(**sizes | {name: value for name, value in own.items() if name not in kind.sub_configs})
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model of the family with random weights, the same each time."""
     kind, config = getattr(transformers, FAMILIES[family]), config_of(family)
     if not isinstance(config, kind.config_class):  # of a model for text alone, which is a part
@@ -202,4 +209,4 @@ def build(family: str) -> PreTrainedModel:
         raise ValueError(f"{family}: {count:,} parameters")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind(config).eval()
+        return kind._from_config(config, dtype=dtype).eval()

@@ -49,7 +49,7 @@ def assert_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_family_does_with_a_compressed_cache_what_its_original_does(family, tmp_path):
-    model = in_float64(build(family))
+    model = in_float64(build(family, torch.float64))
     weights, ids = copies(model), texts(model, 1, LENGTH, seed=2)
     with AllInFloat64():
         right, original = logits(model, ids), behavior(model)

@@ -20,16 +20,19 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import CONFIG_NAME
 
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
 from dofla.integration.fading import fading_plan
+from dofla.integration.hub import hub_name
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import HALF, half_is_slow
 from dofla.integration.quantizer import METHOD
+from dofla.integration.reading import check_readable
 from dofla.integration.sites import AttentionSite, a_few_tokens, attention_sites, check_kept
-from dofla.integration.surgery import is_linearized, refuse
+from dofla.integration.surgery import is_linearized
 from dofla.integration.weightless import Standing, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
@@ -185,21 +188,21 @@ def check(
     found = Check(name, opened.num_parameters(), False, positions=positions_of(opened))
     with Standing() as standing:
         try:
+            tokens = a_few_tokens(opened)
+            if "input_ids" in tokens:
+                check_readable(opened, tokens["input_ids"], "a few tokens")
             sites = attention_sites(opened)
         except DoflaError as error:
             found.reason = str(error)
             return found
         except _FAILURES as error:
-            found.reason = f"{name} does not read a few tokens of text: {_first_line(error)}"
+            found.reason = f"{name} does not read a few tokens of text: {_in_short(error)}"
             return found
-        operations = standing.operations / len(a_few_tokens(opened)["input_ids"][0])
+        operations = standing.operations / len(next(iter(tokens.values()))[0])
         check_kept(sites, keep_softmax)
         found.layers = [_layer(site, keep_softmax) for site in sites.values()]
         try:
             fading_plan(opened, budgets[0], keep_softmax=keep_softmax)
-            for site in sites.values():
-                if site.name not in keep_softmax and not site.linear_time and not site.shares_keys:
-                    refuse(site)
         except DoflaError as error:
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
@@ -231,11 +234,15 @@ def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) 
     try:
         return without_weights(config, partial(getattr(kind, "from_config", kind), **options))
     except Exception as error:  # a config with a wrong field fails in any way
-        raise DoflaError(f"cannot build a {config.model_type} model of its config: {_first_line(error)}") from error
+        raise DoflaError(f"cannot build a {config.model_type} model of its config: {_in_short(error)}") from error
 
 
 def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     place = resolve_model(name)
+    if Path(place).is_dir() and not (Path(place) / CONFIG_NAME).exists():
+        raise DoflaError(f"the folder {place} has no {CONFIG_NAME}: give that of a model")
+    if not Path(place).is_dir() and not hub_name(place):
+        raise DoflaError(f"{name!r} is no folder, and no name that the hub could have: give one of these")
     try:
         written, _ = PreTrainedConfig.get_config_dict(place)
         if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
@@ -247,11 +254,13 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     except DoflaError:
         raise
     except Exception as error:  # a damaged file fails in any way
-        raise DoflaError(f"cannot read the config of model {name!r}: {_first_line(error)}") from error
+        raise DoflaError(f"cannot read the config of model {name!r}: {_in_short(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _in_short(error: Exception) -> str:
+    """Its first line, and the second where the first announces it."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def _layer(site: AttentionSite, keep_softmax: Collection[str]) -> CheckedLayer:
