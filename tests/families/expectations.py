@@ -1,4 +1,4 @@
-"""What is expected of each family of :data:`family_models.FAMILIES`: those that are named neither in :data:`REFUSED`
+"""Expectations of each family of :data:`family_models.FAMILIES`: those that are named neither in :data:`REFUSED`
 nor in :data:`NOT_TESTED` are supported."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MESSAGES: dict[str, str] = {
     _CODEBOOKS: "reads several tokens at each place",
     _MASK: "its mask is neither causal nor bidirectional",
 }
-"""By reason, what the error says."""
+"""The error's words, by reason."""
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("big_bird", "bloom", "codegen", "cpmant", "falcon", "falcon_mamba", "git", "got_ocr2"), _OWN_CODE),
@@ -81,6 +81,6 @@ REMARKS: dict[str, str] = {
     "phi4_multimodal": _WINDOW,
     **dict.fromkeys(("phi3", "phimoe"), _LONG),
 }
-"""What a supported family needs, or how it was tested."""
+"""Needs of supported families, and options they were tested with."""
 
 SUPPORTED: list[str] = sorted(set(FAMILIES) - set(REFUSED) - set(NOT_TESTED))

@@ -1,4 +1,4 @@
-"""What a student of any family must do, measured beside what its original does, in float64."""
+"""Measurements of a student of any family, beside its original, in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL, ALL_HELD = 20, 2000
 
 @dataclass
 class Behavior:
-    """Of a model.
+    """A model's answers in several ways of reading, and its text.
 
     Attributes:
         differences: by name of :data:`PIECES`, and for padding on the left, how far logits are from those of one pass,
@@ -61,7 +61,7 @@ def _longer(value: Any) -> Any:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """All of it, since two numbers that differ in the last digit may differ by a step of the codes; experts as well,
+    """The model in float64 throughout, since two numbers that differ in the last digit may differ by a step of the codes; experts as well,
     whose kernels take no float64."""
     model.set_experts_implementation("eager")
     return model.double()
@@ -74,13 +74,13 @@ def fade(model: PreTrainedModel, budget: int, shares: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **options) -> Tensor:
-    """Of one pass without a cache."""
+    """Logits of one pass without a cache."""
     return model(input_ids=ids, use_cache=False, **options).logits
 
 
 @torch.no_grad()
 def behavior(model: PreTrainedModel) -> Behavior:
-    """How the model reads in pieces, padded, and writes."""
+    """The behavior of the model: it reads in pieces and padded, and writes."""
     ids = texts(model, 1, LENGTH, seed=2)
     whole = logits(model, ids)
     found = {name: _in_pieces(model, ids, sizes) for name, sizes in PIECES.items()} | {"padded": _padded(model, ids)}
@@ -88,7 +88,7 @@ def behavior(model: PreTrainedModel) -> Behavior:
 
 
 def difference(found: Tensor, right: Tensor) -> float:
-    """The largest, relative to the largest number of ``right``."""
+    """The largest difference, relative to the largest number of ``right``."""
     return ((found - right).abs().max() / right.abs().max()).item()
 
 
@@ -130,5 +130,5 @@ def opened_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def evicts(model: PreTrainedModel) -> bool:
-    """Whether each compressed layer forgets some of a text of :data:`LENGTH` tokens."""
+    """True if each compressed layer forgets some of a text of :data:`LENGTH` tokens."""
     return all(min(layer.places_per_head) < LENGTH for layer in plan_of(model).layers if not layer.keep_softmax)

@@ -43,7 +43,7 @@ _OTHERS = """
 
 
 def page() -> str:
-    """Its text."""
+    """The text of the page."""
     counts = {"supported": len(SUPPORTED), "refused": len(REFUSED), "others": len(NOT_TESTED)}
     parts = [_HEAD.format(**counts), "\n## Supported\n\n", _names(set(SUPPORTED) - set(REMARKS)), "\n"]
     parts += ["\n| and | families |\n|---|---|\n", *_rows(REMARKS)]

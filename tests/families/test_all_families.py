@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.integration.sites import AttentionSite, attention_sites
-from dofla.integration.weightless import Standing, without_weights
+from dofla.integration.weightless import StandInProducts, without_weights
 
 SAME = 1e-9
-"""Of the largest logit, how far apart two ways to the same number may be in float64."""
+"""Largest difference of two ways to the same number in float64, relative to the largest logit."""
 TIMES = 10
-"""How much further a student may be from one pass than its original, whose cache may be wrong itself."""
+"""Factor by which a student may be further from one pass than its original, whose cache may be wrong itself."""
 CLOSE, CLOSER = 0.05, 0.2
 """KL to the original with all tokens held at most, in nats, and beside that with few."""
 
@@ -103,7 +103,7 @@ def test_a_config_tells_of_a_family_what_its_model_tells():
     different = []
     for family in {*SUPPORTED, *REFUSED}:
         model = build(family)
-        with Standing():
+        with StandInProducts():
             told = sites_of(without_weights(model.config, type(model)))
         if told != sites_of(model):
             different.append(family)

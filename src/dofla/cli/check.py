@@ -20,7 +20,7 @@ def check(
         bool, typer.Option("--trust-remote-code", help="Allow the model's repository to bring its own code.")
     ] = False,
 ) -> dict[str, Any]:
-    """Whether dofla fade takes a model, and what that saves: from its config, without its weights."""
+    """Say whether dofla fade supports a model, and what it saves: from its config, without weights."""
     from dofla.runs.check import check as look
 
     budgets = list(dict.fromkeys(budget or [64]))

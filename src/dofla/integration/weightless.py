@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 def without_weights(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]) -> PreTrainedModel:
     """The model that ``build`` makes of a config, in evaluation mode, without the memory of its weights: each is a
-    single number that is repeated. Products with them are to be taken within :class:`Standing`."""
+    single number that is repeated. Products with them are to be taken within :class:`StandInProducts`."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of weights that are not there
@@ -33,7 +33,7 @@ def without_weights(config: PreTrainedConfig, build: Callable[[PreTrainedConfig]
     return model.eval()
 
 
-class Standing(TorchFunctionMode):
+class StandInProducts(TorchFunctionMode):
     """Within the block linear layers and embeddings return numbers of the right shape that cost nothing to compute:
     a token's embedding differs from another's, and a linear layer repeats its input. So a model runs as it would,
     and what depends on the numbers (causal or not, which experts are chosen) has some to depend on.
@@ -67,7 +67,7 @@ _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm
 
 
 def _stands_in(weight: Tensor) -> bool:
-    """Whether it is one number that is repeated."""
+    """True of one number that is repeated."""
     return weight.numel() > 1 and not any(weight.stride())
 
 

@@ -13,9 +13,9 @@ _LENGTH = 512
 """Tokens of a window."""
 _WIDTH = {"cpu": 1024}
 _WIDE = 4096
-"""Of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
+"""Widths of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
 _SECONDS = 0.3
-"""That products are timed for."""
+"""Duration of timing."""
 _TIMES = 1.7
 """Seconds that calibration took for each of these products, in models of 4 M to 50 M parameters: attention, codes and
 what is not a product take the rest."""
@@ -37,7 +37,7 @@ def calibration_operations(per_token: float) -> float:
 
 @torch.no_grad()
 def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
-    """Of a product of matrices on this machine: the best of some tenths of a second."""
+    """Speed of a product of matrices on this machine: the best of some tenths of a second."""
     width = _WIDTH.get(device.type, _WIDE)
     rows, weight = (torch.ones(n, width, dtype=dtype, device=device) for n in (width // 4, width))
     best, begun = 0.0, time.perf_counter()

@@ -1,4 +1,4 @@
-"""What becomes of a model, and what it saves, before anything is opened or measured: of its config alone."""
+"""The check of a model before anything is opened or measured, from its config alone: layers, bytes, time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dofla.integration.quantizer import METHOD
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import AttentionSite, a_few_tokens, attention_sites, check_kept
 from dofla.integration.surgery import is_linearized
-from dofla.integration.weightless import Standing, without_weights
+from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
 from dofla.runs.calibration import calibration_seconds
@@ -41,9 +41,9 @@ from dofla.runs.teacher import resolve_model
 
 LENGTHS = (2_048, 8_192, 32_768)
 COMPRESSED, SOFTMAX, BOUNDED, REFUSED = "compressed", "stays softmax", "already bounded", "refused"
-"""What a layer can become."""
+"""The kinds of layers."""
 _FAILURES = (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""Of models whose forward pass wants more than text."""
+"""Errors of models whose forward pass wants more than text."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class CacheSize:
 
     @property
     def factor(self) -> float:
-        """How many times smaller the compressed cache is."""
+        """The compression factor: softmax bytes per compressed byte."""
         return self.softmax / self.compressed
 
 
 @dataclass
 class Check(Result):
-    """What :func:`dofla.fade` would make of a model.
+    """The verdict on a model, and the student that :func:`dofla.fade` would make of it.
 
     Attributes:
         model: class.
@@ -166,8 +166,8 @@ def check(
     keep_softmax: Collection[str] = (),
     trust_remote_code: bool = False,
 ) -> Check:
-    """Whether :func:`dofla.fade` takes a model, what each layer becomes, how many bytes the cache takes, and about how
-    long calibration takes.
+    """Tell whether :func:`dofla.fade` supports a model, what each layer becomes, how many bytes the cache takes, and
+    about how long calibration takes.
 
     Args:
         model: a model; or a folder, a name on the hub or a config, of which no weights are read: only ``config.json``
@@ -186,7 +186,7 @@ def check(
         raise DoflaError("the model is a student already: dofla.restore(model) gives the original back")
     name = type(opened).__name__
     found = Check(name, opened.num_parameters(), False, positions=positions_of(opened))
-    with Standing() as standing:
+    with StandInProducts() as standing:
         try:
             tokens = a_few_tokens(opened)
             if "input_ids" in tokens:
@@ -281,7 +281,7 @@ def _layer(site: AttentionSite, keep_softmax: Collection[str]) -> CheckedLayer:
 
 
 def _bytes(tokens: int, sites: Mapping[str, AttentionSite], plan: Plan) -> tuple[int, int]:
-    """Of the softmax cache of so many tokens, and of that of a model compressed by ``plan``."""
+    """Bytes of the softmax cache of so many tokens, and of the cache of a model compressed by ``plan``."""
     compressed = {layer.name for layer in plan.layers if not layer.keep_softmax}
     softmax, rest = 0, 0
     for site in sites.values():
