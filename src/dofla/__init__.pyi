@@ -23,6 +23,7 @@ from .plans.curves import Curves
 from .plans.plan import LayerPlan, Plan
 from .plans.shares import Shares
 from .profiles.profile import Profile
+from .runs.check import check
 from .runs.frontier import frontier
 
 __version__: str
@@ -37,6 +38,7 @@ __all__ = [
     "Stream",
     "TokenWindows",
     "allocate",
+    "check",
     "compile_generate",
     "continuous_batching",
     "distill",

@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dofla import __version__
+from dofla.cli.check import check
 from dofla.cli.fade import fade
 from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 VERBS = (
+    check,
     profile,
     curves,
     allocate,

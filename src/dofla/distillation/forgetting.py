@@ -79,7 +79,7 @@ def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tenso
         with torch.no_grad():
             options = {"scaling": call.scaling, "weight": call.weight, "keeps_states": False}
             own, _ = layers[call.name](call.query, key, value, **options)
-            own = own.transpose(1, 2)
+            own = own.transpose(1, 2).contiguous()  # as transformers' own attention functions return it
         out = own + (smooth - smooth.detach())
         out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains
         seen[call.name] = out, smooth.detach() - own

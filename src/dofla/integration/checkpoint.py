@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.errors import DoflaError, about
@@ -251,6 +251,15 @@ def _load_weights(model: PreTrainedModel, path: Path) -> None:
             weight.copy_(tensors[name])
 
 
+def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remote_code: bool = False) -> type:
+    """The class of transformers that opens a checkpoint with this config: the one that it names, or that is named over
+    it; an auto class where there is none, or where the checkpoint's own code may run."""
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    named = getattr(transformers, str(class_name or (config.architectures or [None])[0]), None)
+    return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else transformers.AutoModel
+
+
 def load_model(
     name: str | Path,
     *,
@@ -280,12 +289,7 @@ def load_model(
     options = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        wanted = class_name or (config.architectures or [None])[0]
-        auto = getattr(transformers, str(wanted), None)
-        if not (isinstance(auto, type) and issubclass(auto, PreTrainedModel)):
-            auto = transformers.AutoModel
-        if trust_remote_code and getattr(config, "auto_map", None):
-            auto = transformers.AutoModelForCausalLM
+        auto = class_of(config, class_name, trust_remote_code)
         if stream:
             with torch.device("meta"):
                 empty = getattr(auto, "from_config", auto)(config)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import AttentionSite, attention_sites
-from dofla.integration.surgery import plan_by_site
+from dofla.integration.surgery import plan_by_site, refuse
 from dofla.plans.fading import FADING, PER_HEAD, fade_evenly, fillable
 from dofla.plans.hybrid import HeadCost, check_budget
 from dofla.plans.plan import Plan
@@ -51,6 +51,7 @@ def fading_plan(
         shares = fillable(shares, budget, positions, shapes)
 
     def size(site: AttentionSite) -> dict[str, Any]:
+        refuse(site)
         if not site.causal:
             raise DoflaError(f"layer {site.name} sees both ways: an encoder keeps no tokens, linearize it instead")
         budgets = [budget] * site.kv_heads if shares is None else shares.budgets(site.name, site.kv_heads, budget)

@@ -31,6 +31,8 @@ class AttentionSite:
         linear_time: attends to a bounded number of tokens already (sliding window, chunks); left as it is.
         shares_keys: its keys and values are those of another layer, or another's are its own; left as it is.
         refusal: why linear attention cannot express it, or None.
+        window: how many tokens it attends to at most, where that is known.
+        borrows_keys: its keys and values are those of an earlier layer; it keeps none in the cache.
     """
 
     name: str
@@ -43,6 +45,8 @@ class AttentionSite:
     linear_time: bool = False
     refusal: str | None = None
     shares_keys: bool = False
+    window: int | None = None
+    borrows_keys: bool = False
 
 
 @contextmanager
@@ -117,6 +121,8 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             linear_time,
             None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
             bool(sharing),
+            _window(module, kwargs) if linear_time else None,
+            bool(sharing),
         )
 
     tokens = a_few_tokens(model)
@@ -171,6 +177,13 @@ def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("sliding_window") or getattr(module, "sliding_window", None):
         return True
     return _kind(module) not in (None, "full_attention")
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    given = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    return (
+        given or getattr(module.config, "sliding_window", None) or getattr(module.config, "attention_chunk_size", None)
+    )
 
 
 def _kind(module: nn.Module) -> str | None:

@@ -1,0 +1,59 @@
+"""An estimate of how long ``dofla.fade`` takes for a model, without opening it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from dofla.distillation.faded import BACK, TWICE
+from dofla.integration.directions import WINDOWS
+
+_LENGTH = 512
+"""Tokens of a window."""
+_WIDTH = {"cpu": 1024}
+_WIDE = 4096
+"""Widths of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
+_SECONDS = 0.3
+"""Duration of timing."""
+_TIMES = 1.7
+"""Seconds that calibration took for each of these products, in models of 4 M to 50 M parameters: attention, codes and
+what is not a product take the rest."""
+
+
+def calibration_operations(per_token: float) -> float:
+    """Operations of products with weights in calibration with :data:`~dofla.integration.directions.WINDOWS` windows.
+
+    Each token is read once for its directions. Head budgets take a pass of the original, one of the student, and one
+    backward, which is as much again since only activations have gradients; some of the text is read twice over.
+
+    Args:
+        per_token: operations of a forward pass for one token.
+    """
+    text = WINDOWS * _LENGTH
+    repeated = 2 * BACK * (round(TWICE * WINDOWS) * _LENGTH // BACK)
+    return per_token * (text + 3 * (text + repeated))
+
+
+@torch.no_grad()
+def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
+    """Speed of a product of matrices on this machine: the best of some tenths of a second."""
+    width = _WIDTH.get(device.type, _WIDE)
+    rows, weight = (torch.ones(n, width, dtype=dtype, device=device) for n in (width // 4, width))
+    best, begun = 0.0, time.perf_counter()
+    while time.perf_counter() - begun < _SECONDS or not best:
+        started = time.perf_counter()
+        (rows @ weight)[0, 0].item()  # waits for the device
+        best = max(best, 2 * rows.numel() * width / (time.perf_counter() - started))
+    return best
+
+
+def calibration_seconds(per_token: float, dtype: torch.dtype, device: torch.device) -> float:
+    """Estimate, in seconds: the products with the weights, at the speed of one that is timed here, times what they
+    are of the whole.
+
+    Args:
+        per_token: as for :func:`calibration_operations`.
+        dtype, device: of the model.
+    """
+    return _TIMES * calibration_operations(per_token) / operations_per_second(dtype, device)

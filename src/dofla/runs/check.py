@@ -1,0 +1,307 @@
+"""The check of a model before anything is opened or measured, from its config alone: layers, bytes, time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import CONFIG_NAME
+
+from dofla.display import Part, Result, size, table
+from dofla.errors import DoflaError
+from dofla.integration.checkpoint import class_of
+from dofla.integration.fading import fading_plan
+from dofla.integration.hub import hub_name
+from dofla.integration.positions import positions_of
+from dofla.integration.precision import HALF, half_is_slow
+from dofla.integration.quantizer import METHOD
+from dofla.integration.reading import check_readable
+from dofla.integration.sites import AttentionSite, a_few_tokens, attention_sites, check_kept
+from dofla.integration.surgery import is_linearized
+from dofla.integration.weightless import StandInProducts, without_weights
+from dofla.integration.wrapped import unwrapped
+from dofla.plans.plan import Plan
+from dofla.runs.calibration import calibration_seconds
+from dofla.runs.teacher import resolve_model
+
+LENGTHS = (2_048, 8_192, 32_768)
+COMPRESSED, SOFTMAX, BOUNDED, REFUSED = "compressed", "stays softmax", "already bounded", "refused"
+"""The kinds of layers."""
+_FAILURES = (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of models whose forward pass wants more than text."""
+
+
+@dataclass(frozen=True)
+class CheckedLayer:
+    """An attention module.
+
+    Attributes:
+        name: in the model.
+        kv_heads, head_dim, value_dim: shapes.
+        becomes: one of :data:`COMPRESSED`, :data:`SOFTMAX`, :data:`BOUNDED`, :data:`REFUSED`.
+        reason: why it is refused or stays softmax, or what bounds it.
+    """
+
+    name: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    becomes: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of a cache per sequence, in bfloat16 where it is not compressed.
+
+    Attributes:
+        tokens: read so far.
+        softmax: of the model as it is.
+        compressed: of all layers, those that are not compressed included.
+        budget: of the compressed cache, in features per KV head.
+    """
+
+    tokens: int
+    softmax: int
+    compressed: int
+    budget: int
+
+    @property
+    def factor(self) -> float:
+        """The compression factor: softmax bytes per compressed byte."""
+        return self.softmax / self.compressed
+
+
+@dataclass
+class Check(Result):
+    """The verdict on a model, and the student that :func:`dofla.fade` would make of it.
+
+    Attributes:
+        model: class.
+        parameters: how many.
+        supported: whether :func:`dofla.fade` takes it as asked.
+        reason: why it does not, in the words of :func:`dofla.fade`.
+        layers: attention modules; none if they cannot be reached.
+        cache: by length and budget; where layers are refused, as if they were kept softmax; empty if no layer would be
+            compressed.
+        positions: of the model, if it says.
+        seconds: of calibration on this machine, an estimate; None if nothing would be calibrated.
+    """
+
+    model: str
+    parameters: int
+    supported: bool
+    reason: str | None = None
+    layers: list[CheckedLayer] = field(default_factory=list, repr=False)
+    cache: list[CacheSize] = field(default_factory=list, repr=False)
+    positions: int | None = None
+    seconds: float | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """The verdict, layers that become the same together, and bytes by length and budget."""
+        yield f"{self.model}, {_count(self.parameters)} parameters: {'' if self.supported else 'not '}supported"
+        if self.reason:
+            yield self.reason
+        if self.layers:
+            yield ""
+            yield from self._layers()
+        if self.cache:
+            yield ""
+            yield from self._cache()
+        if self.seconds is not None:
+            yield ""
+            yield f"calibration: about {_duration(self.seconds)} on this machine (an estimate)"
+
+    def _layers(self) -> Iterator[Part]:
+        groups: dict[tuple, int] = {}
+        for x in self.layers:
+            head = f"{x.head_dim}" if x.head_dim == x.value_dim else f"{x.head_dim}/{x.value_dim}"
+            key = (re.sub(r"\d+", "*", x.name), str(x.kv_heads), head, x.becomes, x.reason)
+            groups[key] = groups.get(key, 0) + 1
+        shown = table("attention", "layers", "KV heads", "head size", "becomes", widest=34)
+        for (name, kv_heads, head, becomes, _), count in groups.items():
+            shown.add_row(name, str(count), kv_heads, head, becomes)
+        yield shown
+        for becomes, reason in dict.fromkeys((becomes, reason) for *_, becomes, reason in groups if reason):
+            yield f"{becomes}: {reason}"
+
+    def _cache(self) -> Iterator[Part]:
+        shown = table("tokens", "softmax cache", "budget", "compressed cache", "factor")
+        for x in self.cache:
+            factor = f"{x.factor:.1f}" if x.factor < 100 else f"{x.factor:.0f}"
+            shown.add_row(f"{x.tokens:,}", size(x.softmax), str(x.budget), size(x.compressed), factor)
+        yield shown
+        refused = any(x.becomes == REFUSED for x in self.layers)
+        yield "per sequence, softmax in bfloat16" + (", refused layers kept softmax" if refused else "")
+        if self.positions is not None and self.positions < max(LENGTHS):
+            yield f"the model has {self.positions:,} positions"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        plain = super().to_dict()
+        for row, own in zip(plain["cache"], self.cache, strict=True):
+            row["factor"] = own.factor
+        return plain
+
+
+def check(
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    budgets: Sequence[int] = (64,),
+    *,
+    keep_softmax: Collection[str] = (),
+    trust_remote_code: bool = False,
+) -> Check:
+    """Tell whether :func:`dofla.fade` supports a model, what each layer becomes, how many bytes the cache takes, and
+    about how long calibration takes.
+
+    Args:
+        model: a model; or a folder, a name on the hub or a config, of which no weights are read: only ``config.json``
+            needs to be there.
+        budgets: sizes of the compressed cache, in features per KV head.
+        keep_softmax: layers to leave as they are.
+        trust_remote_code: allow the model's repository to bring its own code.
+
+    Raises:
+        DoflaError: no such model or config; a student; a budget too small; a name in ``keep_softmax`` that is no layer.
+    """
+    if not budgets:
+        raise DoflaError("no budget to check: give one or more, in features per KV head")
+    opened = unwrapped(model) if isinstance(model, nn.Module) else _from_config(model, trust_remote_code)
+    if is_linearized(opened):
+        raise DoflaError("the model is a student already: dofla.restore(model) gives the original back")
+    name = type(opened).__name__
+    found = Check(name, opened.num_parameters(), False, positions=positions_of(opened))
+    with StandInProducts() as standing:
+        try:
+            tokens = a_few_tokens(opened)
+            if "input_ids" in tokens:
+                check_readable(opened, tokens["input_ids"], "a few tokens")
+            sites = attention_sites(opened)
+        except DoflaError as error:
+            found.reason = str(error)
+            return found
+        except _FAILURES as error:
+            found.reason = f"{name} does not read a few tokens of text: {_in_short(error)}"
+            return found
+        operations = standing.operations / len(next(iter(tokens.values()))[0])
+        check_kept(sites, keep_softmax)
+        found.layers = [_layer(site, keep_softmax) for site in sites.values()]
+        try:
+            fading_plan(opened, budgets[0], keep_softmax=keep_softmax)
+        except DoflaError as error:
+            found.reason = str(error)
+        if any(layer.becomes == COMPRESSED for layer in found.layers):
+            kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
+            plans = {budget: fading_plan(opened, budget, keep_softmax=kept) for budget in budgets}
+            found.cache = [
+                CacheSize(tokens, *_bytes(tokens, sites, plan), budget)
+                for budget, plan in plans.items()
+                for tokens in LENGTHS
+            ]
+    found.supported = found.reason is None
+    if found.cache:
+        dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype or torch.float32
+        slow = opened.device.type == "cpu" and dtype in HALF and half_is_slow()
+        found.seconds = calibration_seconds(operations, torch.float32 if slow else dtype, opened.device)
+    return found
+
+
+def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a config, without weights."""
+    config = given if isinstance(given, PreTrainedConfig) else _config(str(given), trust_remote_code)
+    method = getattr(config, "quantization_config", None) or {}
+    if (method if isinstance(method, dict) else vars(method)).get("quant_method") == METHOD:
+        raise DoflaError(f"{given if isinstance(given, (str, Path)) else 'the config'} is of a student: give its base")
+    kind = class_of(config, trust_remote_code=trust_remote_code)
+    if kind is AutoModel and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kind = AutoModelForCausalLM
+    options = {"trust_remote_code": True} if trust_remote_code and not issubclass(kind, PreTrainedModel) else {}
+    try:
+        return without_weights(config, partial(getattr(kind, "from_config", kind), **options))
+    except Exception as error:  # a config with a wrong field fails in any way
+        raise DoflaError(f"cannot build a {config.model_type} model of its config: {_in_short(error)}") from error
+
+
+def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
+    place = resolve_model(name)
+    if Path(place).is_dir() and not (Path(place) / CONFIG_NAME).exists():
+        raise DoflaError(f"the folder {place} has no {CONFIG_NAME}: give that of a model")
+    if not Path(place).is_dir() and not hub_name(place):
+        raise DoflaError(f"{name!r} is no folder, and no name that the hub could have: give one of these")
+    try:
+        written, _ = PreTrainedConfig.get_config_dict(place)
+        if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+            raise DoflaError(
+                f"model {name!r} brings code of its own: read it, then allow it by trust_remote_code=True "
+                "(--trust-remote-code)"
+            )
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except DoflaError:
+        raise
+    except Exception as error:  # a damaged file fails in any way
+        raise DoflaError(f"cannot read the config of model {name!r}: {_in_short(error)}") from error
+
+
+def _in_short(error: Exception) -> str:
+    """Its first line, and the second where the first announces it."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+
+
+def _layer(site: AttentionSite, keep_softmax: Collection[str]) -> CheckedLayer:
+    becomes, reason = COMPRESSED, None
+    if site.name in keep_softmax:
+        becomes = SOFTMAX
+    elif site.linear_time:
+        becomes, reason = BOUNDED, "it attends to a window" + (f" of {site.window:,} tokens" if site.window else "")
+    elif site.refusal:
+        becomes, reason = REFUSED, site.refusal
+    elif site.shares_keys:
+        becomes, reason = SOFTMAX, "it shares keys and values with other layers"
+    elif not site.causal:
+        becomes, reason = REFUSED, "it sees both ways: an encoder keeps no tokens"
+    elif site.head_dim % 8 or site.value_dim % 8:
+        becomes, reason = REFUSED, "the size of its heads is no multiple of 8"
+    return CheckedLayer(site.name, site.kv_heads, site.head_dim, site.value_dim, becomes, reason)
+
+
+def _bytes(tokens: int, sites: Mapping[str, AttentionSite], plan: Plan) -> tuple[int, int]:
+    """Bytes of the softmax cache of so many tokens, and of the cache of a model compressed by ``plan``."""
+    compressed = {layer.name for layer in plan.layers if not layer.keep_softmax}
+    softmax, rest = 0, 0
+    for site in sites.values():
+        held = min(tokens, site.window or tokens) if site.causal and not site.borrows_keys else 0
+        own = held * site.kv_heads * (site.head_dim + site.value_dim) * torch.bfloat16.itemsize
+        softmax += own
+        rest += 0 if site.name in compressed else own
+    return softmax, rest + plan.state_bytes(torch.bfloat16)
+
+
+def _count(parameters: int) -> str:
+    for unit in ("", " K", " M"):
+        if parameters < 1000:
+            return f"{parameters:.3g}{unit}"
+        parameters /= 1000
+    return f"{parameters:.3g} B" if parameters < 1000 else f"{parameters / 1000:.3g} T"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 1):.0f} seconds"

@@ -1,0 +1,24 @@
+"""``dofla check``: what becomes of a model, from its config."""
+
+from __future__ import annotations
+
+import json
+
+from command_line import call
+
+
+def test_a_model_is_told_of_for_people_and_for_programs(capsys):
+    assert call("check", "demo", "--budget", 24, "--budget", 64) == 0
+    shown = capsys.readouterr().out
+    assert "LlamaForCausalLM, 4.07 M parameters: supported" in shown
+    assert "an estimate" in shown
+    assert call("check", "demo", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["supported"]
+    assert [(x["tokens"], x["budget"]) for x in found["cache"]] == [(2048, 64), (8192, 64), (32768, 64)]
+    assert found["cache"][0]["factor"] > 10
+
+
+def test_what_is_no_model_is_one_line(tmp_path, capsys):
+    assert call("check", tmp_path) == 2
+    assert capsys.readouterr().err == f"dofla: the folder {tmp_path} has no config.json: give that of a model\n"

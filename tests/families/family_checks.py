@@ -1,0 +1,134 @@
+"""Measurements of a student of any family, beside its original, in float64."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_models import POSITIONS
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+import dofla
+from dofla.integration.surgery import plan_of
+
+LENGTH, PADDING, NEW = 120, 20, 2
+PIECES = {"pieces": (60, 1, 1, 30, 1, 27), "token by token": (114, *[1] * 6)}
+SMALL, ALL_HELD = 20, 2000
+"""Budgets: one with which tokens change tiers and go, and one with which all stay."""
+
+
+@dataclass
+class Behavior:
+    """A model's answers in several ways of reading, and its text.
+
+    Attributes:
+        differences: by name of :data:`PIECES`, and for padding on the left, how far logits are from those of one pass,
+            relative to the largest.
+        same_text: whether ``generate`` writes the same with and without a cache.
+    """
+
+    differences: dict[str, float]
+    same_text: bool
+
+
+def texts(model: PreTrainedModel, count: int, length: int, seed: int = 1) -> Tensor:
+    """Random tokens [count, length] without special ones."""
+    most = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(3, most - 1, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+class AllInFloat64(TorchFunctionMode):
+    """Within the block what the code of models computes in float32 whatever their dtype (routers, norms, recurrent
+    states) is computed in float64."""
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if sys._getframe(1).f_globals["__name__"].startswith("transformers.models."):
+            function = Tensor.double if function is Tensor.float else function
+            args = tuple(map(_longer, args))
+            kwargs = {name: _longer(value) for name, value in (kwargs or {}).items()}
+        return function(*args, **kwargs or {})
+
+
+def _longer(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64 throughout, since two numbers that differ in the last digit may differ by a step of the codes; experts as well,
+    whose kernels take no float64."""
+    model.set_experts_implementation("eager")
+    return model.double()
+
+
+def fade(model: PreTrainedModel, budget: int, shares: str) -> PreTrainedModel:
+    """The model with a compressed cache."""
+    return dofla.fade(model, texts(model, 3, POSITIONS // 2), budget=budget, shares=shares)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **options) -> Tensor:
+    """Logits of one pass without a cache."""
+    return model(input_ids=ids, use_cache=False, **options).logits
+
+
+@torch.no_grad()
+def behavior(model: PreTrainedModel) -> Behavior:
+    """The behavior of the model: it reads in pieces and padded, and writes."""
+    ids = texts(model, 1, LENGTH, seed=2)
+    whole = logits(model, ids)
+    found = {name: _in_pieces(model, ids, sizes) for name, sizes in PIECES.items()} | {"padded": _padded(model, ids)}
+    return Behavior({way: difference(own, whole) for way, own in found.items()}, _same_text(model, ids))
+
+
+def difference(found: Tensor, right: Tensor) -> float:
+    """The largest difference, relative to the largest number of ``right``."""
+    return ((found - right).abs().max() / right.abs().max()).item()
+
+
+def _in_pieces(model: PreTrainedModel, ids: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    cache, read = None, []
+    for part in ids.split(list(sizes), dim=1):
+        out = model(input_ids=part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        read.append(out.logits)
+    return torch.cat(read, 1)
+
+
+def _padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    ids = torch.nn.functional.pad(ids, (PADDING, 0))
+    mask = (torch.arange(ids.shape[1]) >= PADDING).long()[None]
+    options = {"attention_mask": mask}
+    if any("position_ids" in inspect.signature(x.forward).parameters for x in (model, model.get_decoder())):
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return logits(model, ids, **options)[:, PADDING:]
+
+
+def _same_text(model: PreTrainedModel, ids: Tensor) -> bool:
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    with_cache, without = (model.generate(ids, use_cache=cached, **options) for cached in (True, False))
+    return torch.equal(with_cache, without)
+
+
+def divergence(model: PreTrainedModel, right: Tensor, ids: Tensor) -> float:
+    """KL of the model's next tokens from those of ``right``, in nats, the mean over the text."""
+    found = logits(model, ids).log_softmax(-1)
+    wanted = right.log_softmax(-1)
+    return (wanted.exp() * (wanted - found)).sum(-1).mean().item()
+
+
+def opened_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The student, saved and opened by its class."""
+    model.save_pretrained(folder)
+    return in_float64(type(model).from_pretrained(folder, dtype=torch.float64).eval())
+
+
+def evicts(model: PreTrainedModel) -> bool:
+    """True if each compressed layer forgets some of a text of :data:`LENGTH` tokens."""
+    return all(min(layer.places_per_head) < LENGTH for layer in plan_of(model).layers if not layer.keep_softmax)
