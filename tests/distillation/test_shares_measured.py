@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dofla
-from dofla.distillation.faded import LOOKED_UP, _twice
+from dofla.distillation.faded import LOOKED_UP, FadedStudents, _twice
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.directions import measure_directions
@@ -196,3 +196,46 @@ def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_wi
         "budget": 64,
         "shares": large.layers,
     }
+
+
+@pytest.mark.parametrize("losses", [(0.2, 0.1), (0.1, 0.2)])
+def test_even_shares_are_kept_where_they_are_better_on_held_out_windows(tiny, losses, monkeypatch, caplog):
+    model, (measured, even) = tiny.llama(), losses
+    tokens = windows(tiny, 6)
+
+    def loss(self, student, halves, report):
+        return sum((even if "shares" not in plan_of(student).made_by else measured) for _ in halves)
+
+    monkeypatch.setattr(FadedStudents, "_loss", loss)
+    shares = dofla.measure_shares(model, tokens, BUDGET, reach=96)
+    held_out = shares.made_by["held_out"]
+    assert held_out == pytest.approx({"measured": measured, "even": even})
+    assert (shares.layers == {name: [1.0, 1.0] for name in shares.costs}) == (even < measured)
+    assert ("even shares are kept" in caplog.text) == (even < measured)
+    assert f"{'even' if even < measured else 'measured'} shares are kept" in str(shares)
+    assert plan_of(dofla.fade(model, tokens, budget=BUDGET, shares=shares, reach=96)).made_by["held_out"] == held_out
+
+
+def test_shares_are_tried_on_windows_that_they_were_not_measured_on(tiny, monkeypatch):
+    tokens, tried = windows(tiny, 6), {}
+
+    def first(half):
+        """Whether the half has the first window."""
+        return any((tokens.input_ids[0] == row).all() for batch in half[0] for row in batch["input_ids"])
+
+    def costs(self, student, half, report):
+        own = torch.tensor([8.0, 1.0] if first(half) else [1.0, 8.0], dtype=torch.float64)
+        return dict.fromkeys(linear_layers(student), own)
+
+    def held_out(self, budget, layers, half, report):
+        tried[first(half)] = layers
+        return 0.0
+
+    monkeypatch.setattr(FadedStudents, "_costs", costs)
+    monkeypatch.setattr(FadedStudents, "_held_out", held_out)
+    shares = dofla.measure_shares(tiny.llama(), tokens, BUDGET, reach=96)
+    assert sorted(tried) == [False, True]
+    assert all(one < other for one, other in tried[True].values())  # what the other half wants
+    assert all(one > other for one, other in tried[False].values())
+    assert shares.made_by["held_out"]["even"] > 0
+    assert all(one == other for one, other in shares.layers.values())

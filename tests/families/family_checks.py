@@ -61,8 +61,8 @@ def _longer(value: Any) -> Any:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in float64 throughout, since two numbers that differ in the last digit may differ by a step of the codes; experts as well,
-    whose kernels take no float64."""
+    """The model in float64 throughout, since two numbers that differ in the last digit may differ by a step of the
+    codes; experts as well, whose kernels take no float64."""
     model.set_experts_implementation("eager")
     return model.double()
 

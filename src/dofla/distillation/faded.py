@@ -202,7 +202,7 @@ class FadedStudents:
             made_by["held_out"] = {"measured": measured / len(costs), "even": even / len(costs)}
             if measured > even:
                 layers = {name: [1.0] * len(own) for name, own in layers.items()}
-                logger.warning("even shares are kept: %s", held_out_line(made_by["held_out"]))
+                logger.warning(held_out_line(made_by["held_out"]))
         return Shares(layers, of_all, describe(self.model)["name"], made_by)
 
     @cached_property

@@ -164,7 +164,7 @@ def held_out_line(held_out: Mapping[str, float]) -> str:
     """A line that says how measured and even shares compare on held-out windows."""
     measured, even = held_out["measured"], held_out["even"]
     kept = "even" if measured > even else "measured"
-    return f"held-out windows: KL {measured:.4f} with measured shares, {even:.4f} with even ones: {kept} ones are kept"
+    return f"KL on held-out windows: {measured:.4f} measured, {even:.4f} even: {kept} shares are kept"
 
 
 def shares_of_heads(layers: Mapping[str, list[float] | float]) -> list[float]:

@@ -27,9 +27,10 @@ LAYERS = {  # heads' sizes, window, sinks, stages and kept ones of each KV head,
 }
 
 
-def layer_of(head_dim, value_dim, window, sinks, stages, kept):
+def layer_of(head_dim, value_dim, window, sinks, stages, kept, smooth_keys=False):
     heads, generator = len(window), torch.Generator().manual_seed(0)
-    layer = LinearAttention("none", [0] * heads, head_dim, window, sinks, "int8", stages, kept, value_dim=value_dim)
+    options = {"value_dim": value_dim, "smooth_keys": smooth_keys}
+    layer = LinearAttention("none", [0] * heads, head_dim, window, sinks, "int8", stages, kept, **options)
     for fading in layer.fading.values():
         for coder in (fading.key, fading.value):
             coder.calibrate(Moments.of(torch.randn(coder.heads, 300, coder.dim, generator=generator) + 0.3))
@@ -84,6 +85,21 @@ def test_states_and_outputs_are_those_of_plain_torch(sizes, groups):
     found, wanted = check(layer, text, None, before)
     # Sums of some dozen numbers of the size of values, with weights that scores of the size of ten are off by.
     assert (found - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_with_a_bias_and_outlier_channels(dtype):
+    *shape, before = LAYERS["alike"]
+    layer = layer_of(*shape, smooth_keys=True)
+    query, key, value = text_of(layer, 2, before + 5, 2)
+    key[..., 3] *= 40
+    key[..., 5:9] += 150
+    query[..., 3] /= 40
+    layer.smoothing.calibrate(Moments.of(key.transpose(0, 1).flatten(1, 2)))
+    assert (layer.smoothing.scale > 1).any()
+    found, wanted = check(layer, [x.to(dtype) for x in (query, key, value)], None, before)
+    apart = torch.finfo(dtype).eps * (256 if dtype == torch.float32 else 2)
+    assert (found.double() - wanted.double()).abs().max() < apart * value.abs().max()
 
 
 def test_padding_before_and_between():

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from dofla.attention.coding.coder import Moments
 from dofla.attention.state import accumulable
 
-_SMALLEST = 2.0**-10
-"""Scale of a channel over the largest of its head: no key has so much less there that it would matter."""
+_OUTLIER = 4.0
+"""Standard deviation of an outlier channel, over the median of its head's channels. To scale all channels costs
+queries, which are in eight bits where tokens are chosen, more than it gains keys."""
 
 
 class KeySmoothing(nn.Module):
-    """A mean and a scale for each channel of the keys of a layer: keys become ``(key - mean) / scale``, queries
-    ``query * scale``.
+    """A mean for each channel of the keys of a layer, and a scale for outlier channels: keys become
+    ``(key - mean) / scale``, queries ``query * scale``.
 
     Softmax attention stays the same. What is subtracted from all keys adds one number to all scores of a query, and the
     scales cancel in the product (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438). But a vector in eight bits has one
@@ -48,13 +49,12 @@ class KeySmoothing(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, keys: Moments) -> None:
-        """Set the mean, and as scale the standard deviation of each channel, from the moments of all heads' keys."""
-        variance = keys.covariance.diagonal(dim1=1, dim2=2)
-        size = variance.clamp_min(0).sqrt()
-        size = torch.maximum(size, _SMALLEST * size.amax(-1, keepdim=True))
-        size = torch.where(size > 0, size, 1.0)
+        """Set the mean of each channel, and the scale of outlier channels, from the moments of all heads' keys."""
+        size = keys.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+        usual = _OUTLIER * size.median(-1, keepdim=True).values
+        excess = torch.where(usual > 0, size / usual, 1.0).clamp_min(1)
         self.mean.copy_(keys.mean)
-        self.scale.copy_(torch.exp2(size.log2().round()))
+        self.scale.copy_(torch.exp2(excess.log2().floor()))
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, H, L, d] in their own dtype and keys [B, Hkv, L, d] in float32, or float64 if they have it."""
