@@ -246,7 +246,7 @@ def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
 
 def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):
     recipes, folder = Path(workshop.__file__).parent / "recipes", tmp_path / "run"
-    changes = ["model=tiny", f"budget={BUDGET}", "profile.windows=4", "evaluate.prompts=0", "end_to_end.steps=6"]
+    changes = ["model=tiny", f"budget={BUDGET}", "profile.windows=4", "evaluate.prompts=0", "end_to_end.steps=24"]
     changes += ["end_to_end.learning_rates={weights: 3.0e-4}"]
     asked = Recipe.load(recipes / "default.yaml", changes)
     (row,) = run(asked, folder)["students"]

@@ -131,7 +131,7 @@ def test_other_memories_are_read_as_longer_parts_are():
     own = copy.deepcopy(layer).to(DEVICE)
     states = [state.map(lambda x: x.to(DEVICE)) for state in states]
     with calls_of_kernels() as called, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dofla.attention.faded.usable", lambda *_: False)
+        patch.setattr("dofla.attention.compiled.usable", lambda *_: False)
         found, mine = read(own, moved(text, DEVICE), None, [before, before + 1], states)
     assert called == ["attend", "choose", "attend"]
     assert own._faded._decoders == []
