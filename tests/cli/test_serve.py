@@ -18,7 +18,7 @@ import openai
 import pytest
 import torch
 from command_line import call
-from serving import Client
+from served_models import Client
 from students import reader_of
 from transformers import AutoTokenizer
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-from serving import Client, served
+from served_models import Client, served
 from transformers import AutoTokenizer
 
 import dofla

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from PIL import Image
-from serving import Client, served
+from served_models import Client, served
 from students import reader_of
 from transformers import (
     CONFIG_MAPPING,

@@ -25,14 +25,15 @@ def calibration_operations(per_token: float) -> float:
     """Operations of products with weights in calibration with :data:`~dofla.integration.directions.WINDOWS` windows.
 
     Each token is read once for its directions. Head budgets take a pass of the original, one of the student, and one
-    backward, which is as much again since only activations have gradients; some of the text is read twice over.
+    backward, which is as much again since only activations have gradients; some of the text is read twice over. Then
+    even and measured budgets are tried on all of it, each by a pass of the original and one of the student.
 
     Args:
         per_token: operations of a forward pass for one token.
     """
     text = WINDOWS * _LENGTH
     repeated = 2 * BACK * (round(TWICE * WINDOWS) * _LENGTH // BACK)
-    return per_token * (text + 3 * (text + repeated))
+    return per_token * (text + 7 * (text + repeated))
 
 
 @torch.no_grad()
