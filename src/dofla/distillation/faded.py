@@ -223,7 +223,7 @@ class FadedStudents:
 
     @torch.no_grad()
     def _loss(self, student: PreTrainedModel, halves: list[list[Batches]], report: Callable[[], None]) -> float:
-        """What shares are measured by, summed over halves: KL to the original in nats per token."""
+        """KL to the original in nats per token, text that stands twice as weighed in measuring, summed over halves."""
         loss, total = Objective(student, lambda: softmax(student)), 0.0
         with evaluation_mode(student):
             for weight, batches in ((w, b) for half in halves for w, b in zip((1, LOOKED_UP), half, strict=True)):
