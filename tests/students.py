@@ -6,6 +6,10 @@ from transformers import PreTrainedModel
 
 import dofla
 
+FADING = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "kept": 6}
+FADING |= {"stages": [[5, 4.0], [4, 3.0]]}
+"""Layers with a compressed cache of a few tokens."""
+
 
 def student_of(tiny, kind="llama", **plan) -> PreTrainedModel:
     return _linearized(tiny, getattr(tiny, kind)(), plan)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from benches import scripts
+from students import FADING
 from torch.nn.functional import cross_entropy
 
 import dofla
 from dofla.integration.cache import cache_bytes
 
 PIECE = 10
-FADING = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "kept": 6}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def stream(module, monkeypatch):
 @pytest.fixture
 def student(tiny):
     model = tiny.llama(max_position_embeddings=64).double()
-    return dofla.linearize(model, tiny.plan(model, **FADING, stages=[[5, 4.0], [4, 3.0]]))
+    return dofla.linearize(model, tiny.plan(model, **FADING))
 
 
 def read(stream, way, student, ids, **options):

@@ -13,20 +13,12 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from students import FADING
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaForCausalLM, pipeline
 
 import dofla
 
 ANSWER = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-FADING = {
-    "features": 0,
-    "window": 4,
-    "sinks": 2,
-    "feature_map": "none",
-    "token_dtype": "int8",
-    "kept": 6,
-    "stages": [[5, 4.0], [4, 3.0]],
-}
 
 
 def compiled(student):

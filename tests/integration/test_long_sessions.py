@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from students import FADING
 from transformers import GenerationConfig
 
 import dofla
@@ -11,8 +12,7 @@ from dofla.integration.cache import cache_bytes
 from dofla.integration.positions import beginning
 
 POSITIONS, AGAIN, ANSWER = 64, 16, 6
-FADING = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "kept": 6}
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": FADING | {"stages": [[5, 4.0], [4, 3.0]]}}
+SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": FADING}
 
 
 @pytest.fixture(params=SIZES)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import own_student
 from peft import LoraConfig, get_peft_model
+from students import FADING
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -24,15 +25,6 @@ import dofla
 from dofla.errors import DoflaError
 from dofla.integration.weights_watch import WeightsWatch
 
-FADING = {
-    "features": 0,
-    "window": 4,
-    "sinks": 2,
-    "feature_map": "none",
-    "token_dtype": "int8",
-    "kept": 6,
-    "stages": [[5, 4.0], [4, 3.0]],
-}
 ANSWER = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 IMAGE = 60
 SIZES = {"vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

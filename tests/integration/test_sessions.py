@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from students import FADING
 from transformers import GenerationConfig
 
 import dofla
@@ -13,8 +14,7 @@ from dofla.integration.sessions import Sessions, keep_sessions
 
 SIZES = {
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},
-    "fading": {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "kept": 6}
-    | {"stages": [[5, 4.0], [4, 3.0]]},
+    "fading": FADING,
 }
 ANSWER = 6
 

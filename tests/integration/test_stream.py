@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from students import FADING
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 
 POSITIONS, OVERLAP = 32, 8
-FADING = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "kept": 6}
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": FADING | {"stages": [[5, 4.0], [4, 3.0]]}}
+SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": FADING}
 
 
 @pytest.fixture(params=SIZES)

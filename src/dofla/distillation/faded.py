@@ -186,23 +186,27 @@ class FadedStudents:
             even = self._loss(student, self._halves, report) if len(costs) > 1 else None
         itemsize = self.model.dtype.itemsize
         sizes = {name: plan[name].state_bytes(itemsize) // len(own) for name, own in costs[0].items()}
+
+        def split(found: Mapping[str, Tensor]) -> dict[str, list[float]]:
+            return shared(sizes, {name: own.tolist() for name, own in found.items()})
+
         windows = [len(text) for text, _ in self._halves]
         mean = {
             name: sum(n * own[name] for n, own in zip(windows, costs, strict=True)) / sum(windows) for name in sizes
         }
-        of_all = {name: own.tolist() for name, own in mean.items()}
         made_by = {"budget": budget, "tokens": self.windows.tokens, "source": self.windows.source}
         made_by["reach"] = self._everywhere
-        layers = shared(sizes, of_all)
+        layers = split(mean)
         if even is not None:
             measured = sum(
-                self._held_out(budget, shared(sizes, {name: own.tolist() for name, own in other.items()}), half, report)
+                self._held_out(budget, split(other), half, report)
                 for other, half in zip(reversed(costs), self._halves, strict=True)
             )
             made_by["held_out"] = {"measured": measured / len(costs), "even": even / len(costs)}
             if measured > even:
                 layers = {name: [1.0] * len(own) for name, own in layers.items()}
                 logger.warning(held_out_line(made_by["held_out"]))
+        of_all = {name: own.tolist() for name, own in mean.items()}
         return Shares(layers, of_all, describe(self.model)["name"], made_by)
 
     @cached_property
