@@ -1,0 +1,141 @@
+"""Loss increase through the quantization of keys alone, with and without a key bias and outlier channels.
+
+    python benchmarks/quality/key_quantization.py models/qwen2.5-coder-0.5b \\
+        --calibrate ../shared/data/english-train.txt.gz --text ../shared/data/english-val.txt.gz \\
+        --text ../shared/data/books-val.txt.gz
+
+Softmax attention to all tokens; keys are in eight bits, or in eight and then three. Python source, the modules of the
+standard library of the interpreter that runs this, is always among the texts. Of each text: nats per token, and
+KL(original ‖ quantized). ``outliers`` is what :func:`dofla.fade` does.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+import dofla
+from dofla.attention import Coder, KeySmoothing, rounded
+from dofla.data import TokenWindows
+from dofla.display import table
+from dofla.integration.directions import Directions, directions_of
+from dofla.integration.interface import RECORDING, softmax_attention, visiting
+from dofla.integration.sites import attention_implementation, attention_sites
+from dofla.runs.teacher import load_teacher
+
+BITS = (8.0, 3.0)
+
+
+def none(smoothing: KeySmoothing, found: Directions) -> None:
+    """Keys as they are."""
+    smoothing.reset()
+
+
+def mean(smoothing: KeySmoothing, found: Directions) -> None:
+    """Keys without the mean of each channel."""
+    smoothing.calibrate(found.keys)
+    smoothing.scale.fill_(1)
+
+
+def outliers(smoothing: KeySmoothing, found: Directions) -> None:
+    """The same, with outlier channels scaled."""
+    smoothing.calibrate(found.keys)
+
+
+def every(smoothing: KeySmoothing, found: Directions) -> None:
+    """The same, with every channel scaled to the size of the others."""
+    smoothing.calibrate(found.keys)
+    size = found.keys.covariance.diagonal(dim1=1, dim2=2).clamp_min(1e-12).sqrt()
+    smoothing.scale.copy_(torch.exp2(size.log2().round()))
+
+
+WAYS: dict[str, Callable[[KeySmoothing, Directions], None]] = {
+    way.__name__: way for way in (none, mean, outliers, every)
+}
+
+
+class QuantizedKeys:
+    """The keys of a layer, smoothed one way and quantized."""
+
+    def __init__(self, found: Directions, way: Callable[[KeySmoothing, Directions], None], bits: float) -> None:
+        heads, dim = found.keys.total.shape
+        self.smoothing, self.coder = KeySmoothing(heads, dim), None
+        way(self.smoothing, found)
+        if bits < 8:
+            queries, keys = self.smoothing.moments(found.queries, found.keys)
+            self.coder = Coder(heads, dim, [bits])
+            self.coder.calibrate(keys, queries.second)
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] and keys [B, Hkv, L, d] with which scores are computed."""
+        query, key = self.smoothing(query, key)
+        key = rounded(key)
+        return query, key if self.coder is None else self.coder.chain(key)[0]
+
+
+@contextmanager
+def quantized(model: PreTrainedModel, layers: Mapping[str, QuantizedKeys]) -> Iterator[None]:
+    """Within the block the model's softmax attention sees quantized keys."""
+    by_module = {model.get_submodule(name): own for name, own in layers.items()}
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        if module in by_module:
+            query, key = (x.to(query.dtype) for x in by_module[module](query, key))
+        return softmax_attention(module, query, key, *args, **kwargs)
+
+    with attention_implementation(model, RECORDING), visiting(None, attention):
+        yield
+
+
+@torch.inference_mode()
+def logs(model: PreTrainedModel, windows: TokenWindows) -> list[Tensor]:
+    """Log-probabilities [L - 1, V] of each window."""
+    return [model(row[None], use_cache=False).logits[0, :-1].log_softmax(-1) for row in windows.input_ids]
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    calibrate: Annotated[str, typer.Option(help="Text to measure keys and queries on.")],
+    text: Annotated[list[Path], typer.Option(help="Texts to evaluate on; repeatable.")],
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    windows: Annotated[int, typer.Option(help="Of each text.")] = 3,
+    known: Annotated[int, typer.Option(help="Windows to measure on.")] = 4,
+) -> None:
+    teacher, tokenizer = load_teacher(model, "float32")
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    sources = {path.name.partition(".")[0]: path for path in text} | {"python": modules}
+    texts = {
+        kind: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
+        for kind, where in sources.items()
+    }
+    measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=teacher)
+    found = directions_of(teacher, measured, list(attention_sites(teacher)), reach=length)
+    shown = table("keys", "bits", *texts, gap=2)
+    before = {kind: logs(teacher, own) for kind, own in texts.items()}
+    for name, way in WAYS.items():
+        for bits in BITS:
+            cells = []
+            with quantized(teacher, {layer: QuantizedKeys(own, way, bits) for layer, own in found.items()}):
+                for kind, own in texts.items():
+                    after, increase, kl = logs(teacher, own), 0.0, 0.0
+                    for row, p, q in zip(own.input_ids, before[kind], after, strict=True):
+                        increase += (cross_entropy(q, row[1:]) - cross_entropy(p, row[1:])).item() / len(own)
+                        kl += (p.exp() * (p - q)).sum(-1).mean().item() / len(own)
+                    cells.append(f"{increase:.4f}, {kl:.4f}")
+            shown.add_row(name, f"{bits:g}", *cells)
+            typer.echo(f"{name}, {bits:g} bits: {'; '.join(cells)}", err=True)
+    Console(width=120).print(shown)
+
+
+if __name__ == "__main__":
+    typer.run(main)
