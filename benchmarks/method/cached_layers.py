@@ -18,7 +18,7 @@ from dofla.plans.hybrid import HeadCost
 from dofla.runs.recipe import DataSpec
 from dofla.runs.teacher import load_teacher, windows_of
 
-Model = Annotated[str, typer.Argument(help="Folder, hub name or demo.")]
+Model = Annotated[str, typer.Option("--model", help="Folder, hub name or demo.")]
 Source = Annotated[str, typer.Option(help="Text, as data.source of a recipe.")]
 Layers = Annotated[int, typer.Option(help="How many, evenly spread over the depth.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file to write.")]

@@ -1,6 +1,6 @@
 """What one would use instead of dofla, on the same model and the same text: bytes of state against gap.
 
-    python benchmarks/peers/continuation.py models/smollm2-135m --length 2048 \\
+    python benchmarks/peers/continuation.py --model models/smollm2-135m --length 2048 \\
         --calibrate ../shared/data/english-train.txt.gz --text ../shared/data/books-val.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --out runs/peers-2048 --kvpress build/peers/bin/python
@@ -202,7 +202,7 @@ def merged(rows: dict[str, Row]) -> Table:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[Path, typer.Option(help="Text to measure directions on.")],
     out: Annotated[Path, typer.Option(help="Folder of the rows.")],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
@@ -244,7 +244,7 @@ def main(
             held = held_by(adapter)
             student_row(name, min(limits.values(), key=lambda limit: abs(limit - held)), adapter, texts).write(out)
     if kvpress:
-        subprocess.run([kvpress, Path(__file__).parent / "presses.py", model, out], check=True)
+        subprocess.run([kvpress, Path(__file__).parent / "presses.py", "--model", model, out], check=True)
     Console(width=220).print(merged(read_rows(out)))
 
 

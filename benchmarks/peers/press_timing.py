@@ -78,7 +78,7 @@ def rows(model: PreTrainedModel, length: int, kept: list[int], repeats: int, new
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder or hub name, as for timing.py")
+    parser.add_argument("--model", required=True, help="folder or hub name, as for timing.py")
     parser.add_argument("out", type=Path, help="JSON file of the rows")
     for name in ("length", "kept"):
         parser.add_argument(f"--{name}", type=int, action="append", required=True, help="tokens; repeatable")

@@ -1,7 +1,7 @@
 """NVIDIA's kvpress on the windows that continuation.py wrote: rows for its table.
 
     python -m venv build/peers && build/peers/bin/pip install -r benchmarks/peers/requirements.txt
-    build/peers/bin/python benchmarks/peers/presses.py models/smollm2-135m runs/peers-2048
+    build/peers/bin/python benchmarks/peers/presses.py --model models/smollm2-135m runs/peers-2048
 
 Runs in an environment of its own, since kvpress wants an older transformers, and imports nothing of dofla. Of a press
 there may be three rows:
@@ -208,7 +208,7 @@ def fill(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder or hub name, as for continuation.py")
+    parser.add_argument("--model", required=True, help="folder or hub name, as for continuation.py")
     parser.add_argument("folder", type=Path, help="that continuation.py wrote")
     parser.add_argument("--windows", type=int, help="of each text; default: all")
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeatable; default: all")

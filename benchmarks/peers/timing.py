@@ -1,6 +1,6 @@
 """What one would use instead of dofla, on the same machine: time of a prompt and of a token after it.
 
-    python benchmarks/peers/timing.py models/smollm2-135m --kvpress build/peers/bin/python
+    python benchmarks/peers/timing.py --model models/smollm2-135m --kvpress build/peers/bin/python
 
 The students of docs/students, or those of ``--student NAME=FOLDER``, take turns at every prompt and every token with
 the softmax cache and, where optimum-quanto is installed, quantised ones; of each the least time is taken. ``--kvpress``
@@ -95,7 +95,7 @@ def of_presses(python: Path, model: str, lengths: list[int], kept: list[int], *o
     """Rows of press_timing.py."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        words = [python, Path(__file__).with_name("press_timing.py"), model, out, *options]
+        words = [python, Path(__file__).with_name("press_timing.py"), "--model", model, out, *options]
         words += [word for n in lengths for word in ("--length", n)] + [word for n in kept for word in ("--kept", n)]
         subprocess.run(list(map(str, words)), check=True)
         return json.loads(out.read_text(encoding="utf-8"))["rows"]
@@ -119,7 +119,7 @@ def merged(rows: list[dict[str, Any]]) -> Table:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     student: Annotated[
         list[str] | None, typer.Option(help="NAME=FOLDER of an adapter of it; repeatable; default the two shipped.")
     ] = None,

@@ -1,7 +1,7 @@
 """What is lost at equal state bytes: the methods side by side, each part of the default taken away, several budgets.
 
-    python benchmarks/quality/at_equal_bytes.py demo
-    python benchmarks/quality/at_equal_bytes.py smollm2-135m --set model=models/smollm2-135m --row "Measured" \
+    python benchmarks/quality/at_equal_bytes.py --model demo
+    python benchmarks/quality/at_equal_bytes.py --model smollm2-135m --set model=models/smollm2-135m --row "Measured" \
         --row "Window and sinks"
 
 The rows are the students of benchmarks/quality/MODEL.yaml. What is measured stays in the run folder and is not measured
@@ -50,7 +50,7 @@ class Quality(Study):
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A file of benchmarks/quality, without its ending.")] = "demo",
+    model: Annotated[str, typer.Option(help="A file of benchmarks/quality, without its ending.")] = "demo",
     row: Annotated[list[str] | None, typer.Option(help="Student of the file; default: all.")] = None,
     seeds: Annotated[int, typer.Option(help="Of layerwise students; those trained end to end have the first.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/quality-MODEL.")] = None,
@@ -65,7 +65,9 @@ def main(
         raise DoflaError(f"no row is called {min(unknown)!r}: {model}.yaml has {[s.name for s in study.students]}")
     folder, view = out or Path("runs") / f"quality-{model}", View()
     bench = Bench(study, folder, view)
-    command = " ".join(["python benchmarks/quality/at_equal_bytes.py", model, *(f"--set {x}" for x in change or [])])
+    command = " ".join(
+        ["python benchmarks/quality/at_equal_bytes.py --model", model, *(f"--set {x}" for x in change or [])]
+    )
     specs = [spec for spec in study.students if not row or spec.name in row]
     table = (_language if bench.is_language_model else _embeddings)(bench, specs)
     table.command, table.seconds = command, bench.seconds

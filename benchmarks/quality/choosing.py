@@ -1,6 +1,6 @@
 """By which figure of a few windows should `dofla frontier` choose the size of a state, that its target holds on others?
 
-    python benchmarks/quality/choosing.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+    python benchmarks/quality/choosing.py --model models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz \\
         --text ../shared/data/stories-val.txt.gz --out choosing.json
 
@@ -48,7 +48,7 @@ RULES: dict[str, Rule] = {
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[str, typer.Option(help="Text that students are made from.")],
     text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable; the first chooses.")],
     target: Annotated[float, typer.Option(help="Nats per token.")] = 0.02,

@@ -1,11 +1,12 @@
 """What a memory that fades keeps without training, on several kinds of text, beside a window of the same bytes, one
 whose tokens all go by their age, one whose layers are all of one size, and one with features for what it forgets.
 
-    python benchmarks/quality/fading.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+    python benchmarks/quality/fading.py --model models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz --windows 24
-    python benchmarks/quality/fading.py models/smollm2-135m --student trained --length 512 --length 2048 ...
-    python benchmarks/quality/fading.py models/smollm2-135m --student trained --trained-length 2048 --rate 3e-4 ...
+    python benchmarks/quality/fading.py --model models/smollm2-135m --student trained --length 512 --length 2048 ...
+    python benchmarks/quality/fading.py --model models/smollm2-135m \\
+        --student trained --trained-length 2048 --rate 3e-4 ...
 
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and shares are measured
@@ -146,7 +147,7 @@ def sources(paths: list[Path]) -> dict[str, object]:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[str, typer.Option(help="Text to measure directions and shares on; self: the model's own.")],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
     budget: Annotated[list[int] | None, typer.Option(help="In features per KV head; repeatable; default 64.")] = None,

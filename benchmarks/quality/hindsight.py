@@ -1,7 +1,7 @@
 """How far a memory that fades could go: as many tokens as it holds, unrounded, chosen by age, by the attention that
 they drew, and by that which they are going to draw.
 
-    python benchmarks/quality/hindsight.py models/smollm2-135m --length 512 --length 2048 \\
+    python benchmarks/quality/hindsight.py --model models/smollm2-135m --length 512 --length 2048 \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
 
 The second row is what a memory does: what it has let go draws nothing any more, and never returns. The third lets
@@ -146,7 +146,7 @@ def forgetting(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, 
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable.")],
     budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,
     length: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,

@@ -1,6 +1,6 @@
 """Loss increase through the quantization of keys alone, with and without a key bias and outlier channels.
 
-    python benchmarks/quality/key_quantization.py models/qwen2.5-coder-0.5b \\
+    python benchmarks/quality/key_quantization.py --model models/qwen2.5-coder-0.5b \\
         --calibrate ../shared/data/english-train.txt.gz --text ../shared/data/english-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz
 
@@ -104,7 +104,7 @@ def logs(model: PreTrainedModel, windows: TokenWindows) -> list[Tensor]:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[str, typer.Option(help="Text to measure keys and queries on.")],
     text: Annotated[list[Path], typer.Option(help="Texts to evaluate on; repeatable.")],
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,

@@ -1,7 +1,8 @@
 """What a memory that fades loses of the same windows when they stand further back in a text: KL(teacher ‖ student) of
 the next tokens by the position of the first, for memories measured over more or fewer positions.
 
-    python benchmarks/quality/positions.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+    python benchmarks/quality/positions.py --model models/smollm2-135m \\
+        --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
 
 The original of a model with rotary positions does not notice where a window stands; its keys turn with their position,
@@ -35,7 +36,7 @@ def divergence(loss: Objective, windows: TokenWindows, first: int = 0) -> float:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model with rotary positions.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model with rotary positions.")],
     calibrate: Annotated[str, typer.Option(help="Text to measure directions on; self: the model's own.")],
     text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable.")],
     budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,

@@ -1,6 +1,7 @@
 """What training end to end on long windows brings, and what documents among them do in which something is looked up.
 
-    python benchmarks/quality/recall_training.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+    python benchmarks/quality/recall_training.py --model models/smollm2-135m \\
+        --calibrate ../shared/data/english-train.txt.gz \\
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz --hay ../shared/data/books-val.txt.gz --seeds 3
 
@@ -89,7 +90,7 @@ def cell(found: list[Figures], name: str) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal model.")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[Path, typer.Option(help="Text to make and to train students on.")],
     hay: Annotated[Path, typer.Option(help="Prose to hide needles in that are asked for.")],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
