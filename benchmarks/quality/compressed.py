@@ -33,7 +33,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
-from dofla.attention import stage_bytes
+from dofla.attention import tier_bytes
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
@@ -84,10 +84,10 @@ def by_age(budget: int, context: int | None) -> Student:
         plan = compressed_plan(model, budget)
         for layer in plan.layers:
             before = layer.state_bytes(model.dtype.itemsize)
-            layer.stages, layer.kept = layer.coded_per_head[0], 0
+            layer.tiers, layer.heavy_hitters = layer.coded_per_head[0], 0
             spare = before - layer.state_bytes(model.dtype.itemsize)
-            per_token = stage_bytes(layer.head_dim, layer.value_dim, layer.stages[-1][1])
-            layer.stages[-1][0] += spare // (layer.kv_heads * per_token)
+            per_token = tier_bytes(layer.head_dim, layer.value_dim, layer.tiers[-1][1])
+            layer.tiers[-1][0] += spare // (layer.kv_heads * per_token)
         student = dofla.linearize(model, plan)
         measure_directions(student, tokens, context=context)
         return student

@@ -77,7 +77,7 @@ def anew(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], T
     """The tokens that are worth most as a query asks, whatever others saw."""
     old = old_enough(plan, scores.shape[-1])
     ranked = worth(plan, scores).masked_fill(~old, -torch.inf)
-    chosen = ranked.topk(min(plan.kept, scores.shape[-1]), dim=-1).indices
+    chosen = ranked.topk(min(plan.heavy_hitters, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, chosen, True) & old
 
 
@@ -91,7 +91,7 @@ def held(plan: LayerPlan, scores: Tensor, foreseen: bool) -> Tensor:
     for query in range(length):
         if (entering := query - near) >= plan.sinks:
             there[:, entering] = True
-            if entering - plan.sinks >= plan.kept:
+            if entering - plan.sinks >= plan.heavy_hitters:
                 least = (score if future is None else future[:, query]).masked_fill(~there, torch.inf)
                 least[:, entering] = torch.inf
                 there[heads, least.argmin(-1)] = False
@@ -112,7 +112,7 @@ CHOICES: dict[str, Choice] = {
 
 def near_tokens(plan: LayerPlan) -> int:
     """How many are there for their age."""
-    return plan.window + sum(count for count, _ in plan.stages)
+    return plan.window + sum(count for count, _ in plan.tiers)
 
 
 def old_enough(plan: LayerPlan, length: int) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from random import Random
 
-from dofla.attention import stage_bytes
+from dofla.attention import tier_bytes
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import UNIT, levels
 from dofla.plans.compressed import even_counts
@@ -215,14 +215,14 @@ def memory() -> None:
     dim, floor, per_token, per_bit = 64, 200, 1.55, 12
     cost = HeadCost.of(dim, dim, 4, "int8")
     found = even_counts(64, dim, dim, cost)
-    ((newest, far),) = found.stages
-    old = stage_bytes(dim, dim, far, scored=True)
+    ((newest, far),) = found.tiers
+    old = tier_bytes(dim, dim, far, scored=True)
     parts = [text(20, 26, "A token loses bits as it ages, and its bytes make room for others", "title")]
     parts += [arrow((540, 50), (176, 50)), text(168, 54, "gone, or into features", "small", "end")]
     columns = [
         (540, found.window, 8, BLUE, "q₈(x)", found.window * cost.token),
         (466, newest, far, BLUE, "q₃(q₈(x))", newest * old),
-        (340, found.kept, far, RED, "those that draw attention", found.kept * old),
+        (340, found.heavy_hitters, far, RED, "those that draw attention", found.heavy_hitters * old),
     ]
     for right, tokens, bits, colour, formula, size in columns:
         width, height = per_token * tokens, per_bit * bits

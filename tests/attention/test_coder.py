@@ -11,7 +11,7 @@ from forms import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import Coder, Moments, stage_bytes
+from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import MOST_BITS, UNIT, distortion, levels, scale_code, scale_of
@@ -152,8 +152,8 @@ def test_products_with_the_turn_are_exact():
     assert (127 * coder.turn.double().abs().sum(-1) < 2**24).all()
 
 
-def relative_error(coder, x, stage, of=None):
-    found = coder.chain(x)[stage] - x
+def relative_error(coder, x, tier, of=None):
+    found = coder.chain(x)[tier] - x
     centred = x - x.mean((0, 2), keepdim=True)
     of = torch.eye(x.shape[-1]) if of is None else of
     return (
@@ -189,9 +189,9 @@ def test_errors_are_small_where_they_count():
     assert weighed < 0.7 * relative_error(calibrated(x, (2.0,)), x, 0, weighing.float())
 
 
-def test_stages_lose_more_and_more():
+def test_tiers_lose_more_and_more():
     x = vectors(dim=64, length=512)
-    errors = [relative_error(calibrated(x), x, stage) for stage in range(3)]
+    errors = [relative_error(calibrated(x), x, tier) for tier in range(3)]
     assert errors == sorted(errors)
     assert errors[-1] < 0.5
 
@@ -212,7 +212,7 @@ def test_bytes_are_those_that_are_counted(dim, bits):
     coder.reset()
     codes, scales = coder.encode(vectors(heads=1, length=3, dim=dim))
     assert codes.shape[-1] + scales.shape[-1] == coder.bytes_per_token(0)
-    assert stage_bytes(dim, dim, bits) == 2 * coder.bytes_per_token(0)
+    assert tier_bytes(dim, dim, bits) == 2 * coder.bytes_per_token(0)
 
 
 def test_moments_add_up():

@@ -49,15 +49,15 @@ def softmax_of(query, key, value):
 
 
 def layer_for(key, *, smooth: bool, window: int, tier: int, bits: float) -> LinearAttention:
-    stages = [[(tier, bits)]] * HEADS
-    layer = LinearAttention("none", [0] * HEADS, DIM, window, 2, "int8", stages, [8] * HEADS, smooth_keys=smooth)
+    tiers = [[(tier, bits)]] * HEADS
+    layer = LinearAttention("none", [0] * HEADS, DIM, window, 2, "int8", tiers, [8] * HEADS, smooth_keys=smooth)
     layer.reset_parameters()
     moments = Moments.of(key[0])
     if smooth:
         layer.smoothing.calibrate(moments)
         _, moments = layer.smoothing.moments(moments, moments)
-    for fading in layer.fading.values():
-        fading.key.calibrate(moments)
+    for coded_tiers in layer.coded_tiers.values():
+        coded_tiers.key.calibrate(moments)
     return layer.requires_grad_(False)
 
 
@@ -91,7 +91,7 @@ def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, tier,
         layer = layer_for(inputs[1], smooth=smooth, window=window, tier=tier, bits=bits)
         with KernelCalls() as calls:
             found, _ = run(layer, inputs, [0, 150, 199, 200])
-        assert ("fading" in calls.names) == (backend == "compiled")
+        assert ("attend_and_code" in calls.names) == (backend == "compiled")
         errors[smooth] = off(found, wanted)
     assert errors[True] < most
     assert errors[True] < errors[False] / 4

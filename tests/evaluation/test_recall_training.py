@@ -13,7 +13,7 @@ import dofla
 
 @pytest.fixture(scope="module")
 def benchmark():
-    with scripts("quality", "fading", "recall_training") as (_, module):
+    with scripts("quality", "compressed", "recall_training") as (_, module):
         yield module
 
 

@@ -131,4 +131,4 @@ def opened_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def evicts(model: PreTrainedModel) -> bool:
     """True if each compressed layer forgets some of a text of :data:`LENGTH` tokens."""
-    return all(min(layer.places_per_head) < LENGTH for layer in plan_of(model).layers if not layer.keep_softmax)
+    return all(min(layer.slots_per_head) < LENGTH for layer in plan_of(model).layers if not layer.keep_softmax)

@@ -88,7 +88,7 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
     backend = Graphs()
     step = torch.compile(student, fullgraph=True, backend=backend)
     logits, states = read(step, student, kind, ids, cuts)
-    assert backend.calls == [["dofla.fading.default"] * 2] * graphs
+    assert backend.calls == [["dofla.attend_and_code.default"] * 2] * graphs
     assert torch.equal(logits, wanted)  # the same operations in the same order
     assert_equal(states, before)
     with torch._dynamo.config.patch(error_on_recompile=True):  # nor for other texts, in a cache of their own
@@ -172,7 +172,7 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         student.generate(ids, attention_mask=mask, **options, **static),
         student.generate(ids, attention_mask=mask, **options),
     )
-    assert backend.calls == [["dofla.fading.default"] * 2]
+    assert backend.calls == [["dofla.attend_and_code.default"] * 2]
     assert backend.weights_given > 0
     with torch._dynamo.config.patch(error_on_recompile=True):
         other = tokens(2, 33)
@@ -195,7 +195,7 @@ def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
         assert torch.equal(said, plain.generate(text, **options))
         assert sessions.read == (39 if turn == 0 else 5)
         text = torch.cat([said, tokens(1, 5, seed=turn)], 1)
-    assert backend.calls == [["dofla.fading.default"] * 2]
+    assert backend.calls == [["dofla.attend_and_code.default"] * 2]
     assert backend.weights_given == 0
     batch = tokens(2, 33)
     assert torch.equal(student.generate(batch, **options), plain.generate(batch, **options))

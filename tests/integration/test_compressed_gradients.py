@@ -25,7 +25,7 @@ def attention_of(student):
     """The student's first attention, as its module calls it, and queries, keys and values of that layer's shape."""
     module = student.get_submodule(next(iter(linear_layers(student))))
     layer = module.dofla
-    heads, dim = student.config.num_attention_heads, layer.fading["0"].key.dim
+    heads, dim = student.config.num_attention_heads, layer.coded_tiers["0"].key.dim
     kv_heads = len(layer.features)
     draw = torch.Generator().manual_seed(5)
     shapes = [(2, heads, 90, dim), (2, kv_heads, 90, dim), (2, kv_heads, 90, dim)]

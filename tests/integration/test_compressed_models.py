@@ -93,7 +93,7 @@ def _bits_moved(coder):
 def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
     teacher("llama").save_pretrained(tmp_path / "base")
     student = faded(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    damage(next(iter(linear_layers(student).values())).fading["0"].value)
+    damage(next(iter(linear_layers(student).values())).coded_tiers["0"].value)
     student.save_pretrained(tmp_path / "student")
     dofla.save_adapter(student, tmp_path / "adapter")
     for name in ("student", "adapter"):
@@ -141,16 +141,16 @@ def test_what_fits_into_eight_bits_and_the_first_stage_is_hardly_changed(model):
 def test_values_are_weighed_by_the_output_projection(model):
     faded(model)
     layer = next(iter(linear_layers(model).values()))
-    with_output = layer.fading["0"].value.turn.clone()
+    with_output = layer.coded_tiers["0"].value.turn.clone()
     dofla.restore(model)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "c_proj.weight", "dense.weight", "out_proj.weight")) and "mlp" not in name:
             with torch.no_grad():
                 # Errors in half of each head's numbers count for nothing now.
                 wide = parameter.T if "c_proj" in name else parameter
-                wide.view(len(wide), -1, layer.fading["0"].value.dim)[..., ::2] *= 1e-3
+                wide.view(len(wide), -1, layer.coded_tiers["0"].value.dim)[..., ::2] *= 1e-3
     faded(model)
-    turn = next(iter(linear_layers(model).values())).fading["0"].value.turn.double()
+    turn = next(iter(linear_layers(model).values())).coded_tiers["0"].value.turn.double()
     assert not torch.equal(turn.short(), with_output)
     assert turn[..., ::2].abs().mean() < 0.2 * turn[..., 1::2].abs().mean()
 

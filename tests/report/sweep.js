@@ -11,7 +11,7 @@
     const rows = [...document.querySelectorAll(".plan-row")];
     return {
       sizes: rows.map((row) => JSON.parse(row.dataset.sizes)),
-      stages: rows.map((row) => JSON.parse(row.dataset.stages)),
+      tiers: rows.map((row) => JSON.parse(row.dataset.tiers)),
       bytes: rows.map((row) => Number(row.dataset.bytes)),
       total: document.getElementById("plan-sum").dataset.total,
       words: document.getElementById("plan-sum").textContent,

@@ -167,7 +167,7 @@ def compressed_agrees(page, profile, budgets, head_budgets=None, context=None, f
             for x, own in zip(profile.layers, sizes, strict=True)
         ]
         assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers]
-        assert found["stages"] == [layer.coded_per_head for layer in layers]
+        assert found["tiers"] == [layer.coded_per_head for layer in layers]
         assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
         assert int(found["total"]) == sum(found["bytes"])
         options = [f" --context {context}"] * bool(context) + [" --retrieval-heads 1"] * bool(full_heads)
@@ -295,7 +295,7 @@ def test_the_command_of_a_memory_that_fades_makes_the_plan_shown(browser, llama_
         main()
     assert not stop.value.code
     plan = Plan.load(tmp_path / "compressed")
-    assert [layer.coded_per_head for layer in plan.layers] == found["stages"]
+    assert [layer.coded_per_head for layer in plan.layers] == found["tiers"]
     assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
 
 
@@ -332,11 +332,11 @@ def test_a_student_whose_memory_fades(browser, llama_run):
         # It sees nothing of the far past, so KL says nothing of its error.
         assert "what the layer’s attention gives" in layers.locator(".legend").last.inner_text()
         assert "∞" not in layers.locator("table").inner_text()
-        assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
+        assert "no features, and nothing was trained: the codes of its tiers" in layers.inner_text()
         page.locator("select#layer").select_option(index=0)
         page.locator("select#head").select_option(index=0)
         _, window, sinks = plan.sizes[0]
-        newest = 31 - window  # that the query in row 31 sees in the stage
+        newest = 31 - window  # that the query in row 31 sees in the tier
         for column, words in ((newest, bits), (newest + 1, None), (sinks - 1, None)):
             page.locator("#attention canvas").nth(1).evaluate(
                 "(map, [x, y]) => { const r = map.getBoundingClientRect(), s = r.width / map.width;"
@@ -346,10 +346,10 @@ def test_a_student_whose_memory_fades(browser, llama_run):
             )
             readout = page.locator("#attention .readout").last.inner_text()
             assert (f"keeps it in {words}" in readout) if words else ("keeps it" not in readout)
-        assert "Dotted: where a stage ends" in page.locator("#attention").inner_text()
+        assert "Dotted: where a tier ends" in page.locator("#attention").inner_text()
 
 
-def test_heads_with_stages_of_their_own(browser, tmp_path):
+def test_heads_with_tiers_of_their_own(browser, tmp_path):
     profile, _ = synthetic()
     heads = [layer.kv_heads for layer in profile.layers]
     assert set(heads) == {1, 2, 4}
@@ -357,7 +357,7 @@ def test_heads_with_stages_of_their_own(browser, tmp_path):
     for layer in profile.layers:
         ragged = [[[20, 4], [50, 3]], [[10, 4], [70, 3]], [[30, 2.5]], [[30, 2.5]]][: layer.kv_heads]
         sizes = {"features": 3, "window": 4, "sinks": 1, "feature_map": "mlp", "token_dtype": "int8"}
-        layers.append(LayerPlan(layer.name, layer.kv_heads, layer.head_dim, layer.value_dim, **sizes, stages=ragged))
+        layers.append(LayerPlan(layer.name, layer.kv_heads, layer.head_dim, layer.value_dim, **sizes, tiers=ragged))
     plan = Plan(layers, "made up", {"strategy": "by hand", "budget": 20})
     path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01, curves={})
     with opened(browser, path, 900) as page:
@@ -376,9 +376,7 @@ def test_heads_with_stages_of_their_own(browser, tmp_path):
             assert (cell.inner_text(), tip.inner_text() if tip.is_visible() else "") == words[count]
         kinds = ["features", "2.5 bits", "3 bits", "4 bits", "window and sinks"]
         assert page.locator("#layers .legend").inner_text().split("\n")[1:] == kinds
-        assert (
-            "goes through stages, in which tokens lose bits as they age" in page.locator("#layers .lead").inner_text()
-        )
+        assert "goes through tiers, in which tokens lose bits as they age" in page.locator("#layers .lead").inner_text()
         assert "Features sum up the far past." in page.locator("#layers .lead").inner_text()
         assert page.locator("input[value=hybrid]").is_checked()  # as near as sliders come
 

@@ -107,8 +107,8 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         adapter=adapter,
         auto_class=auto_class,
         causal=causal,
-        fades=any(layer.stages for layer in plan.layers),
-        keeps=any(any(layer.kept_per_head) for layer in plan.layers),
+        fades=any(layer.tiers for layer in plan.layers),
+        keeps=any(any(layer.heavy_hitters_per_head) for layer in plan.layers),
         features=any(sum(layer.features_per_head) for layer in plan.layers if not layer.keep_softmax),
         record=record,
         state=_size(plan.state_bytes(dtype)),
@@ -163,8 +163,8 @@ def _row(layer: LayerPlan, dtype: torch.dtype) -> list[Any]:
         ", ".join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1])) for sizes in zip(*layer.sizes, strict=True)
     )
     exact = "8 bits" if layer.token_dtype == "int8" else str(dtype).removeprefix("torch.")
-    if layer.stages_in_words:
-        exact += f", then {layer.stages_in_words}"
+    if layer.tiers_in_words:
+        exact += f", then {layer.tiers_in_words}"
     size = f"{layer.state_bytes(dtype.itemsize):,}"
     return [_cell(layer.name), features, window, sinks, exact, layer.feature_map, "no", size]
 

@@ -92,9 +92,9 @@ def model_title(name: str) -> str:
 
 
 def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]]:
-    """What each layer is: sizes (features, window, sinks) and stages (tokens, bits) of its KV heads, None where it is
-    softmax; whether the last stage keeps what draws attention; its bytes, and the parts of them: of features, of window
-    and sinks, and (bits, bytes) of stages."""
+    """What each layer is: sizes (features, window, sinks) and tiers (tokens, bits) of its KV heads, None where it is
+    softmax; whether the last tier keeps what draws attention; its bytes, and the parts of them: of features, of window
+    and sinks, and (bits, bytes) of tiers."""
     found = []
     for layer in layers:
         features, exact, coded = layer.bytes_by_kind(itemsize)
@@ -102,8 +102,8 @@ def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]
             {
                 "name": layer.name,
                 "sizes": None if layer.keep_softmax else layer.sizes,
-                "stages": None if layer.keep_softmax else layer.coded_per_head,
-                "kept": any(layer.kept_per_head),
+                "tiers": None if layer.keep_softmax else layer.coded_per_head,
+                "kept": any(layer.heavy_hitters_per_head),
                 "map": layer.feature_map,
                 "tokens": layer.token_dtype,
                 "bytes": layer.state_bytes(itemsize),

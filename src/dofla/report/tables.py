@@ -46,7 +46,7 @@ def slider_tables(
         ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
         and ``largest``, the exact maximum over heads;
         ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``contexts``, the first of
-        them None, for all positions; ``compressed``, for each context, shape and budget (window, sinks, stages) or
+        them None, for all positions; ``compressed``, for each context, shape and budget (window, sinks, tiers) or
         None, see :func:`_counts`, up to the largest budget that a single head may have; ``fillable``, for each context
         and shape the budget with which a head has places for all its positions, or None where nobody says how many
         there are; and ``curves``, for each file and layer the choices of
@@ -114,7 +114,7 @@ def _cost(profile: Profile, layer: LayerProfile, kept: str) -> HeadCost:
 
 
 def _counts(budget: int, layer: LayerProfile, cost: HeadCost, positions: int | None) -> list[Any] | None:
-    """Window, sinks and, of each stage, tokens, bits and bytes; None where there can be no such cache."""
+    """Window, sinks and, of each tier, tokens, bits and bytes; None where there can be no such cache."""
     if not layer.causal:
         return None
     try:
@@ -123,8 +123,8 @@ def _counts(budget: int, layer: LayerProfile, cost: HeadCost, positions: int | N
         return None
     plan = LayerPlan(layer.name, 1, layer.head_dim, layer.value_dim, feature_map="none", **asdict(found))
     coded = plan.bytes_by_kind(itemsize=1)[2]  # whatever the type of the model
-    stages = [[tokens, bits, coded[bits]] for tokens, bits in plan.coded_per_head[0]]
-    return [found.window, found.sinks, stages]
+    tiers = [[tokens, bits, coded[bits]] for tokens, bits in plan.coded_per_head[0]]
+    return [found.window, found.sinks, tiers]
 
 
 def _choices(file: str, curves: Curves, profile: Profile, costs: list[dict[str, HeadCost]]) -> dict[str, Any]:

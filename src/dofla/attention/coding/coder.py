@@ -1,4 +1,4 @@
-"""One side of a layer, its keys or its values: where vectors are turned to, and what a stage's codes of them are."""
+"""One side of a layer, its keys or its values: where vectors are turned to, and what a tier's codes of them are."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Moments:
 
 
 class Coder(nn.Module):
-    """Codes of vectors of ``dim`` numbers, for a chain of stages of ever fewer bits.
+    """Codes of vectors of ``dim`` numbers, for a chain of tiers of ever fewer bits.
 
     What it turns by is undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, says so. It is one row of
     bytes, which the compiled kernels take as it is, and of which the tensors below are views.
@@ -78,7 +78,7 @@ class Coder(nn.Module):
     Args:
         heads: KV heads.
         dim: numbers of a vector, a multiple of 8.
-        bits: of each stage, per number and in the mean over blocks, scales not counted; at most 5.
+        bits: of each tier, per number and in the mean over blocks, scales not counted; at most 5.
 
     Attributes:
         constants: [bytes], uint8.
@@ -88,7 +88,7 @@ class Coder(nn.Module):
 
     def __init__(self, heads: int, dim: int, bits: Sequence[float]) -> None:
         super().__init__()
-        self.heads, self.dim, self.stages = heads, dim, tuple(bits)
+        self.heads, self.dim, self.tiers = heads, dim, tuple(bits)
         self.block = block_size(dim)
         self._rows = Rows(  # in the order of the properties
             [
@@ -141,7 +141,7 @@ class Coder(nn.Module):
             # hangs from a size of some 150 on (pytorch/pytorch#142815).
             back.copy_(torch.linalg.inv(own))
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
-        self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
+        self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.tiers]))
 
     @property
     def starts(self) -> list[int]:
@@ -180,7 +180,7 @@ class Coder(nn.Module):
 
     @property
     def bits(self) -> Tensor:
-        """Of each number of a block [stages, blocks], uint8."""
+        """Of each number of a block [tiers, blocks], uint8."""
         return self._rows.part(self.constants, 5)
 
     @property
@@ -193,23 +193,23 @@ class Coder(nn.Module):
         for name in ("fineness", "back", "mean", "middle"):
             if not getattr(self, name).isfinite().all():
                 return f"{name} holds NaN or infinity"
-        for own, bits in zip(self.bits.tolist(), self.stages, strict=True):
+        for own, bits in zip(self.bits.tolist(), self.tiers, strict=True):
             if not all(1 <= n <= MOST_BITS for n in own) or sum(own) != whole_bits(len(own), bits):
                 return f"bits of blocks are {own}, not {bits} in the mean and 1 to {MOST_BITS} each"
         return None
 
-    def bytes_per_token(self, stage: int) -> int:
+    def bytes_per_token(self, tier: int) -> int:
         """Of one vector of one head."""
-        return token_bytes(self.dim, self.stages[stage])
+        return token_bytes(self.dim, self.tiers[tier])
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors [B, Hkv, L, d] as the first stage keeps them: codes [B, Hkv, L, bytes] and scales
+        """Vectors [B, Hkv, L, d] as the first tier keeps them: codes [B, Hkv, L, bytes] and scales
         [B, Hkv, L, blocks], both uint8."""
         return encode_together([self], [self.exactly_turned(x)], 0)[0]
 
-    def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
-        """What stage ``stage`` kept, as the stage after it does."""
-        return encode_together([self], [self.numbers(codes, scales, stage)], stage + 1)[0]
+    def age(self, codes: Tensor, scales: Tensor, tier: int) -> tuple[Tensor, Tensor]:
+        """What tier ``tier`` kept, as the tier after it does."""
+        return encode_together([self], [self.numbers(codes, scales, tier)], tier + 1)[0]
 
     def exactly_turned(self, x: Tensor) -> Numbers:
         """Vectors [B, Hkv, L, d] turned, in numbers that do not depend on the order of sums."""
@@ -218,18 +218,18 @@ class Coder(nn.Module):
         unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
         return whole((turned * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
 
-    def decode(self, codes: Tensor, scales: Tensor, stage: int) -> Tensor:
-        """Turned vectors [B, Hkv, L, d], float32, of codes of a stage; see :meth:`straight` and :meth:`against`."""
-        numbers, unit = self.numbers(codes, scales, stage)
+    def decode(self, codes: Tensor, scales: Tensor, tier: int) -> Tensor:
+        """Turned vectors [B, Hkv, L, d], float32, of codes of a tier; see :meth:`straight` and :meth:`against`."""
+        numbers, unit = self.numbers(codes, scales, tier)
         return (numbers * unit).flatten(-2)
 
     def chain(self, x: Tensor) -> list[Tensor]:
-        """Vectors [B, Hkv, L, d] as they come back from each stage."""
+        """Vectors [B, Hkv, L, d] as they come back from each tier."""
         codes, found = self.encode(x), []
-        for stage in range(len(self.stages)):
-            found.append(self.straight(self.decode(*codes, stage)))
-            if stage + 1 < len(self.stages):
-                codes = self.age(*codes, stage)
+        for tier in range(len(self.tiers)):
+            found.append(self.straight(self.decode(*codes, tier)))
+            if tier + 1 < len(self.tiers):
+                codes = self.age(*codes, tier)
         return found
 
     def turned(self, x: Tensor) -> Tensor:
@@ -261,10 +261,10 @@ class Coder(nn.Module):
         unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
         return whole((turned * unit).unflatten(-1, (-1, self.block)))
 
-    def numbers(self, codes: Tensor, scales: Tensor, stage: int) -> Numbers:
-        """What codes of a stage stand for."""
+    def numbers(self, codes: Tensor, scales: Tensor, tier: int) -> Numbers:
+        """What codes of a tier stand for."""
         found, start = [], 0
-        for blocks, bits in self._runs(stage):
+        for blocks, bits in self._runs(tier):
             size = bits * self.block // 8
             end = start + (blocks.stop - blocks.start) * size
             code = from_bytes(codes[..., start:end].unflatten(-1, (-1, size)), bits)
@@ -273,26 +273,26 @@ class Coder(nn.Module):
         numbers, units = zip(*found, strict=True)
         return torch.cat(numbers, -2), torch.cat(units, -2)
 
-    def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
-        """Codes of a stage as the Triton kernels take them."""
-        return Codes(codes, scales, self.bits[stage], self.block, *self.tables[:2])
+    def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
+        """Codes of a tier as the Triton kernels take them."""
+        return Codes(codes, scales, self.bits[tier], self.block, *self.tables[:2])
 
-    def _runs(self, stage: int) -> Iterator[tuple[slice, int]]:
+    def _runs(self, tier: int) -> Iterator[tuple[slice, int]]:
         """Neighbouring blocks of as many bits."""
         first = 0
-        for bits, run in groupby(self.bits[stage].tolist()):
+        for bits, run in groupby(self.bits[tier].tolist()):
             last = first + len(list(run))
             yield slice(first, last), bits
             first = last
 
 
-def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], stage: int) -> list[tuple[Tensor, Tensor]]:
-    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a stage keeps them, for each
+def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: int) -> list[tuple[Tensor, Tensor]]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a tier keeps them, for each
     coder. Blocks of as many bits are searched for together: a search is some hundred operations, however many they are.
     """
     places, found = defaultdict(list), {}
     for n, coder in enumerate(coders):
-        for block, bits in enumerate(coder.bits[stage].tolist()):
+        for block, bits in enumerate(coder.bits[tier].tolist()):
             places[bits, coder.block].append((n, block))
     for (bits, _), alike in places.items():
         numbers, unit = (torch.stack([vectors[n][part][..., block, :] for n, block in alike], -2) for part in (0, 1))

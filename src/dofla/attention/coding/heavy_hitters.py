@@ -1,10 +1,10 @@
 """Tokens that stay because they draw attention: of those that would be forgotten, a few are kept, whatever their age.
 
-Each token of the last stage has a score, how much attention it drew lately from the queries that saw it there. When one
+Each token of the last tier has a score, how much attention it drew lately from the queries that saw it there. When one
 enters, the one with the least score leaves, the newest excepted. Scores are whole numbers, and all that goes into them
 is exact arithmetic (:meth:`dofla.attention.Coder.asking`, powers of two from a table, sums of whole numbers): so the
 same tokens stay however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048); what
-draws attention is measured here among the tokens of the stage alone, and forgotten by a 64th with every token.
+draws attention is measured here among the tokens of the tier alone, and forgotten by a 64th with every token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_STEPS = 2.0**30
 
 
 @dataclass(frozen=True)
-class KeptTokens(_Tensors):
+class ScoredTokens(_Tensors):
     """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
     [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16."""
 
@@ -49,7 +49,7 @@ class KeptTokens(_Tensors):
     score: Tensor
 
     @classmethod
-    def of(cls, tokens: CodedTokens) -> KeptTokens:
+    def of(cls, tokens: CodedTokens) -> ScoredTokens:
         """Tokens that have drawn nothing yet. They are padding or count in full, whatever their weights were."""
         log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
         score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
@@ -63,14 +63,14 @@ class KeptTokens(_Tensors):
     def __len__(self) -> int:
         return self.score.shape[-1]
 
-    def __getitem__(self, places: slice) -> KeptTokens:
+    def __getitem__(self, places: slice) -> ScoredTokens:
         return self.map(lambda x: x[:, :, places])
 
-    def then(self, later: KeptTokens) -> KeptTokens:
+    def then(self, later: ScoredTokens) -> ScoredTokens:
         """These tokens followed by ``later``."""
-        return KeptTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
+        return ScoredTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
 
-    def chosen(self, places: Tensor) -> KeptTokens:
+    def chosen(self, places: Tensor) -> ScoredTokens:
         """The tokens at ``places`` [B, Hkv, m]."""
         return self.map(lambda x: chosen(x, places))
 
@@ -88,12 +88,12 @@ def chosen(x: Tensor, places: Tensor) -> Tensor:
 def keep(
     asking: tuple[Tensor, Tensor],
     real: Tensor,
-    line: KeptTokens,
+    line: ScoredTokens,
     newest: int,
     coder: Coder,
     scaling: float,
-) -> tuple[KeptTokens, Tensor, Tensor]:
-    """Let tokens enter a stage one by one, and each time the one go that drew least.
+) -> tuple[ScoredTokens, Tensor, Tensor]:
+    """Let tokens enter a tier one by one, and each time the one go that drew least.
 
     Args:
         asking: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.asking` gives them; query i asks once token i
@@ -101,15 +101,15 @@ def keep(
         real: [B, L], which queries are not padding.
         line: the tokens that are there, and the L that enter: S tokens.
         newest: how many tokens cannot go.
-        coder: of the keys; its last stage.
+        coder: of the keys; its last tier.
         scaling: of the scores of attention.
 
     Returns:
-        The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
+        The tier after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
         of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of those that stay.
     """
     per_step, weights = falling(scaling, real.device)
-    last = len(coder.stages) - 1
+    last = len(coder.tiers) - 1
     if gpu.usable(*asking):
         from dofla.attention.gpu.heavy_hitters import choose
 
@@ -127,7 +127,7 @@ def falling(scaling: float, device: torch.device) -> tuple[float, Tensor]:
     return scaling * math.log2(math.e) * OCTAVE, placed(WEIGHTS, device)
 
 
-def seen(line: KeptTokens, gone: Tensor, length: int) -> Tensor:
+def seen(line: ScoredTokens, gone: Tensor, length: int) -> Tensor:
     """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`keep` says when they go."""
     rows = torch.arange(length, device=gone.device).unsqueeze(-1)
     entered = torch.arange(length - len(line), length, device=gone.device)

@@ -43,12 +43,12 @@ inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int
   });
 }
 
-// ... of turned queries with codes of a stage.
+// ... of turned queries with codes of a tier.
 template <int N, int G>
-inline void scores(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void scores(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
-  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
-  const std::uint8_t* bits = coder.bits_of(stage);
+  const std::int64_t bytes = coder.bytes(tier), blocks = coder.blocks();
+  const std::uint8_t* bits = coder.bits_of(tier);
   products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
     const std::uint8_t* code = codes + t * bytes;
     for (std::int64_t b = 0; b < blocks; ++b) {
@@ -76,13 +76,13 @@ inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::in
   }
 }
 
-// ... turned vectors in codes of a stage.
+// ... turned vectors in codes of a tier.
 template <int N, int G>
-inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void weighed(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                     std::int64_t count, const float* weights, std::int64_t stride, float* to) {
-  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
+  const std::int64_t bytes = coder.bytes(tier), blocks = coder.blocks();
   for (std::int64_t b = 0; b < blocks; ++b) {
-    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+    with_bits(coder.bits_of(tier)[b], [&](auto n) {
       Floats<N> sum[G];
       for (int g = 0; g < G; ++g) sum[g] = Floats<N>::load(to + g * coder.dim + b * N);
       for (std::int64_t t = 0; t < count; ++t) {

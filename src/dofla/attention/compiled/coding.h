@@ -28,14 +28,14 @@ struct Coder {
   std::int64_t dim, block;
   const std::int16_t* turn;                            // [dim, dim]
   const float *fineness, *back, *mean, *middle;        // [dim], [dim, dim], [dim], [dim]
-  const std::uint8_t* bits;                            // [stages, blocks]
+  const std::uint8_t* bits;                            // [tiers, blocks]
   Tables tables;
 
   std::int64_t blocks() const { return dim / block; }
-  const std::uint8_t* bits_of(std::int64_t stage) const { return bits + stage * blocks(); }
-  std::int64_t bytes(std::int64_t stage) const {
+  const std::uint8_t* bits_of(std::int64_t tier) const { return bits + tier * blocks(); }
+  std::int64_t bytes(std::int64_t tier) const {
     std::int64_t total = 0;
-    for (std::int64_t b = 0; b < blocks(); ++b) total += bits_of(stage)[b] * block / 8;
+    for (std::int64_t b = 0; b < blocks(); ++b) total += bits_of(tier)[b] * block / 8;
     return total;
   }
 };
@@ -166,13 +166,13 @@ inline void encode_block(const float* numbers, float unit, const Tables& tables,
   *scale = static_cast<std::uint8_t>(scale_of(tables, squares, power, unit));
 }
 
-// ... of all blocks of a vector, as a stage keeps them; `read(b, x)` gives the numbers of a block and returns their unit.
+// ... of all blocks of a vector, as a tier keeps them; `read(b, x)` gives the numbers of a block and returns their unit.
 template <int N, typename Read>
-inline void encode_vector(const Coder& coder, std::int64_t stage, const Read& read, std::uint8_t* codes, std::uint8_t* scales) {
+inline void encode_vector(const Coder& coder, std::int64_t tier, const Read& read, std::uint8_t* codes, std::uint8_t* scales) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
     float numbers[N];
     const float unit = read(b, numbers);
-    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
       encode_block<N, bits>(numbers, unit, coder.tables, codes, scales + b);
       codes += bits * N / 8;
     });
@@ -212,23 +212,23 @@ inline void encode(const Coder& coder, const std::uint8_t* integers, const std::
 
 // Coder.age of a vector
 template <int N>
-inline void age(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void age(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                 std::uint8_t* to_codes, std::uint8_t* to_scales) {
   const auto decode = [&](std::int64_t b, float* x) {
-    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
       levels_of<N, bits>(codes, coder.tables.levels(bits)).store(x);
       codes += bits * N / 8;
     });
     return coder.tables.scales()[scales[b]];
   };
-  encode_vector<N>(coder, stage + 1, decode, to_codes, to_scales);
+  encode_vector<N>(coder, tier + 1, decode, to_codes, to_scales);
 }
 
 // Coder.decode: the turned vector.
 template <int N>
-inline void decode(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
+inline void decode(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
-    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+    with_bits(coder.bits_of(tier)[b], [&](auto n) {
       (levels_of<N, n>(codes, coder.tables.levels(n)) * coder.tables.scales()[scales[b]]).store(to + b * N);
       codes += n * N / 8;
     });

@@ -1,4 +1,4 @@
-// Many tokens through a memory that fades: all are coded, then blocks of queries see their bands.
+// Many tokens through a compressed cache: all are coded, then blocks of queries see their bands.
 #pragma once
 
 #include "reading.h"
@@ -6,20 +6,20 @@
 #include <atomic>
 #include <thread>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 // A group's tokens once they are coded.
 struct Prompt {
   Lines lines;
   std::vector<std::int64_t> sound;
-  std::optional<Fates> fates;  // of kept tokens
+  std::optional<Fates> fates;  // of heavy hitters
 
   explicit Prompt(const Group& group) : lines(group), sound(code(group, lines)) {
-    if (group.kept) fates.emplace(group, std::min(kRows, group.length));
+    if (group.heavy_hitters) fates.emplace(group, std::min(kRows, group.length));
   }
 };
 
-// What threads do of prompts. Of each KV head somebody has to let tokens enter its last stage one after the other, where it
+// What threads do of prompts. Of each KV head somebody has to let tokens enter its last tier one after the other, where it
 // keeps what draws attention, before blocks of its queries can be read. Whoever is free takes what comes next: all of the
 // former, then the latter.
 class Work {
@@ -65,7 +65,7 @@ class Work {
     Prompt& prompt = prompts_[which];
     Fates& fates = *prompt.fates;
     Drawing& drawing = mine.of(which, group, fates.block * group.groups, fates.places + fates.block);
-    keep(group, prompt.lines.stages.back(), n, h, drawing, fates);
+    keep(group, prompt.lines.tiers.back(), n, h, drawing, fates);
   }
 
   template <typename Real>
@@ -80,7 +80,7 @@ class Work {
     std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
     for (std::int64_t i = first; i < std::min(first + kRows, group.length); ++i) {
       const std::int64_t from = fates ? fates->left_by(unit)[i] : i;
-      leave(group, lines.stages.back(), from, n, h, result.rows[0], result.rows[1], i, turned, straight);
+      leave(group, lines.tiers.back(), from, n, h, result.rows[0], result.rows[1], i, turned, straight);
     }
   }
 
@@ -100,4 +100,4 @@ inline void prefill(const std::vector<Job>& jobs) {
   });
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 constexpr std::int64_t kRows = 64;  // queries done at once
 constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if not of all
@@ -21,9 +21,9 @@ class Reader {
         unsound_(rows_), queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
         beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), turned_rounded_(rows_ * dim_) {
     add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
-    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
-      const std::int64_t count = group.stages[stage].count;
-      add(count, block_ + count - !group.keeps(stage), lines.stages[stage], group.lines[stage + 1]);
+    for (std::size_t tier = 0; tier < lines.tiers.size(); ++tier) {
+      const std::int64_t count = group.tiers[tier].count;
+      add(count, block_ + count - !group.keeps(tier), lines.tiers[tier], group.lines[tier + 1]);
     }
     sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
     std::int64_t most = sink_columns_;
@@ -85,7 +85,7 @@ class Reader {
 
  private:
   // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
-  // Of kept ones, it is those that stood there before the block and have not left, and those that entered. The first
+  // of heavy hitters, it is those that stood there before the block and have not left, and those that entered. The first
   // `hidden` of them, free places and padding, have no columns.
   struct Band {
     std::int64_t count, most;  // columns at most
@@ -153,7 +153,7 @@ class Reader {
   }
 
   // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
-  // stages are turned.
+  // tiers are turned.
   void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
     const Band& b = bands_[band];
     const Coders& coders = part == 0 ? group_.keys : group_.values;
@@ -243,7 +243,7 @@ class Reader {
     std::fill(&vectors_[sinks.count * dim], &vectors_[sink_columns_ * dim], 0.0f);
   }
 
-  // out_, and turned_out_ of the stages.
+  // out_, and turned_out_ of the tiers.
   void average(std::int64_t n, std::int64_t h, std::int64_t first, const Real* weights) {
     for (std::size_t band = 0; band < bands_.size(); ++band) {
       unpack(n, h, first, band, 2);
@@ -267,7 +267,7 @@ class Reader {
 
   const Group& group_;
   const Lines& lines_;
-  Fates* fates_;  // of kept tokens
+  Fates* fates_;  // of heavy hitters
   std::int64_t dim_, value_dim_, block_, rows_, stride_ = 0, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
   std::vector<char> unsound_;
@@ -279,4 +279,4 @@ class Reader {
   std::vector<std::int32_t> until_;
 };
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

@@ -34,16 +34,16 @@ class Coding(Protocol):
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def bytes_per_token(self, stage: int) -> int:
+    def bytes_per_token(self, tier: int) -> int:
         """Of a vector of one head."""
 
-    def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
-        """Codes of a stage."""
+    def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
+        """Codes of a tier."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """n vectors of a stage, and what their codes stand for.
+    """n vectors of a tier, and what their codes stand for.
 
     Attributes:
         codes: [B, Hkv, n, bytes], uint8.

@@ -56,24 +56,24 @@ def entered(coder: Coding, x: Tensor) -> tuple[Tensor, Tensor]:
     return line
 
 
-def age(coder: Coding, numbers: tuple[Tensor, Tensor], stage: int) -> tuple[Tensor, Tensor]:
-    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a stage keeps them."""
+def age(coder: Coding, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor, Tensor]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a tier keeps them."""
     vectors, units = (x.contiguous() for x in numbers)
-    line = empty_line(coder, vectors.shape[:3], stage)
-    _encode(coder, stage, (None, None, vectors, units), (0,) * 6, vectors.shape[2], line, 0)
+    line = empty_line(coder, vectors.shape[:3], tier)
+    _encode(coder, tier, (None, None, vectors, units), (0,) * 6, vectors.shape[2], line, 0)
     return line
 
 
-def empty_line(coder: Coding, shape: Sequence[int], stage: int) -> tuple[Tensor, Tensor]:
+def empty_line(coder: Coding, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
     """Places for codes and scales of vectors [*shape, d], to be filled."""
     blocks = coder.dim // coder.block
-    sizes = coder.bytes_per_token(stage) - blocks, blocks
+    sizes = coder.bytes_per_token(tier) - blocks, blocks
     return tuple(torch.empty(*shape, size, dtype=torch.uint8, device=coder.constants.device) for size in sizes)
 
 
 def _encode(
     coder: Coding,
-    stage: int,
+    tier: int,
     vectors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
     length: int,
@@ -96,7 +96,7 @@ def _encode(
                 TURN=turn,
                 FINENESS=fineness,
                 MIDDLE=middle,
-                BITS=bits + stage * blocks,
+                BITS=bits + tier * blocks,
                 BLOCKS=triton.next_power_of_2(blocks),
                 BLOCK=coder.block,
                 RINGS=rings,

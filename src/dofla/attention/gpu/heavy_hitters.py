@@ -37,7 +37,7 @@ def choose(
     per_step: float,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let the last L of a line of S tokens enter a stage one by one, and each time one go.
+    """Let the last L of a line of S tokens enter a tier one by one, and each time one go.
 
     Args:
         asking: queries as whole numbers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].

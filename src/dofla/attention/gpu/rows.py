@@ -42,7 +42,7 @@ def line(
     PLACES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What a stage holds, with a place more for the token that leaves the window. One program per head of a batch row
+    """What a tier holds, with a place more for the token that leaves the window. One program per head of a batch row
     and some tokens."""
     unit = tl.program_id(0).to(tl.int64)
     head = unit % heads
@@ -71,7 +71,7 @@ def near(
     of_layer,  # [heads]
     before,  # [B, row]
     constants,  # of the values' coder
-    seen,  # [units, groups, VALUE_DIM], of the stage, turned
+    seen,  # [units, groups, VALUE_DIM], of the tier, turned
     normaliser,  # [units, groups]
     out,  # [B, heads of the layer, 1, VALUE_DIM], to be filled
     query_batch,
@@ -104,7 +104,7 @@ def near(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Attention to window, sinks and the token itself, beside that to the stage. One program per query."""
+    """Attention to window, sinks and the token itself, beside that to the tier. One program per query."""
     place = tl.program_id(0).to(tl.int64)
     unit = place // groups
     batch, head = unit // heads, unit % heads
@@ -115,7 +115,7 @@ def near(
     is_number, is_value = d < DIM, v < VALUE_DIM
     asked = tl.load(query + batch * query_batch + asking * query_head + d, mask=is_number, other=0.0).to(tl.float32)
 
-    # What the stage answers, turned back; who sees nothing there has its normaliser at _NOTHING.
+    # What the tier answers, turned back; who sees nothing there has its normaliser at _NOTHING.
     total = tl.load(at(constants, MEAN, tl.float32) + head * VALUE_DIM + v, mask=is_value, other=0.0)
     back = at(constants, BACK, tl.float32) + (head * VALUE_DIM + v) * VALUE_DIM
     for begin in range(0, VALUE_DIM, 8):

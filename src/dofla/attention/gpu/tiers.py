@@ -1,4 +1,4 @@
-"""Attention to a stage of a memory that fades from its codes (coding/tiers.py) as a Triton kernel. Importing this file
+"""Attention to a tier of a memory that fades from its codes (coding/tiers.py) as a Triton kernel. Importing this file
 needs triton.
 
 Codes become numbers in registers, some tokens at a time, and are forgotten as soon as all queries of the program have
@@ -132,7 +132,7 @@ def _attend(
     best = tl.full([ROWS], _NOTHING, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUES], tl.float32)
-    places = tokens - length  # of the stage
+    places = tokens - length  # of the tier
     start = 0
     if gone is None:
         start = tl.program_id(1) * ROWS // groups + 1  # what the first row sees first

@@ -1,7 +1,7 @@
 """A decoded token of a memory that fades, from its state in one piece to the next (flat.py), as Triton kernels: in
 plain torch it is some four hundred small operations. Importing this file needs triton.
 
-What leaves the window is coded (encode.py) behind the tokens of the stage, queries are turned (rotate_query.py), one
+What leaves the window is coded (encode.py) behind the tokens of the tier, queries are turned (rotate_query.py), one
 token goes (heavy_hitters.py) and the others are attended to (tiers.py); what stands in the rows of the state is read
 and written as it is (rows.py). Nothing waits for the GPU.
 """
@@ -27,14 +27,14 @@ TILE = 32
 
 
 class Decoder:
-    """Attention of new tokens of some KV heads of a layer, one by one: heads with a window, one stage that keeps what
+    """Attention of new tokens of some KV heads of a layer, one by one: heads with a window, one tier that keeps what
     draws attention, and no features.
 
     Args:
         key, value: coders.
         heads: of the layer.
         window, sinks: tokens in eight bits.
-        newest, kept: tokens of the stage that are there for their age, and others.
+        newest, heavy_hitters: tokens of the tier that are retained for their age, and slots for others.
         starts: where the parts of a state begin in a row (:class:`dofla.attention.flat.Layout`).
     """
 
@@ -46,11 +46,11 @@ class Decoder:
         window: int,
         sinks: int,
         newest: int,
-        kept: int,
+        heavy_hitters: int,
         starts: Sequence[int],
     ) -> None:
         self.key, self.value, self.heads = key, value, tuple(heads)
-        self.window, self.newest, self.places = window, newest, newest + kept
+        self.window, self.newest, self.places = window, newest, newest + heavy_hitters
         self.longest = max(self.places, window, sinks)
         self.starts = _named(starts, sinks)
         known = self.starts | {"BACK": value.starts[2], "MEAN": value.starts[3], "DIM": key.dim, "VALUE_DIM": value.dim}

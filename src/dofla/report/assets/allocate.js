@@ -86,10 +86,10 @@ function knapsack(names, choices, total) {
   return choices.map((own, layer) => own[at[layer]][2]);
 }
 
-// Stages [tokens, bits, bytes] of all heads of a layer → [bits, bytes], most bits first.
-function byBits(stages) {
+// Tiers [tokens, bits, bytes] of all heads of a layer → [bits, bytes], most bits first.
+function byBits(tiers) {
   const found = new Map();
-  for (const [, bits, size] of stages) found.set(bits, (found.get(bits) || 0) + size);
+  for (const [, bits, size] of tiers) found.set(bits, (found.get(bits) || 0) + size);
   return [...found].sort((a, b) => b[0] - a[0]);
 }
 
@@ -120,8 +120,8 @@ function atMost(shares, most, costs, whole) {
 
 // tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), headBudgets {layer: relative to an even split, by head},
 // context (positions, null for all), whole {layer: heads that hold every token}}
-// → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
-// window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
+// → {layers [{name, sizes [[features, window, sinks]] and tiers [[[tokens, bits]]] by head, parts [bytes of features, of
+// window and sinks, [[bits, bytes]] of tiers], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
 function allocate(tables, wanted) {
   const { layers } = tables,
     { strategy, budget } = wanted;
@@ -131,7 +131,7 @@ function allocate(tables, wanted) {
   const price = layers.map((layer) => layer.cost[kept(layer)]);
   const full = budget * sum(layers.map((layer, n) => layer.heads * price[n][0]));
   let sizes,
-    stages = layers.map(({ heads }) => Array(heads).fill([]));
+    tiers = layers.map(({ heads }) => Array(heads).fill([]));
   if (strategy === "compressed") {
     let shares = layers.map(({ name, heads }) => (wanted.headBudgets || {})[name] ?? Array(heads).fill(1));
     const context = tables.contexts.indexOf(wanted.context ?? null);
@@ -147,7 +147,7 @@ function allocate(tables, wanted) {
     );
     if (!own.flat().every(Boolean)) return { error: "The budget is too small for a token of each kind.", full };
     sizes = own.map((heads) => heads.map(([window, sinks]) => [0, window, sinks]));
-    stages = own.map((heads) => heads.map((each) => each[2]));
+    tiers = own.map((heads) => heads.map((each) => each[2]));
   } else if (strategy === "measured") {
     sizes = knapsack(
       layers.map((layer) => layer.name),
@@ -171,12 +171,12 @@ function allocate(tables, wanted) {
     const [feature, token] = price[n],
       features = sum(sizes[n].map((size) => size[0])) * feature,
       exact = sum(sizes[n].map((size) => size[1] + size[2])) * token,
-      coded = byBits(stages[n].flat());
-    const own = stages[n].map((each) => each.map(([tokens, bits]) => [tokens, bits]));
+      coded = byBits(tiers[n].flat());
+    const own = tiers[n].map((each) => each.map(([tokens, bits]) => [tokens, bits]));
     const all = features + exact + sum(coded.map((each) => each[1]));
     const kept = strategy === "compressed",
       parts = [features, exact, coded];
-    return { name, sizes: sizes[n], stages: own, kept, parts, bytes: all };
+    return { name, sizes: sizes[n], tiers: own, kept, parts, bytes: all };
   });
   return { layers: made, full, total: sum(made.map((layer) => layer.bytes)) };
 }

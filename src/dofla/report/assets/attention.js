@@ -40,7 +40,7 @@ function drawAttention(host, run, student) {
   );
   const strips = ["teacher", "student"].map((who) => strip(who, text.pieces, (row) => look(row, now.column)));
   const exactly = student.layers.some(hasExact),
-    fading = student.layers.some(hasStages);
+    coded_tiers = student.layers.some(hasTiers);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   let width = 0,
     latest = 0;
@@ -78,7 +78,7 @@ function drawAttention(host, run, student) {
     const layer = student.layers.find((x) => x.name === layers[now.layer]);
     frames.forEach((frame) => frame.cross(now.row, now.column));
     const share_ = layer.sizes.length / now.teacherHeads,
-      own = [layer.sizes, layer.stages].map((heads) => heads[Math.floor(now.head * share_)]);
+      own = [layer.sizes, layer.tiers].map((heads) => heads[Math.floor(now.head * share_)]);
     frames.slice(1).forEach((frame) => frame.edges(...own, run.language));
     strips.forEach((one, n) => one.paint(now.row, (column) => share(["teacher", "student"][n], now.row, column)));
     const named = (n) => `“${visible(text.pieces[n])}” (${n})`;
@@ -127,8 +127,8 @@ function drawAttention(host, run, student) {
         "p",
         { class: "legend" },
         exactly && el("span", {}, "Dashed: what the student keeps exactly, window and sinks."),
-        fading &&
-          el("span", {}, "Dotted: where a stage ends; behind it tokens have fewer bits, or are in features, or gone."),
+        coded_tiers &&
+          el("span", {}, "Dotted: where a tier ends; behind it tokens have fewer bits, or are in features, or gone."),
         el("span", { class: "teacher" }, "Blue: the student looks less there."),
         el("span", { class: "student" }, "Orange: more."),
       ),
