@@ -14,7 +14,7 @@ is the mean over windows, with an interval of 95 % by bootstrap; with several se
 measured on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖
 student) of the next-token distributions, which chance moves less. With --recall, how many of the pairs of words that
 are told in a context of so many tokens are found, the right word before all others, by the student and by the original.
-Each gap is said as soon as it is known, the table at the end; with --out all is written as JSON too, for
+Each loss increase is said as soon as it is known, the table at the end; with --out all is written as JSON too, for
 compressed_plot.py.
 """
 
@@ -252,12 +252,12 @@ def _pairs_cell(found: list[Figures]) -> str:
 
 
 def _cell(found: list[Figures]) -> str:
-    means = [x["gap"] for x in found]
+    means = [x["loss_increase"] for x in found]
     mean = sum(means) / len(means)
     kl = sum(x["kl"] for x in found) / len(found)
     if len(means) > 1:
         return f"{mean:.4f} ± {(max(means) - min(means)) / 2:.4f}, {kl:.4f}"
-    low, high = found[0]["gap_interval"]
+    low, high = found[0]["loss_increase_interval"]
     return f"{mean:.4f} ({low:.4f} to {high:.4f}), {kl:.4f}"
 
 

@@ -1,5 +1,5 @@
-"""Gap against bytes of state as a picture, of a compressed cache and of a window, by length and kind of text; and
-pairs of words that are found, where they were asked for.
+"""Loss increase against bytes of state as a picture, of a compressed cache and of a window, by length and kind of text;
+and pairs of words that are found, where they were asked for.
 
     python benchmarks/quality/compressed_plot.py compressed-512.json compressed-2048.json --out
     docs/quality-compressed.svg
@@ -42,7 +42,7 @@ def main(
         axis.set(yscale="log", ylim=(LEAST, None), title=f"{length:,} tokens")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
-    gaps[0].set_ylabel("gap, nats per token (squares: a window)")
+    gaps[0].set_ylabel("loss increase, nats per token (squares: a window)")
     if pairs:
         _draw_pairs(axes[0][-1], pairs)
     handles, labels = gaps[0].get_legend_handles_labels()
@@ -91,7 +91,7 @@ def _points(rows: list[dict[str, Any]], student: str, kind: str):
     for row in rows:
         if row["student"] == student and kind in row["texts"]:
             first = row["texts"][kind][0]
-            yield row["bytes"] / 2**20, first["gap"], *first["gap_interval"]
+            yield row["bytes"] / 2**20, first["loss_increase"], *first["loss_increase_interval"]
 
 
 def _draw(axis: plt.Axes, sizes: tuple, gaps: list[tuple], **style: Any) -> None:

@@ -43,7 +43,7 @@ def test_an_encoder_is_compared_by_its_embeddings(tiny, kind):
     data = tiny.padded(6, LENGTH) if kind == "bert" else tiny.images(6)
     student = student_of(tiny, kind)
     figures = dofla.evaluate(student, data, batch_size=3)
-    assert figures.gap is None
+    assert figures.loss_increase is None
     assert len(figures.layers) == 2
     assert (figures.softmax_bytes is None) == (kind == "vit")
     data, sizes = figures.to_dict(), ["length", "softmax_bytes"] if kind == "bert" else []
@@ -58,7 +58,7 @@ def test_the_figures_are_shown_as_tables(tiny, kind):
     figures = dofla.evaluate(student_of(tiny, kind), data, batch_size=3)
     text, page = str(figures), figures._repr_html_()
     assert max(map(len, text.splitlines())) <= 80
-    name = "gap" if kind == "llama" else "cosine"
+    name = "loss_increase" if kind == "llama" else "cosine"
     assert re.search(rf"^{name} +{getattr(figures, name):.6g}$", text, re.M)
     for layer, found in figures.layers.items():
         assert re.search(rf"^{re.escape(layer)} +{found.kl:.4f} +{found.output_error:.4f}$", text, re.M)
@@ -111,7 +111,7 @@ def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}])
 def test_exact_attention_shows_as_no_loss_at_all(tiny, plan):
     figures = dofla.evaluate(student_of(tiny, **plan), tiny.tokens(3, LENGTH))
-    assert figures.gap == pytest.approx(0, abs=1e-5)
+    assert figures.loss_increase == pytest.approx(0, abs=1e-5)
     assert figures.kl == pytest.approx(0, abs=1e-5)
     assert figures.top1_agreement == 1
     assert all(layer.kl < 1e-6 for layer in figures.layers.values())

@@ -95,7 +95,7 @@ def test_several_runs_share_a_page(browser, both_runs):
             *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "Compressed", "One softmax")),
             *(f"{name} (bert-run)" for name in ("DoF", "Even")),
         ]
-        assert page.locator("#frontier figure").count() == 2  # a gap is no cosine
+        assert page.locator("#frontier figure").count() == 2  # a loss increase is no cosine
         page.locator("#student").select_option(label="Even (bert-run)")
         assert page.locator("#answer-title").inner_text() == "bert"
         assert "texts" not in shown(page)
@@ -475,13 +475,13 @@ def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
         page.locator("details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         part = page.locator("#sizes")
-        lines = ["gap, 512 tokens", "KL, 512 tokens", "gap, 2,048 tokens", "KL, 2,048 tokens"]
+        lines = ["loss increase, 512 tokens", "KL, 512 tokens", "loss increase, 2,048 tokens", "KL, 2,048 tokens"]
         assert part.locator(".legend").inner_text().split("\n") == lines
         words = part.locator("figure svg[role=img] text").all_text_contents()
         assert {"target 0.02", "softmax, 512 tokens", "softmax, 2,048 tokens"} <= set(words)
         rows = [row.locator("td").all_inner_texts() for row in part.locator("table").nth(1).locator("tr").all()[1:]]
         met = found.smallest(512)
-        gap, kl = f"{met.gap:.3f}", f"{met.kl:.3f}"
+        gap, kl = f"{met.loss_increase:.3f}", f"{met.kl:.3f}"
         assert rows[0] == ["512", "11.3 MiB", "1.4 MiB", "7.8 ×", gap, kl, "python & co"]
         assert rows[1][:3] == ["2,048", "45.0 MiB", "none tried"]
         assert part.locator(".command code").all_inner_texts() == [f"dofla generate '{folder}/compressed/64'"]

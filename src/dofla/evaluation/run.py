@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,7 +21,15 @@ from dofla.integration.surgery import describe, plan_of
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
-_LANGUAGE = ("tokens", "teacher_loss", "student_loss", "gap", "gap_interval", "kl", "top1_agreement")
+_LANGUAGE = (
+    "tokens",
+    "teacher_loss",
+    "student_loss",
+    "loss_increase",
+    "loss_increase_interval",
+    "kl",
+    "top1_agreement",
+)
 _EMBEDDINGS = ("cosine", "spearman")
 
 
@@ -40,8 +49,8 @@ class Evaluation(Result):
         softmax_bytes: of a key-value cache at the windows' length.
         tokens: predicted.
         teacher_loss, student_loss: next-token loss, nats per token.
-        gap: the student's loss less the teacher's, nats per token.
-        gap_interval: of 95 %, bootstrap over windows.
+        loss_increase: the student's loss less the teacher's, nats per token.
+        loss_increase_interval: of 95 %, bootstrap over windows.
         kl: KL(teacher ‖ student) of the next-token distributions, nats.
         top1_agreement: share of positions where both find the same token likeliest.
         cosine: mean similarity between both models' embeddings of the same input.
@@ -59,12 +68,17 @@ class Evaluation(Result):
     tokens: int | None = None
     teacher_loss: float | None = None
     student_loss: float | None = None
-    gap: float | None = None
-    gap_interval: list[float] | None = None
+    loss_increase: float | None = None
+    loss_increase_interval: list[float] | None = None
     kl: float | None = None
     top1_agreement: float | None = None
     cosine: float | None = None
     spearman: float | None = None
+
+    @property
+    def perplexity_increase(self) -> float | None:
+        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
+        return None if self.loss_increase is None else math.expm1(self.loss_increase)
 
     def parts(self) -> Iterator[Part]:
         """The figures of the whole, then those of each layer."""
@@ -88,7 +102,7 @@ class Evaluation(Result):
         """Plain data, for JSON: the seven figures from ``tokens`` on are under ``language``, the last two under
         ``embeddings``; what is not known of such a model is left out."""
         data: dict[str, Any] = {"model": self.model, "source": self.source, "windows": self.windows}
-        section, names = ("language", _LANGUAGE) if self.gap is not None else ("embeddings", _EMBEDDINGS)
+        section, names = ("language", _LANGUAGE) if self.loss_increase is not None else ("embeddings", _EMBEDDINGS)
         data[section] = {name: getattr(self, name) for name in names}
         data["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
         if self.length is not None:
@@ -120,7 +134,7 @@ def evaluate(
             called with (done, total) batches.
 
     Returns:
-        Figures that are fields (``result.gap``); ``print`` shows them as tables, ``to_dict()`` is for JSON.
+        Figures that are fields (``result.loss_increase``); ``print`` shows them as tables, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: not linearised; windows of one token; logits that are not finite.

@@ -56,7 +56,14 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         text += f", {record['windows']} windows" + (f" of {record['length']} tokens" if "length" in record else "")
     if language := record.get("language"):
         yield "loss", "next-token loss, nats", language["student_loss"], language["teacher_loss"], text
-        yield "gap", "gap, nats per token", language["gap"], None, text, language["gap_interval"]
+        yield (
+            "loss_increase",
+            "loss increase, nats per token",
+            language["loss_increase"],
+            None,
+            text,
+            language["loss_increase_interval"],
+        )
         yield "kl", "KL(original ‖ student), nats per token", language["kl"], None, text
         yield "agreement", "same likeliest next token, share", language["top1_agreement"], None, text
     if embeddings := record.get("embeddings"):

@@ -190,7 +190,7 @@ def _quality(student: StudentRecord) -> dict[str, Any]:
         found = [statistics.fmean(layer[key] for layer in x["layers"].values()) for x in student.evaluations]
         quality[f"attention_{key}"] = _mean(found)
     if student.is_language_model:
-        low, high = (statistics.fmean(x["gap_interval"][n] for x in runs) for n in (0, 1))
+        low, high = (statistics.fmean(x["loss_increase_interval"][n] for x in runs) for n in (0, 1))
         quality |= {"interval": [_short(low), _short(high)], "worst": high}
     else:
         quality["worst"] = min(statistics.fmean(x[key] for x in runs) for key in ("cosine", "spearman"))

@@ -9,14 +9,14 @@ from typing import Any
 from dofla.display import size
 
 GAPS = (0.1, 0.3)
-"""Upper end of the gap in nats per token up to which a student is close to its original, and up to which it serves
-where memory decides: perplexity 11 % and 35 % higher."""
+"""Upper end of the loss increase in nats per token up to which a student is close to its original, and up to which it
+serves where memory decides: perplexity 11 % and 35 % higher."""
 
 LIKENESS = (0.98, 0.9)
 """The same for an encoder: the smaller of the cosine of embeddings and the rank correlation of similarities."""
 
 RULE = (
-    "A language model is close to its original if the upper end of the gap's interval is at most "
+    "A language model is close to its original if the upper end of the loss increase's interval is at most "
     f"{GAPS[0]} nats per token, and of use where memory decides up to {GAPS[1]}; an encoder, if cosine and rank "
     f"correlation are at least {LIKENESS[0]} and {LIKENESS[1]}. It must also gain something at a length that the model "
     "can read: a cache smaller than the original's or, of an encoder, shorter reading. Facts are called lost from the "
@@ -29,8 +29,9 @@ class Figures:
     """What the verdict is made from.
 
     Attributes:
-        worst: upper end of the gap in nats per token; of an encoder, the smaller of cosine and rank correlation.
-        mean: the gap itself; plays no part for an encoder.
+        worst: upper end of the loss increase in nats per token; of an encoder, the smaller of cosine and rank
+            correlation.
+        mean: the loss increase itself; plays no part for an encoder.
         state_bytes: per sequence.
         token_bytes: by which the original's cache grows per token, beyond what kept layers keep in both.
         longest: tokens that the model can read, None if there is no end; of an encoder, that it was timed with.

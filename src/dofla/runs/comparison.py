@@ -12,7 +12,7 @@ from dofla.display import rounded, size, table
 
 _COLUMNS = {
     "student_loss": "loss",
-    "gap": "gap",
+    "loss_increase": "increase",
     "kl": "KL",
     "top1_agreement": "top-1",
     "cosine": "cosine",
@@ -39,10 +39,12 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
     keys = [key for key in _COLUMNS if key in row]
     shown = table("student", *(_COLUMNS[key] for key in keys), "state", gap=1, show_header=first)
     # In columns as wide as for any other.
-    widths = [_FIGURE + (_SPREAD if several and key == "gap" else 0) for key in keys]
+    widths = [_FIGURE + (_SPREAD if several and key == "loss_increase" else 0) for key in keys]
     for column, width in zip(shown.columns, (max(map(len, names)), *widths, _SIZE), strict=True):
         column.min_width = max(width, len(str(column.header)))
-    cells = [rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+    cells = [
+        rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "loss_increase" else "") for k in keys
+    ]
     shown.add_row(row["name"], *cells, size(row["state_bytes"]))
     yield shown
 
@@ -53,7 +55,7 @@ def closing(results: dict[str, Any]) -> Iterator[Text | str]:
         yield f"teacher loss {results['students'][0]['teacher_loss']:.4f} nats per token"
     if len(results["seeds"]) > 1:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"
-    best = min(results["students"], key=lambda row: row.get("gap", row["attention_kl"])["mean"])
+    best = min(results["students"], key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
     for sample in best["runs"][0].get("samples", []):
         yield ""
         for who in ("prompt", "teacher", "student"):

@@ -91,13 +91,13 @@ function qualityTile(run, { quality, seeds }) {
       `Rank correlation of similarities ${digits(quality.spearman.mean)}${overSeeds(quality.spearman, seeds)}.`,
     ]);
   }
-  const gap = quality.gap.mean,
-    more = Math.exp(gap) - 1;
-  const sure = overSeeds(quality.gap, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
+  const increase = quality.loss_increase.mean,
+    more = Math.exp(increase) - 1;
+  const sure = overSeeds(quality.loss_increase, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
   const higher = more < 1 ? `${more < 0 ? "−" : "+"}${percent(Math.abs(more), 1)}` : `× ${digits(1 + more)}`;
   return tile(
     "Quality lost",
-    digits(gap),
+    digits(increase),
     "nats per token",
     [`Perplexity ${higher}; ${sure}.`],
     both(quality.teacher_loss.mean, quality.student_loss.mean, (x) => digits(x)),

@@ -10,7 +10,7 @@ const SHAPES = [
 
 function drawFrontier(host, runs, shown) {
   const groups = [
-    [true, "Gap", "nats per token"],
+    [true, "Loss increase", "nats per token"],
     [false, "1 − cosine of embeddings", ""],
   ].map(([language, ...words]) => [runs.filter((run) => run.language === language), ...words]);
   const charts = groups
@@ -29,7 +29,7 @@ function frontierChart(own, runs, shown, title, unit) {
         student,
         x: student.state_bytes + student.kept_bytes * (run.length || 0),
         y: student.lost,
-        spread: (student.quality.gap || student.quality.cosine).spread,
+        spread: (student.quality.loss_increase || student.quality.cosine).spread,
       })),
     )
     .filter((point) => point.y !== null && point.x > 0);

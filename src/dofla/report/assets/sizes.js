@@ -12,18 +12,18 @@ function sizesChart(run) {
     several = Object.keys(texts).length > 1;
   const worst = lengths.flatMap((one) => one.worst);
   const held = [...worst.map((p) => p.bytes), ...lengths.map((one) => one.cache)];
-  const losses = [...worst.flatMap((p) => [p.gap, p.kl]), target].filter((loss) => loss > 0);
+  const losses = [...worst.flatMap((p) => [p.loss_increase, p.kl]), target].filter((loss) => loss > 0);
   const line = (one, n, what, looks) => ({
-    name: `${what === "kl" ? "KL" : "gap"}, ${whole(one.length)} tokens`,
+    name: `${what === "kl" ? "KL" : "loss increase"}, ${whole(one.length)} tokens`,
     colour: RUN_COLOURS[n % RUN_COLOURS.length],
-    points: one.worst.map((p) => [p.bytes, p[what], what === "gap" ? p.error : 0]),
+    points: one.worst.map((p) => [p.bytes, p[what], what === "loss_increase" ? p.error : 0]),
     ...looks,
   });
   return lineChart({
-    title: `Gap against state, ${run.model.title}`,
+    title: `Loss increase against state, ${run.model.title}`,
     height: 360,
     lines: lengths.flatMap((one, n) => [
-      line(one, n, "gap", {}),
+      line(one, n, "loss_increase", {}),
       line(one, n, "kl", { dash: "5 4", dots: false }),
     ]),
     marks: lengths.map((one) => ({ x: one.cache, words: `softmax, ${whole(one.length)} tokens` })),
@@ -37,7 +37,7 @@ function sizesChart(run) {
       to: Math.max(...held) * 1.3,
     },
     y: {
-      label: "gap and KL, nats per token",
+      label: "loss increase and KL, nats per token",
       kind: "log",
       format: digits,
       from: Math.min(...losses) / 1.5,
@@ -52,15 +52,15 @@ function sizesFound(run) {
     whole(length),
     bytes(cache),
     ...(student
-      ? [bytes(student.bytes), times(cache / student.bytes), digits(student.gap), digits(student.kl), student.text]
+      ? [bytes(student.bytes), times(cache / student.bytes), digits(student.loss_increase), digits(student.kl), student.text]
       : ["none tried", "–", "–", "–", "–"]),
   ]);
   const folders = [...new Set(lengths.filter((one) => one.student).map((one) => one.student.folder))];
   return el(
     "div",
     { class: "card" },
-    target && el("h3", {}, `The smallest state whose gap and KL are within ${target}`),
-    target && table(["Tokens", "Softmax cache", "State", "Smaller", "Gap", "KL", "Worst text"], rows),
+    target && el("h3", {}, `The smallest state whose loss increase and KL are within ${target}`),
+    target && table(["Tokens", "Softmax cache", "State", "Smaller", "Loss increase", "KL", "Worst text"], rows),
     el(
       "div",
       { class: "commands" },
@@ -80,7 +80,7 @@ function sizesFound(run) {
 
 function textsTable(lengths) {
   const rows = lengths.flatMap(({ length, points }) =>
-    points.map((p) => [p.text, whole(length), bytes(p.bytes), `${digits(p.gap)} ± ${digits(p.error)}`, digits(p.kl)]),
+    points.map((p) => [p.text, whole(length), bytes(p.bytes), `${digits(p.loss_increase)} ± ${digits(p.error)}`, digits(p.kl)]),
   );
-  return table(["Text", "Tokens", "State", "Gap", "KL"], rows);
+  return table(["Text", "Tokens", "State", "Loss increase", "KL"], rows);
 }

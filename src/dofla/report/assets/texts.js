@@ -74,19 +74,19 @@ function textCard({ prompt, teacher, student, agree }) {
 function positionChart({ bins, windows }) {
   const place = (bin) => Math.sqrt((bin.first + 1) * (bin.last + 1));
   const line = (name, key, colour, dash) => ({ name, colour, dash, points: bins.map((bin) => [place(bin), bin[key]]) });
-  const gaps = { name: "gap", unseen: true, points: bins.map((bin) => [place(bin), bin.gap, bin.gap_error]) };
-  const gap = bins.at(-1).gap - bins[0].gap,
+  const increases = { name: "loss increase", unseen: true, points: bins.map((bin) => [place(bin), bin.loss_increase, bin.loss_increase_error]) };
+  const increase = bins.at(-1).loss_increase - bins[0].loss_increase,
     late = bins.at(-1);
   return lineChart({
     title: "Loss by position",
     lines: [
       line("original", "teacher_loss", "var(--teacher)", "6 4"),
       line("student", "student_loss", "var(--student)"),
-      gaps,
+      increases,
     ],
     words:
-      `Gap at positions ${late.first} to ${late.last}: ${digits(late.gap)}, ` +
-      `${digits(Math.abs(gap))} ${gap < 0 ? "less" : "more"} than at the beginning (${windows} windows).`,
+      `Loss increase at positions ${late.first} to ${late.last}: ${digits(late.loss_increase)}, ` +
+      `${digits(Math.abs(increase))} ${increase < 0 ? "less" : "more"} than at the beginning (${windows} windows).`,
     x: { label: "position in the text", kind: "binary", format: whole },
     y: { label: "nats per token", kind: "linear", format: (x) => digits(x, 2) },
   });
