@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 import dofla
 from dofla.integration.cache import cache_bytes
-from dofla.integration.positions import beginning
+from dofla.integration.positions import restart_index
 
 POSITIONS, AGAIN, ANSWER = 64, 16, 6
 SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED}
@@ -154,4 +154,4 @@ def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     ],
 )
 def test_a_state_begins_where_it_began_or_with_what_is_read_again(begun, read, length, first):
-    assert beginning(begun, read, length, POSITIONS, AGAIN) == first
+    assert restart_index(begun, read, length, POSITIONS, AGAIN) == first

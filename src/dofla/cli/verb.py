@@ -22,30 +22,30 @@ from dofla.errors import DoflaError
 if TYPE_CHECKING:
     from dofla.runs.view import View
 
-_SAID = "What is said"
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_SAID)]
+_PANEL = "Output"
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_PANEL)]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.", rich_help_panel=_SAID)
+    bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.", rich_help_panel=_PANEL)
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=_SAID)
+    bool, typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=_PANEL)
 ]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Say everything; show where an error comes from.", rich_help_panel=_SAID)
+    bool, typer.Option("--debug", help="Say everything; show where an error comes from.", rich_help_panel=_PANEL)
 ]
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How much is said, and to whom."""
+class Verbosity:
+    """Options for what is printed, and how much."""
 
     verbose: Verbose = False
     quiet: Quiet = False
     json: Json = False
     debug: Debug = False
 
-    def __or__(self, other: Manner) -> Manner:
-        return Manner(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
+    def __or__(self, other: Verbosity) -> Verbosity:
+        return Verbosity(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 
     @property
     def level(self) -> int:
@@ -56,8 +56,8 @@ class Manner:
 
 
 _MOST = 2**31 - 1
-OPTIONS = get_type_hints(Manner, include_extras=True)
-MANNER: ContextVar[Manner] = ContextVar("manner")
+OPTIONS = get_type_hints(Verbosity, include_extras=True)
+VERBOSITY: ContextVar[Verbosity] = ContextVar("verbosity")
 """Of the command that is being carried out."""
 _VIEW: ContextVar[View] = ContextVar("view")
 
@@ -74,12 +74,12 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     def command(ctx: typer.Context, **given: Any) -> None:
         from dofla.storage.processes import is_first
 
-        manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
-        with _showing(manner):
+        verbosity = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        with _showing(verbosity):
             for name, value in given.items():
                 _check(name.replace("_", "-"), value)
             result = function(**given)
-        if manner.json and is_first():
+        if verbosity.json and is_first():
             print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
 
     hints = get_type_hints(function, include_extras=True)
@@ -103,20 +103,20 @@ def _check(name: str, value: Any) -> None:
 
 
 @contextmanager
-def _showing(manner: Manner) -> Iterator[None]:
+def _showing(verbosity: Verbosity) -> Iterator[None]:
     """Within the block there is a view, and what is logged is shown on it."""
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
     from dofla.storage.processes import is_first
 
-    MANNER.set(manner)
-    _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
+    VERBOSITY.set(verbosity)
+    _VIEW.set(View(quiet=verbosity.quiet or not is_first(), results=not verbosity.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
-    handler.setLevel(manner.level)
+    handler.setLevel(verbosity.level)
     logger.addHandler(handler)
-    before, _ = logger.level, logger.setLevel(manner.level)
-    transformers_logging.set_verbosity(logging.WARNING if manner.verbose or manner.debug else logging.ERROR)
+    before, _ = logger.level, logger.setLevel(verbosity.level)
+    transformers_logging.set_verbosity(logging.WARNING if verbosity.verbose or verbosity.debug else logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
         yield

@@ -155,9 +155,9 @@ def allocate(
         raise DoflaError(f"token_dtype is {token_dtype!r}, the error curves were measured with {kept!r}: measure them")
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
         if not is_integer(number) or number < 0:
-            raise DoflaError(f"{what} is {number!r}: give a whole number, 0 or more")
+            raise DoflaError(f"{what} is {number!r}: give an integer, 0 or more")
     if context is not None and (not is_integer(context) or context < 1):
-        raise DoflaError(f"context is {context!r}: give a whole number of tokens, 1 or more")
+        raise DoflaError(f"context is {context!r}: give an integer number of tokens, 1 or more")
     names = [layer.name for layer in (*profile.layers, *profile.skipped)]
     for name in keep_softmax:
         if name not in names:
