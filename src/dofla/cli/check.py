@@ -13,14 +13,17 @@ from dofla.cli.verb import current_view
 def check(
     model: ModelArgument,
     budget: Annotated[
-        list[int] | None, typer.Option(help="Size in features per KV head; repeatable; default 64.")
+        list[int] | None, typer.Option(help="Cache size, in features per KV head; repeatable; default 64.")
     ] = None,
     keep_softmax: KeepSoftmax = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's repository to bring its own code.")
+        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository.")
     ] = False,
 ) -> dict[str, Any]:
-    """Say whether dofla fade supports a model, and what it saves: from its config, without weights."""
+    """Say whether a model can be compressed, and what that saves.
+
+    Reads its config, not its weights.
+    """
     from dofla.runs.check import check as look
 
     budgets = list(dict.fromkeys(budget or [64]))

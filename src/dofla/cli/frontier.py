@@ -8,40 +8,66 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import BatchSize, Data, Dtype, ModelArgument, Seed
+from dofla.cli.options import (
+    OUTPUT,
+    TEXT,
+    BatchSize,
+    Device,
+    Dtype,
+    ModelArgument,
+    Seed,
+    SelfData,
+    new_folder,
+    sources,
+)
 from dofla.cli.verb import current_view
 
 
 def frontier(
     model: ModelArgument,
-    data: Data,
+    data: SelfData = "self",
     judge: Annotated[
         list[str] | None,
-        typer.Option(help="Text to judge on, likewise; repeatable; default the held-out part of the data."),
+        typer.Option(
+            help="Evaluation text, as --data; repeatable; default: the held-out part of --data.",
+            rich_help_panel=TEXT,
+            callback=sources,
+        ),
     ] = None,
-    lengths: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(help="Length of a window, in tokens; repeatable; default 512.", rich_help_panel=TEXT),
+    ] = None,
     budgets: Annotated[
-        list[int] | None, typer.Option(help="Sizes to try, in features per KV head; repeatable.")
+        list[int] | None, typer.Option(help="Cache sizes to try, in features per KV head; repeatable.")
     ] = None,
     target: Annotated[
-        float | None, typer.Option(help="Nats per token that may be lost of each text: find the smallest within.")
+        float | None, typer.Option(help="Largest acceptable loss increase, in nats per token; default: none.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="To judge by, of each text and length.")] = 12,
+    windows: Annotated[
+        int, typer.Option(help="Evaluation windows of each text and length.", rich_help_panel=TEXT)
+    ] = 12,
     out: Annotated[
-        Path | None, typer.Option(help="New folder for the students that are found, figures and a page.")
+        Path | None,
+        typer.Option(
+            help="Folder to write models, figures and an HTML report to; it must be new.",
+            rich_help_panel=OUTPUT,
+            callback=new_folder,
+        ),
     ] = None,
     reach: Annotated[
-        int | None, typer.Option(help="Positions that the memory is for; default all that the model has.")
+        int | None,
+        typer.Option(help="Context length to compress for, in tokens; default: all positions of the model."),
     ] = None,
     retrieval_heads: Annotated[
-        int,
-        typer.Option(help="KV heads that hold every token, as for dofla fade; smaller budgets are left out."),
+        int, typer.Option(help="KV heads that keep every token, as in dofla fade; smaller budgets are skipped.")
     ] = 0,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """How many bytes a model needs on your text: quality by size of state and length."""
+    """Find the smallest cache that keeps the quality on your text."""
     from dofla.integration.directions import WINDOWS
     from dofla.report import REPORT, write_report
     from dofla.runs.frontier import BUDGETS, STUDENTS
@@ -50,7 +76,7 @@ def frontier(
     from dofla.runs.teacher import load_teacher, windows_of
 
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
-    teacher, tokenizer = load_teacher(model, dtype)
+    teacher, tokenizer = load_teacher(model, dtype, device=device)
     tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed)
     judged = {}
     for name, text in _named(judge or [data]).items():

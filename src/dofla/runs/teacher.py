@@ -41,17 +41,24 @@ def windows_of(
 
 
 def load_teacher(
-    name: str, dtype: str | None = None, stream: bool = False
+    name: str, dtype: str | None = None, stream: bool = False, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package); if
-    it is to ``stream``, its layers stay on disk."""
-    path = resolve_model(name)
+    it is to ``stream``, its layers stay on disk.
+
+    Raises:
+        DoflaError: no such model, tokenizer, dtype or device; a device for a model that is streamed.
+    """
+    if stream and device is not None:
+        raise DoflaError(f"device is {device!r}: a streamed model places its layers itself, so leave device out")
+    path, place = resolve_model(name), device_of(device)
     logger.info("loading %s", path)
-    return load_model(path, stream=stream, **_options(dtype)), load_tokenizer(path)
+    model = load_model(path, stream=stream, **_options(dtype, place))
+    return model if device is None else model.to(place), load_tokenizer(path)
 
 
 def open_student(
-    name: str, dtype: str | None = None, base_model: str | None = None
+    name: str, dtype: str | None = None, base_model: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
 
@@ -59,37 +66,58 @@ def open_student(
         name: of the student.
         dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
         base_model: where an adapter's base is, if not where the adapter says; any name that :func:`load_teacher` takes.
+        device: see :func:`device_of`.
 
     Raises:
-        DoflaError: no such student; no tokenizer with it or its base model.
+        DoflaError: no such student; no tokenizer with it or its base model; no such dtype or device.
     """
-    return _opened(load, name, dtype, base_model)
+    return _opened(load, name, dtype, base_model, device)
 
 
 def open_model(
-    name: str, dtype: str | None = None, base_model: str | None = None
+    name: str, dtype: str | None = None, base_model: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
 
     Raises:
-        DoflaError: no such model; no tokenizer with it or its base model.
+        DoflaError: no such model; no tokenizer with it or its base model; no such dtype or device.
     """
-    return _opened(load_any, resolve_model(name), dtype, base_model)
+    return _opened(load_any, resolve_model(name), dtype, base_model, device)
 
 
 def _opened(
-    load: Callable[..., PreTrainedModel], path: str, dtype: str | None, base_model: str | None
+    load: Callable[..., PreTrainedModel], path: str, dtype: str | None, base_model: str | None, device: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    place = device_of(device)
     logger.info("loading %s", path)
     base_model = None if base_model is None else resolve_model(base_model)
-    model = load(path, base_model=base_model, **_options(dtype))
-    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+    model = load(path, base_model=base_model, **_options(dtype, place))
+    tokenizer = load_tokenizer(path, resolve_model(model.config._name_or_path))
+    return model if device is None else model.to(place), tokenizer
 
 
-def _options(dtype: str | None) -> dict[str, torch.dtype]:
+def device_of(name: str | None) -> torch.device:
+    """The device of a name: ``cpu``, ``cuda``, ``cuda:1``, ``mps`` or another that torch knows; ``auto`` is the first
+    accelerator, or the CPU where there is none; None is the CPU.
+
+    Raises:
+        DoflaError: torch knows no such device, or it is not available.
+    """
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name in (None, "auto"):
+        return torch.device("cpu" if name is None or kind is None else kind.type)
+    names = ["cpu"]
+    if kind is not None:
+        names += [kind.type, *(f"{kind.type}:{n}" for n in range(torch.accelerator.device_count()))]
+    if name not in names:
+        raise DoflaError(f"device {name!r} is not available: choose {', '.join(names)} or auto")
+    return torch.device(name)
+
+
+def _options(dtype: str | None, device: torch.device) -> dict[str, torch.dtype]:
     if dtype is not None:
         return {"dtype": dtype_of(dtype)}
-    if half_is_slow():
+    if device.type == "cpu" and half_is_slow():
         logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
         return {"dtype": torch.float32}
     return {}
