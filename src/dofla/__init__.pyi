@@ -24,6 +24,7 @@ from .plans.plan import LayerPlan, Plan
 from .plans.shares import Shares
 from .profiles.profile import Profile
 from .runs.check import check
+from .runs.demo.opened import demo
 from .runs.frontier import frontier
 
 __version__: str
@@ -41,6 +42,7 @@ __all__ = [
     "check",
     "compile_generate",
     "continuous_batching",
+    "demo",
     "distill",
     "distill_end_to_end",
     "evaluate",

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from command_line import call
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from dofla.cli import app
 from dofla.plans.curves import Curves
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.runs.comparison import student_row
@@ -343,13 +340,6 @@ def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words
     assert len(error.strip().splitlines()) == 1
     for word in words:
         assert word in error
-
-
-@pytest.mark.parametrize("verb", [[], *([name] for name in sorted(typer.main.get_command(app).commands))], ids=" ".join)
-def test_help_fits_a_terminal_and_leaves_room_to_say_something(verb):
-    lines = CliRunner().invoke(app, [*verb, "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
-    assert max(map(len, lines)) == 80
-    assert max(line.index("Show this message") for line in lines if "--help" in line) <= 50
 
 
 def test_a_seed_below_zero_is_refused(capsys):

@@ -474,7 +474,7 @@ def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
         gap, kl = f"{met.gap:.3f}", f"{met.kl:.3f}"
         assert rows[0] == ["512", "11.3 MiB", "1.4 MiB", "7.8 ×", gap, kl, "python & co"]
         assert rows[1][:3] == ["2,048", "45.0 MiB", "none tried"]
-        assert part.locator(".command code").all_inner_texts() == [f"dofla generate '{folder}/students/64'"]
+        assert part.locator(".command code").all_inner_texts() == [f"dofla chat '{folder}/students/64'"]
         assert part.locator("table").nth(2).locator("tr").count() == 1 + len(found.points)
         assert page.evaluate(script("contrast"))["poor"] == []
 

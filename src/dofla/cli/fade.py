@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import Dtype, KeepSoftmax, ModelArgument, Out, Seed
+from dofla.cli.options import Device, Dtype, KeepSoftmax, ModelArgument, Out, Seed
 from dofla.cli.verb import current_view
 
 
@@ -32,6 +32,7 @@ def fade(
     ] = 0,
     keep_softmax: KeepSoftmax = None,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Give a model a memory that fades, at once: no training."""
@@ -46,7 +47,7 @@ def fade(
 
     view = current_view()
     with new_folder(out) as folder:
-        student, tokenizer = load_teacher(model, dtype)
+        student, tokenizer = load_teacher(model, dtype, device=device)
         with view.progress("fade"):
             tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed)
             known = shares if shares in WAYS else Shares.load(shares)

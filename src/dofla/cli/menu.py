@@ -11,7 +11,7 @@ from typer.core import TyperArgument, TyperCommand
 GROUPS = {
     "Start": {
         "check": "budget keep_softmax trust_remote_code",
-        "fade": "out budget data reach retrieval_heads shares device",
+        "fade": "out budget data reach retrieval_heads device",
         "frontier": "data judge lengths budgets target out device",
         "evaluate": "data tasks windows length out base_model device",
         "generate": "prompt new_tokens sample chat document prompt_state device",

@@ -171,7 +171,12 @@ def allocate(
 def curves(
     model: ModelArgument,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Error curves to write (JSON).")] = Path("curves.json"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Error curves to write (JSON); the file must be new.", rich_help_panel=OUTPUT, callback=new_file
+        ),
+    ] = Path("curves.json"),
     budget: Annotated[int, typer.Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
     feature_map: Annotated[str, typer.Option(help="Feature map of the linear layers.")] = "mlp",
     token_dtype: TokenDtype = None,

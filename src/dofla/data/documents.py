@@ -38,7 +38,7 @@ def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]
       cut, at a line end where there is one;
     - JSON lines (.jsonl, .json, either with .gz): the string in each record's ``text_field``;
     - Parquet (.parquet): the column ``text_field``. Needs pyarrow;
-    - the word ``sample``: the bundled text: children's stories written by the demo's model, about 150,000 of its tokens;
+    - the word ``sample``: the bundled text: children's stories by the demo's model, about 150,000 of its tokens;
     - a list of such files, read one after another;
     - a list of strings, each a document;
     - a name for the ``datasets`` library, ``name``, ``name:config`` or ``name:config@split`` (split: train unless

@@ -16,7 +16,6 @@ from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
 from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
-from dofla.runs.demo import teacher_path
 from dofla.runs.demo.data import demo_windows
 from dofla.runs.recipe import DataSpec
 
@@ -154,7 +153,7 @@ def reader_of(
 
 def resolve_model(name: str) -> str:
     """The folder or hub name that a recipe's ``model`` stands for."""
-    return str(teacher_path()) if name == "demo" else packaged_path(name)
+    return packaged_path(name)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -64,7 +64,7 @@ function sizesFound(run) {
     el(
       "div",
       { class: "commands" },
-      folders.map((folder) => command(`dofla generate ${folder}`).node),
+      folders.map((folder) => command(`dofla chat ${folder}`).node),
     ),
     el("details", {}, el("summary", {}, "Every text"), textsTable(lengths)),
     el(
