@@ -31,7 +31,9 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     found = dofla.frontier(model, tokens, judged, budgets=[24, 12], progress=lambda *report: seen.append(report))
     tried = [(x.budget, x.text, x.length) for x in found.points]
     assert tried == [(b, text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
-    assert seen == [("budgets", 1, 2), ("budgets", 2, 2)]
+    assert [report for report in seen if report[0] == "budgets"] == [("budgets", 1, 2), ("budgets", 2, 2)]
+    assert seen[:4] == [("directions", n, 3) for n in (1, 2, 3)] + [("head budgets", 1, seen[3][2])]
+    assert max(done for _, done, _ in seen) == seen[3][2]
     assert not hasattr(model, "_dofla_softmax_implementation")
     student = dofla.fade(model, tokens, budget=12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):

@@ -48,8 +48,8 @@ def fade(
     view = current_view()
     with new_folder(out) as folder:
         student, tokenizer = load_teacher(model, dtype, device=device)
-        with view.progress("fade"):
-            tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed)
+        tokens = windows_of(DataSpec(data, length, windows), student, tokenizer, seed=seed, view=view)
+        with view.progress("fade") as bar:
             known = shares if shares in WAYS else Shares.load(shares)
             make(
                 student,
@@ -60,6 +60,7 @@ def fade(
                 reach=reach,
                 retrieval_heads=retrieval_heads,
                 tokenizer=tokenizer,
+                progress=bar.stage,
             )
         write_adapter(student, folder)
         tokenizer.save_pretrained(folder)

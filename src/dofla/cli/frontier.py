@@ -77,13 +77,13 @@ def frontier(
 
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     teacher, tokenizer = load_teacher(model, dtype, device=device)
-    tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed)
+    tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed, view=view)
     judged = {}
     for name, text in _named(judge or [data]).items():
         # Students are made from another part of the data; of other texts from none.
         split = "validation" if Path(text).resolve() == Path(data).resolve() else "all"
         specs = [DataSpec(text, length, windows, split=split) for length in lengths]
-        judged[name] = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
+        judged[name] = [windows_of(spec, teacher, tokenizer, seed=seed, view=view) for spec in specs]
     with view.progress("frontier") as bar:
         found = measure(
             teacher,

@@ -76,7 +76,7 @@ def evaluate(
     figures: dict[str, Any] = {}
     if data is not None:
         spec = DataSpec(data, length, windows, split="validation", padded=padded)
-        tokens = windows_of(spec, model, tokenizer, seed=seed)
+        tokens = windows_of(spec, model, tokenizer, seed=seed, view=view)
         with view.progress("evaluate") as progress:
             result = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
         view.show(result)
@@ -131,7 +131,7 @@ def probe(
 
     view = current_view()
     model, tokenizer = open_student(student, dtype, base_model, device)
-    tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed)
+    tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed, view=view)
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
     options = {"lengths": lengths or (128, 256, 512), "count": count, "prompts": count, "new_tokens": new_tokens}
     options |= {"batch_size": batch_size, "seed": seed, "recall_text": Villagers(tokenizer) if data == "demo" else None}

@@ -81,7 +81,7 @@ def profile(
     view = current_view()
     with new_folder(out) as folder:
         teacher, tokenizer = load_teacher(model, dtype, stream, device)
-        tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
+        tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed, view=view)
         with view.progress("profile") as bar:
             result = make_profile(
                 teacher,
@@ -200,7 +200,7 @@ def curves(
 
     view = current_view()
     teacher, tokenizer = load_teacher(model, dtype, device=device)
-    tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
+    tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed, view=view)
     with view.progress("curves") as bar:
         result = measure_curves(
             teacher,
@@ -268,7 +268,7 @@ def distill(
     wanted = Plan.load(plan)
     student, tokenizer = load_teacher(model, dtype, stream, device)
     linearize(student, wanted, seed=seed)
-    tokens = windows_of(DataSpec(data, length, windows, padded=padded), student, tokenizer, seed=seed)
+    tokens = windows_of(DataSpec(data, length, windows, padded=padded), student, tokenizer, seed=seed, view=view)
     with locked(out):
         with view.progress("distill") as bar, tracked(track or (), out, "track", bar.losses) as progress:
             history = train(

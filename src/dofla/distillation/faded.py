@@ -76,6 +76,7 @@ class FadedStudents:
         self.model, self.windows = model, windows_for(model, tokens)
         self.keep_softmax, self.batch_size, self.reach = keep_softmax, batch_size, reach
         self.retrieval_heads, self.tokenizer = retrieval_heads, tokenizer
+        self._directed: Callable[[int, int], None] | None = None
         self._on_text: dict[int, Shares] = {}  # by the budget they were measured with, which large ones have in common
 
     def plan(self, budget: float, shares: Shares | None = None) -> Plan:
@@ -158,7 +159,13 @@ class FadedStudents:
     def directions(self) -> dict[str, Directions]:
         """That matter to coded tokens, by layer."""
         layers = [layer.name for layer in self.plan(_REFERENCE).layers if not layer.keep_softmax]
-        return directions_of(self.model, self.windows, layers, batch_size=self.batch_size, reach=self.reach)
+        options = {"batch_size": self.batch_size, "reach": self.reach, "progress": self._directed}
+        return directions_of(self.model, self.windows, layers, **options)
+
+    def measure_directions(self, progress: Callable[[int, int], None] | None) -> None:
+        """Measure them now; ``progress`` is called with (done, total) after each batch."""
+        self._directed = progress
+        self.directions  # noqa: B018  the property is kept
 
     @cached_property
     def _facts(self) -> Facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import count
 
 from torch import Tensor
@@ -73,6 +74,7 @@ def fade(
     reach: int | None = None,
     retrieval_heads: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Callable[[str, int, int], None] | bool = True,
 ) -> PreTrainedModel:
     """Give a causal model a memory that fades, in place and without training: tokens lose bits as they age, and are
     forgotten at the end.
@@ -92,6 +94,8 @@ def fade(
             looked up that stand among the windows' text, and what was measured besides. A choice between text and
             facts: the others pay for it.
         tokenizer: the model's, to tell such facts; without retrieval heads there is no need of it.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each pass.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
@@ -110,15 +114,24 @@ def fade(
         )
     options = {"keep_softmax": keep_softmax, "batch_size": batch_size, "reach": reach}
     options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    students = FadedStudents(model, tokens, **options)
+    return _made(FadedStudents(model, tokens, **options), budget, shares, progress=progress)
+
+
+@reports_progress("fade", Bar.stage)
+def _made(
+    students: FadedStudents, budget: int, shares: Shares | str, *, progress: Callable[[str, int, int], None] | None
+) -> PreTrainedModel:
     if shares == "measured":
-        return students.make(budget, _measured(students, budget))
+        return students.make(budget, _measured(students, budget, progress=progress))
+    students.plan(budget, shares if isinstance(shares, Shares) else None)  # what is wrong with it is said first
+    students.measure_directions(progress and partial(progress, "directions"))
     return tried(students.make(budget, shares if isinstance(shares, Shares) else None))
 
 
-@reports_progress("shares", Bar.stage)
+@reports_progress("head budgets", Bar.stage)
 def _measured(students: FadedStudents, budget: int, *, progress: Callable[[str, int, int], None] | None) -> Shares:
     students.check_shares(budget)
+    students.measure_directions(progress and partial(progress, "directions"))
     students.check_consistency(budget)
     done, total = count(1), students.passes
-    return students.shares(budget, lambda: progress and progress("passes", next(done), total))
+    return students.shares(budget, lambda: progress and progress("head budgets", next(done), total))

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +205,7 @@ def frontier(
         out: new folder for ``frontier.json`` and for ``students``: adapters, called by their budgets, of those that
             are smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each budget.
+            called with (stage, done, total) after each pass and each budget.
 
     Raises:
         DoflaError: as :func:`dofla.fade`; no budget, or none with room for so many retrieval heads; no windows to judge
@@ -229,10 +231,15 @@ def frontier(
     sources = {text: own[0].source for text, own in judged.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
 
+    def measured() -> None:  # once for each size that head budgets are measured with
+        if progress:
+            progress("head budgets", (next(passes) - 1) % students.passes + 1, students.passes)
+
     with new_folder(out) if out is not None else nullcontext() as folder:
-        tried = 0
+        tried, passes = 0, count(1)
+        students.measure_directions(progress and partial(progress, "directions"))
         while (budget := _next(found, order)) is not None:
-            with students.made(budget, students.shares(budget)) as student:
+            with students.made(budget, students.shares(budget, measured)) as student:
                 plan = plan_of(student)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
                 found.points += _judged(student, budget, sets, batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -18,14 +19,21 @@ from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
 from dofla.runs.demo.data import demo_windows
 from dofla.runs.recipe import DataSpec
+from dofla.runs.view import View
 
 logger = logging.getLogger(__name__)
 
 
 def windows_of(
-    spec: DataSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
+    spec: DataSpec,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int = 0,
+    view: View | None = None,
 ) -> TokenWindows:
-    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture.
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture. Where text is sampled,
+    which takes long, the ``view`` shows it.
 
     Raises:
         DoflaError: a bad source, too little text in it, or text that the model cannot read.
@@ -33,7 +41,8 @@ def windows_of(
     if spec.source == "demo":
         return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
     options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
-    windows = token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+    with view.progress("sample text") if view and spec.source == "self" else nullcontext() as bar:
+        windows = token_windows(spec.source, tokenizer, model=model, seed=seed, progress=bar, **options)
     check_readable(model, windows.input_ids, windows.source)
     logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
     return windows

@@ -71,7 +71,9 @@ class Workshop:
 
     def _made(self, name: str, spec: DataSpec) -> TokenWindows:
         if name not in self._windows:
-            self._windows[name] = windows_of(spec, self.model, self.tokenizer, seed=self.recipe.seeds[0])
+            self._windows[name] = windows_of(
+                spec, self.model, self.tokenizer, seed=self.recipe.seeds[0], view=self.view
+            )
         return self._windows[name]
 
     def profile(self) -> Profile:
@@ -218,8 +220,9 @@ class Workshop:
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.strategy == FADING:
-            with self.view.progress(f"directions of {spec.name}, seed {seed}"):
-                measure_directions(self.model, self._few(), batch_size=self.recipe.profile.batch_size, reach=spec.reach)
+            with self.view.progress(f"directions of {spec.name}, seed {seed}") as bar:
+                options = {"batch_size": self.recipe.profile.batch_size, "reach": spec.reach, "progress": bar}
+                measure_directions(self.model, self._few(), **options)
         elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:

@@ -63,8 +63,10 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
         (partial / folder.name).mkdir()
         yield partial / folder.name
         _to_disk(partial)
-        if folder.exists():
+        if replaced and folder.exists():
             folder.rename(partial / f"{folder.name}.before")
+        elif folder.exists():
+            folder.rmdir()
         (partial / folder.name).rename(folder)
     logger.debug("wrote %s", folder)
 
