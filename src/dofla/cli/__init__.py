@@ -83,7 +83,7 @@ def options(
 def main() -> None:
     """Entry point. Bad input is one line on standard error and exit code 2; a fault of dofla's own one line and 1."""
     settle()
-    MANNER.set(Manner())
+    MANNER.set(Manner(debug="--debug" in sys.argv))  # until the command line is read, which may fail, too
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path or a terminal need not be able to say everything
