@@ -59,7 +59,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare a compressed model with its original.
 
-    On held-out text, on multiple-choice tasks, or both.
+    Reads held-out text, answers multiple-choice tasks, or both.
     """
     from dofla.evaluation import evaluate as measure
     from dofla.integration.surgery import describe
@@ -120,7 +120,7 @@ def probe(
 ) -> dict[str, Any]:
     """Probe how a compressed model uses its context.
 
-    With all probes, or those chosen.
+    Runs all probes, or those chosen.
     """
     from dofla.evaluation.probe import PROBES
     from dofla.evaluation.probe import probe as look_closer

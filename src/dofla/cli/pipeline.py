@@ -36,9 +36,7 @@ RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 Html = Annotated[
     Path | None,
-    typer.Option(
-        help="HTML page to write as well, with sliders for λ and budget.", rich_help_panel=OUTPUT, callback=new_file
-    ),
+    typer.Option(help="HTML page to write as well.", rich_help_panel=OUTPUT, callback=new_file),
 ]
 Change = Annotated[
     list[str] | None, typer.Option("--set", help="Change to the recipe: field=value; repeatable; default none.")
@@ -192,7 +190,7 @@ def curves(
 ) -> dict[str, Any]:
     """Measure the error of each layer at several sizes.
 
-    And its effect on the model.
+    The effect of these errors on the model is measured as well.
     """
     from dofla.distillation import measure_curves
     from dofla.runs.recipe import DataSpec
