@@ -45,14 +45,14 @@ def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_command_that_is_said_makes_the_student(folder, tmp_path, capsys, monkeypatch):
     texts = ["--data", folder / "text.txt", "--judge", folder / "other.txt"]
-    asked = [*texts, *OPTIONS, "--reach", 520, "--budgets", 12, "--target", 50]
+    asked = [*texts, *OPTIONS, "--context", 520, "--budgets", 12, "--target", 50]
     assert call("frontier", "demo", *asked, "--out", tmp_path / "out") == 0
     capsys.readouterr()
     assert call("frontier", "demo", *asked) == 0
     said = " ".join(capsys.readouterr().out.split())
-    command = shlex.split(said[said.index("dofla fade") :])
+    command = shlex.split(said[said.index("dofla compress") :])
     assert command[:5] == ["dofla", "fade", "demo", "--budget", "12"]
-    assert command[command.index("--reach") + 1] == "520"
+    assert command[command.index("--context") + 1] == "520"
     monkeypatch.chdir(tmp_path)
     assert call(*command[1:]) == 0
     made, kept = tmp_path / "faded-12", tmp_path / "out" / "students" / "12"

@@ -16,7 +16,7 @@ import typer
 from dofla import __version__
 from dofla.cli.chat import chat
 from dofla.cli.check import check
-from dofla.cli.fade import fade
+from dofla.cli.compress import compress
 from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
 from dofla.cli.judging import evaluate, probe
@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 VERBS = (
     check,
-    fade,
+    compress,
     frontier,
     evaluate,
     generate,

@@ -12,9 +12,11 @@ from dofla.cli.options import (
     OUTPUT,
     TEXT,
     BatchSize,
+    Context,
     Device,
     Dtype,
     ModelArgument,
+    RetrievalHeads,
     Seed,
     SelfData,
     new_folder,
@@ -26,7 +28,7 @@ from dofla.cli.verb import current_view
 def frontier(
     model: ModelArgument,
     data: SelfData = "self",
-    judge: Annotated[
+    text: Annotated[
         list[str] | None,
         typer.Option(
             help="Evaluation text, as --data; repeatable; default: the held-out part of --data.",
@@ -38,8 +40,8 @@ def frontier(
         list[int] | None,
         typer.Option(help="Length of a window, in tokens; repeatable; default 512.", rich_help_panel=TEXT),
     ] = None,
-    budgets: Annotated[
-        list[int] | None, typer.Option(help="Cache sizes to try, in features per KV head; repeatable.")
+    sizes: Annotated[
+        list[str] | None, typer.Option(help="Cache size to try, as 1.5MiB; repeatable; default: five sizes.")
     ] = None,
     target: Annotated[
         float | None, typer.Option(help="Largest acceptable loss increase, in nats per token; default: none.")
@@ -50,18 +52,13 @@ def frontier(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write models, figures and an HTML report to; it must be new.",
+            help="Folder to write adapters, figures and an HTML report to; it must be new.",
             rich_help_panel=OUTPUT,
             callback=new_folder,
         ),
     ] = None,
-    reach: Annotated[
-        int | None,
-        typer.Option(help="Context length to compress for, in tokens; default: all positions of the model."),
-    ] = None,
-    retrieval_heads: Annotated[
-        int, typer.Option(help="KV heads that keep every token, as in dofla fade; smaller budgets are skipped.")
-    ] = 0,
+    context: Context = None,
+    retrieval_heads: RetrievalHeads = 0,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
     device: Device = None,
@@ -70,7 +67,7 @@ def frontier(
     """Find the smallest cache that keeps the quality on your text."""
     from dofla.integration.directions import WINDOWS
     from dofla.report import REPORT, write_report
-    from dofla.runs.frontier import BUDGETS, STUDENTS
+    from dofla.runs.frontier import ADAPTERS
     from dofla.runs.frontier import frontier as measure
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
@@ -78,21 +75,21 @@ def frontier(
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     teacher, tokenizer = load_teacher(model, dtype, device=device)
     tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed, view=view)
-    judged = {}
-    for name, text in _named(judge or [data]).items():
-        # Students are made from another part of the data; of other texts from none.
-        split = "validation" if Path(text).resolve() == Path(data).resolve() else "all"
-        specs = [DataSpec(text, length, windows, split=split) for length in lengths]
-        judged[name] = [windows_of(spec, teacher, tokenizer, seed=seed, view=view) for spec in specs]
+    texts = {}
+    for name, source in _named(text or [data]).items():
+        # Calibration reads another part of the data, and nothing of other texts.
+        split = "validation" if Path(source).resolve() == Path(data).resolve() else "all"
+        specs = [DataSpec(source, length, windows, split=split) for length in lengths]
+        texts[name] = [windows_of(spec, teacher, tokenizer, seed=seed, view=view) for spec in specs]
     with view.progress("frontier") as bar:
         found = measure(
             teacher,
             tokens,
-            judged,
-            budgets=budgets or BUDGETS,
+            texts,
+            sizes=sizes,
             target=target,
             batch_size=batch_size,
-            reach=reach,
+            context=context,
             retrieval_heads=retrieval_heads,
             tokenizer=tokenizer,
             out=out,
@@ -101,13 +98,13 @@ def frontier(
     view.show(found)
     if out is not None:
         write_report([out], out / REPORT, view=view)
-        view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {STUDENTS}/{budget}' for budget in found.kept)}")
+        view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {ADAPTERS}/{size}' for size in found.kept)}")
     elif target is not None:
         options = f"--data {shlex.quote(data)} --seed {seed}" + (f" --dtype {dtype}" if dtype else "")
-        options += f" --reach {reach}" if reach else ""
+        options += f" --context {context}" if context else ""
         options += f" --retrieval-heads {retrieval_heads}" if retrieval_heads else ""
-        for budget in found.kept:
-            view.say(f"dofla fade {shlex.quote(model)} --budget {budget} {options} --out faded-{budget}")
+        for size in found.kept:
+            view.say(f"dofla compress {shlex.quote(model)} --size {size} {options} --out compressed-{size}")
     return found.to_dict()
 
 

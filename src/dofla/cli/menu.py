@@ -10,9 +10,9 @@ from typer.core import TyperArgument, TyperCommand
 
 GROUPS = {
     "Start": {
-        "check": "budget keep_softmax trust_remote_code",
-        "fade": "out budget data reach retrieval_heads device",
-        "frontier": "data judge lengths budgets target out device",
+        "check": "size ratio context keep_softmax trust_remote_code",
+        "compress": "out size ratio data context retrieval_heads device",
+        "frontier": "data text lengths sizes target out device",
         "evaluate": "data tasks windows length out base_model device",
         "generate": "prompt new_tokens sample chat document prompt_state device",
         "chat": "new_tokens sample system base_model dtype device",

@@ -147,6 +147,19 @@ Track = Annotated[
 KeepSoftmax = Annotated[
     list[str] | None, typer.Option(help="Attention module to leave unchanged; repeatable; default none.")
 ]
+Size = Annotated[
+    str | None, typer.Option(help="Size of the compressed cache per sequence, as 1.5MiB; default: see --ratio.")
+]
+Ratio = Annotated[
+    float | None,
+    typer.Option(help="Compression factor instead, against a bfloat16 cache of --context tokens; default 16."),
+]
+Context = Annotated[
+    int | None, typer.Option(help="Context length to compress for, in tokens; default: all positions of the model.")
+]
+RetrievalHeads = Annotated[
+    int, typer.Option(help="KV heads that keep the full context: better recall, slightly worse perplexity.")
+]
 Out = Annotated[
     Path, typer.Option(help="Folder to write; it must be new.", rich_help_panel=OUTPUT, callback=new_folder)
 ]

@@ -237,7 +237,7 @@ def distill(
     accumulate: Annotated[int, typer.Option(help="Forward passes per step.")] = 1,
     rows: Annotated[int, typer.Option(help="Random query rows of each window in the loss.")] = 64,
     own_inputs: Annotated[float, typer.Option(help="Fraction of steps on the student's own inputs.")] = 0.0,
-    reach: Annotated[
+    context: Annotated[
         int | None, typer.Option(help="Context length: windows are read anywhere in it; default: at its start.")
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel=OUTPUT)] = 50,
@@ -279,7 +279,7 @@ def distill(
                 accumulate=accumulate,
                 rows=rows,
                 own_inputs=own_inputs,
-                reach=reach,
+                context=context,
                 seed=seed,
                 folder=out,
                 checkpoint_every=checkpoint_every,

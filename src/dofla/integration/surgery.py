@@ -117,7 +117,7 @@ def even_plan(
         cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
         features, window, sinks = even_size(budget, cost, share)
         sizes = {"features": features, "window": window, "sinks": sinks}
-        return {**sizes, "feature_map": feature_map, "token_dtype": kept_as}
+        return {**sizes, "feature_map": feature_map, "token_dtype": kept_as, "smooth_keys": kept_as == "int8"}
 
     return plan_by_site(model, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share})
 
@@ -127,7 +127,7 @@ def plan_by_site(
     size: Callable[[AttentionSite], dict[str, Any]],
     keep_softmax: Collection[str],
     made_by: dict[str, Any],
-    reach: int | None = None,
+    context: int | None = None,
 ) -> Plan:
     """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
     no layer, or if there is none to linearise."""
@@ -141,7 +141,7 @@ def plan_by_site(
         layers.append(LayerPlan(*shape, keep_softmax=True) if softmax else LayerPlan(*shape, **size(site)))
     check_left(model, [layer for layer in layers if not layer.keep_softmax])
     _tell_of_shared(tuple(site.name for site in sites.values() if site.shares_keys and not site.linear_time))
-    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, reach)
+    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, context)
 
 
 @lru_cache
