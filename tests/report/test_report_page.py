@@ -144,7 +144,7 @@ def compressed_agrees(page, profile, budgets, head_budgets=None, context=None, f
         try:
             known = fillable(head_budgets, budget, positions, shapes) if positions else head_budgets
         except DoflaError:
-            assert found["words"].endswith("heads that hold every token would take more than half of the bytes.")
+            assert found["words"].endswith("etrieval heads would take more than half of the bytes.")
             continue
         try:
             sizes = [
@@ -172,7 +172,8 @@ def compressed_agrees(page, profile, budgets, head_budgets=None, context=None, f
         assert int(found["total"]) == sum(found["bytes"])
         options = [f" --context {context}"] * bool(context) + [" --retrieval-heads 1"] * bool(full_heads)
         assert found["command"].startswith("dofla compress ")
-        assert f"--budget {budget}{''.join(options)} --out" in found["command"].replace(" --head-budgets even", "")
+        full = budget * sum(x.kv_heads * shapes[x.name][2].feature for x in profile.layers)
+        assert f"--size {full}{''.join(options)} --out" in found["command"].replace(" --head-budgets even", "")
 
 
 def test_sliders_make_the_plans_of_allocate(browser, llama_run):
@@ -183,7 +184,7 @@ def test_sliders_make_the_plans_of_allocate(browser, llama_run):
 
 
 @pytest.mark.parametrize(
-    ("context", "whole", "budgets"),
+    ("context", "full_heads", "budgets"),
     [
         (None, None, [1, 2, 12, 33, 90]),
         (96, None, [2, 12, 33, 90]),
@@ -293,7 +294,7 @@ def test_the_command_of_a_memory_that_fades_makes_the_plan_shown(browser, llama_
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code
-    plan = Plan.load(tmp_path / "faded")
+    plan = Plan.load(tmp_path / "compressed")
     assert [layer.coded_per_head for layer in plan.layers] == found["stages"]
     assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
 
@@ -485,7 +486,7 @@ def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
         gap, kl = f"{met.gap:.3f}", f"{met.kl:.3f}"
         assert rows[0] == ["512", "11.3 MiB", "1.4 MiB", "7.8 ×", gap, kl, "python & co"]
         assert rows[1][:3] == ["2,048", "45.0 MiB", "none tried"]
-        assert part.locator(".command code").all_inner_texts() == [f"dofla chat '{folder}/students/64'"]
+        assert part.locator(".command code").all_inner_texts() == [f"dofla chat '{folder}/compressed/64'"]
         assert part.locator("table").nth(2).locator("tr").count() == 1 + len(found.points)
         assert page.evaluate(script("contrast"))["poor"] == []
 
