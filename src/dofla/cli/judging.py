@@ -35,6 +35,7 @@ def evaluate(
     length: Length = 512,
     batch_size: BatchSize = 1,
     limit: Annotated[int | None, typer.Option(help="Items per task; default all.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Print a row per layer as well.")] = False,
     harness: Annotated[bool, typer.Option("--harness", help="Put task files through lm-eval, too.")] = False,
     padded: Padded = False,
     base_model: BaseModel = None,
@@ -61,7 +62,7 @@ def evaluate(
         tokens = windows_of(spec, model, tokenizer, seed=seed)
         with view.progress("evaluate") as progress:
             result = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
-        view.show(result)
+        view.show(*result.parts(layers))
         figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:
