@@ -30,7 +30,7 @@ from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
-Html = Annotated[Path | None, typer.Option(help="Page to write as well, with sliders for tolerance and budget.")]
+Html = Annotated[Path | None, typer.Option(help="Page (HTML) to write as well.")]
 
 
 def profile(
@@ -138,8 +138,7 @@ def allocate(
     view.show(plan)
     plan.save(out)
     if html is not None:
-        known = {} if curves is None else {curves: options["curves"]}
-        write_plan_page(measured, plan, html, folder=profile, lam=lam, curves=known)
+        write_plan_page(measured, plan, html, folder=profile, lam=lam)
     view.say(f"written to {out}")
     return {"plan": out, "state_bytes": plan.state_bytes(), **plan.to_dict()}
 

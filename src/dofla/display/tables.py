@@ -107,6 +107,7 @@ def figure(value: float) -> str:
     """A number in three significant digits, never in powers of ten."""
     if not math.isfinite(value):
         return str(value)
+    value = float(f"{value:.2e}")
     places = 2 - math.floor(math.log10(abs(value))) if value else 2
     return f"{value:,.{min(max(places, 0), 8)}f}"
 

@@ -157,8 +157,8 @@ def evaluate(
             called with (done, total) batches.
 
     Returns:
-        Figures that are fields (``result.gap``); ``print`` shows what to decide by, ``result.table(layers=True)`` is text
-        with a row per layer, ``to_dict()`` is for JSON.
+        Figures that are fields (``result.gap``); ``print`` shows what to decide by, ``result.table(layers=True)`` adds a
+        row per layer, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: not linearised; windows of one token; logits that are not finite.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dofla.display import figure, percent
 
 LOSSES = (0.1, 0.3)
-"""Upper end of the interval of the loss increase, in nats per token, up to which a model is close to its original, and up
-to which it is of use where memory decides: perplexity 11 % and 35 % higher."""
+"""Upper end of the interval of the loss increase, in nats per token, up to which a model is close to its original, and
+up to which it is of use where memory decides: perplexity 11 % and 35 % higher."""
 
 LIKENESS = (0.98, 0.9)
 """The same for an encoder: the smaller of the cosine of embeddings and the rank correlation of similarities."""
@@ -20,8 +20,8 @@ _WORDS = {
     "no": "Far from the original",
 }
 _BETTER = (
-    "The compressed model predicts this text better than the original: the text is unlike the original's training text. "
-    "Compare the KL divergence."
+    "The compressed model predicts this text better than the original: the text is unlike the original's training "
+    "text. Compare the KL divergence."
 )
 
 
@@ -32,8 +32,8 @@ def level(worst: float) -> str:
 
 
 def verdict(increase: float, interval: Sequence[float], smaller: str, length: int) -> str:
-    """What an increase of the loss in nats per token means, with its interval, beside what it buys: ``smaller`` says how
-    the caches compare at ``length`` tokens."""
+    """What an increase of the loss in nats per token means, with its interval, beside what it buys: ``smaller`` says
+    how the caches compare at ``length`` tokens."""
     if interval[1] < 0:
         return _BETTER
     return f"{_WORDS[level(interval[1])]}: perplexity {perplexity(increase)}, cache {smaller} at {length:,} tokens."
@@ -46,7 +46,7 @@ def embedding_words(likeness: float) -> str:
 
 
 def perplexity(increase: float) -> str:
-    """The increase of the perplexity that goes with one of the loss: ``+0.332 %``, from twice the perplexity on ``x 212``."""
+    """The increase of the perplexity that goes with one of the loss: ``+0.332 %``; ``x 212`` from twice it on."""
     if increase < math.log(2):
         return percent(math.expm1(increase))
     return f"x {figure(math.exp(increase))}" if increase < 20 else "x 10^8 or more"

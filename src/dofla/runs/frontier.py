@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.display import Bar, Part, Result, reports_progress, size, table
+from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
 from dofla.distillation.faded import FadedStudents
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import evaluation_mode
@@ -128,28 +129,53 @@ class Frontier(Result):
         budget = math.ceil(max(low.budget * (high.budget / low.budget) ** part, _STEP * low.budget))
         return budget if _STEP * budget <= high.budget else None
 
+    def verdict(self) -> str:
+        """A sentence for each length: the size that suffices; without a target, what the smallest and largest cost."""
+        return " ".join(self._sentence(length) for length in sorted(self.cache))
+
+    def _sentence(self, length: int) -> str:
+        tried, found = self.at(length), self.smallest(length)
+        where = f"at {length:,} tokens"
+        if self.target is None:
+            ends = tried if len(tried) == 1 else [tried[0], tried[-1]]
+            costs = "; ".join(f"{size(x.bytes)} ({self._smaller(x)}): {_costs(x)}" for x in ends)
+            return f"{where[0].upper()}{where[1:]}, {costs}."
+        if found is None:
+            best = min(tried, key=lambda x: x.loss)
+            return (
+                f"No size tried is within {self.target:g} nats per token {where}: {size(best.bytes)} "
+                f"({self._smaller(best)}) comes closest, {_costs(best)}."
+            )
+        sentence = f"{size(found.bytes)} suffices {where}: {self._smaller(found)}, {_costs(found)}."
+        if found is tried[0]:
+            sentence += " It is the smallest size tried, so less may suffice."
+        return sentence
+
+    def _smaller(self, x: Point) -> str:
+        return f"{factor(self.cache[x.length], x.bytes)} than the original's cache"
+
     def parts(self) -> Iterator[Part]:
-        """By length, gap and KL by budget and text, and the smallest state within the target."""
+        """The verdict; by length, loss increase and KL by size and text."""
+        yield f"{self.verdict()}\n"
         for length in sorted(self.cache):
             yield from self._part(length)
-        yield "gap to the original and KL, nats per token; within the target where both are, on every text"
+        yield "loss increase and KL, nats per token"
+        if self.target is not None:
+            yield f"A size is within the target of {self.target:g} if both are, on every text."
         if heads := self.made_from.get("retrieval_heads"):
-            yield f"KV heads of each student that hold every token: {heads}; smaller budgets have no room for so many"
+            yield f"KV heads that hold every token: {heads}; smaller budgets have no room for so many"
 
     def _part(self, length: int) -> Iterator[Part]:
-        shown = table("budget", "state", *self.texts, gap=2)
+        shown = table("cache", "smaller", *self.texts, "perplexity", gap=2)
         points = {(x.budget, x.text): x for x in self.points if x.length == length}
         for worst in self.at(length):
             own = [points.get((worst.budget, text)) for text in self.texts]
-            cells = [f"{x.gap:.4f}, {x.kl:.4f}" if x else "" for x in own]
-            shown.add_row(str(worst.budget), size(worst.bytes), *cells)
-        shown.add_row("softmax", size(self.cache[length]))
-        yield f"{length} tokens"
+            cells = [f"{figure(x.gap)}, {figure(x.kl)}" if x else "" for x in own]
+            smaller = f"{figure(self.cache[length] / worst.bytes)} x"
+            shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.gap))
+        yield f"{length} tokens, of which the original's cache is {size(self.cache[length])}"
         yield shown
-        if self.target is not None:
-            found = self.smallest(length)
-            words = "none tried" if found is None else f"{size(found.bytes)}, budget {found.budget}"
-            yield f"within {self.target:g} at {length} tokens: {words}\n"
+        yield ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -270,6 +296,10 @@ def _with_room(students: FadedStudents, budgets: Sequence[int]) -> list[int]:
         else:
             return list(budgets[n:])
     return []
+
+
+def _costs(x: Point) -> str:
+    return f"perplexity {perplexity(x.gap)}"
 
 
 def _judged(
