@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -132,6 +132,14 @@ class Evaluation(Result):
             data |= {"length": self.length, "softmax_bytes": self.softmax_bytes}
         return data | {"state_bytes": self.state_bytes, "strategy": self.strategy}
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Evaluation:
+        """The reverse of :meth:`to_dict`; entries of other names are passed over."""
+        known = {spec.name for spec in fields(cls)}
+        whole = {**data, **data.get("language", {}), **data.get("embeddings", {})}
+        layers = {name: LayerFidelity(**layer) for name, layer in data["layers"].items()}
+        return cls(**{name: value for name, value in whole.items() if name in known} | {"layers": layers})
+
 
 @unwraps_its_model
 @with_torchs_defaults
@@ -157,8 +165,8 @@ def evaluate(
             called with (done, total) batches.
 
     Returns:
-        Figures that are fields (``result.gap``); ``print`` shows what to decide by, ``result.table(layers=True)`` adds a
-        row per layer, ``to_dict()`` is for JSON.
+        Figures that are fields (``result.gap``); ``print`` shows what to decide by, ``result.table(layers=True)``
+        adds a row per layer, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: not linearised; windows of one token; logits that are not finite.

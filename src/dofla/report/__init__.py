@@ -92,7 +92,9 @@ def write_profile_page(profile: Profile, out: str | Path, *, folder: str | Path,
 
 def write_plan_page(profile: Profile, plan: Plan, out: str | Path, *, folder: str | Path, lam: float) -> Path:
     """Write the page of a plan: as :func:`write_profile_page`, and what each layer becomes."""
-    return write_page(out, _page([_profiled(profile, folder, lam) | {"plan": layers_of(plan.layers, profile.itemsize)}]))
+    return write_page(
+        out, _page([_profiled(profile, folder, lam) | {"plan": layers_of(plan.layers, profile.itemsize)}])
+    )
 
 
 def _profiled(profile: Profile, folder: str | Path, lam: float) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from dofla.plans.plan import LayerPlan
+from dofla.profiles.profile import Profile
 from dofla.report.look import passed_over
 from dofla.report.maps import LEVELS
 from dofla.report.recall import by_distance, forgets_from
 from dofla.report.runs import LOOK, RunRecord, StudentRecord, naming
 from dofla.report.speed import crossing
 from dofla.report.verdict import Figures, verdict
-from dofla.profiles.profile import Profile
 from dofla.runs.demo import teacher_path
 from dofla.runs.recipe import Recipe
 from dofla.storage.files import read_json
@@ -83,7 +83,7 @@ def degrees_of_freedom(profile: Profile, lam: float) -> dict[str, Any]:
 def model_title(name: str) -> str:
     """A model's name without the path to it."""
     if name == "demo" or Path(name) == teacher_path():
-        return "The bundled teacher"
+        return "The bundled model"
     path = Path(name.removeprefix("package:"))
     return path.parent.name if path.name == "model" else path.name
 
@@ -115,9 +115,9 @@ def _head_bytes(layer: LayerPlan, itemsize: int) -> list[int]:
     """Bytes of each KV head."""
     heads = zip(layer.sizes, layer.stages_per_head, layer.kept_per_head, strict=True)
     return [
-        replace(
-            layer, kv_heads=1, features=features, window=window, sinks=sinks, stages=stages, kept=kept
-        ).state_bytes(itemsize)
+        replace(layer, kv_heads=1, features=features, window=window, sinks=sinks, stages=stages, kept=kept).state_bytes(
+            itemsize
+        )
         for (features, window, sinks), stages, kept in heads
     ]
 
@@ -171,7 +171,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         longest=look.get("longest") if language else _timed_to(speed),
         faster_from=crossings["write" if language else "read"],
         timed=speed is not None,
-        recalled=recalled[-1]["distance"] if recalled else None,
+        recall=_recall(recalled),
         forgets_from=forgets_from(recalled),
         tasks=answers and (answers["teacher"], answers["student"]),
     )
@@ -254,15 +254,25 @@ def _losses(folder: Path) -> dict[str, Any] | None:
 
 
 def _agreed(probed: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
-    """For how many tokens the greedy continuations stay the same."""
+    """The share of the tokens of greedy continuations that stand before the first that differs; and the number of
+    prompts."""
     if "generation" in probed:
         figures = probed["generation"]
-        return {"tokens": figures["agreed_tokens"], "of": figures["new_tokens"], "prompts": figures["prompts"]}
+        return {"share": figures["agreed_tokens"] / figures["new_tokens"], "prompts": figures["prompts"]}
     texts = own.get("texts")
     if not texts:
         return None
-    most = max(max(len(x["teacher"]), len(x["student"])) for x in texts)
-    return {"tokens": statistics.fmean(x["agree"] for x in texts), "of": most, "prompts": len(texts)}
+    written = sum(max(len(x["teacher"]), len(x["student"])) for x in texts)
+    return {"share": sum(x["agree"] for x in texts) / max(written, 1), "prompts": len(texts)}
+
+
+def _recall(points: Sequence[dict[str, Any]]) -> tuple[int, float, float] | None:
+    """The largest distance, and the share of right answers over all questions, of both models."""
+    if not points:
+        return None
+    total = sum(x["n"] for x in points)
+    shares = (sum(x[who] * x["n"] for x in points) / total for who in ("teacher", "student"))
+    return points[-1]["distance"], *shares
 
 
 def _tasks(record: dict[str, Any]) -> dict[str, Any] | None:

@@ -39,7 +39,8 @@ class Figures:
         longest: tokens that the model can read, None if there is no end; of an encoder, that it was timed with.
         faster_from: context from which it takes less time (of a language model, to write a token); None if it never
             does or was not timed, as ``timed`` says.
-        recalled: largest distance, in tokens, at which facts were asked for; None if none were.
+        recall: largest distance, in tokens, at which facts were asked for, and the share that the original and this
+            model found, over all distances; None if none were.
         forgets_from: tokens from which on it recalls less than half of what the original does; None if it was not
             found to, or not asked.
         tasks: shares of right answers of the original and of this model; None if no tasks were asked.
@@ -55,7 +56,7 @@ class Figures:
     longest: int | None
     faster_from: float | None
     timed: bool
-    recalled: int | None
+    recall: tuple[int, float, float] | None
     forgets_from: int | None
     tasks: tuple[float, float] | None
 
@@ -66,7 +67,7 @@ class Figures:
 
 
 def verdict(figures: Figures) -> dict[str, Any]:
-    """``level`` (use, care, no) and ``sentence``, by :data:`RULE`; ``unchecked``, the names of what was not measured."""
+    """``level`` (use, care, no) and ``sentence``, by :data:`RULE`; ``unchecked``, the names of what nobody measured."""
     return _language(figures) if figures.language else _encoder(figures)
 
 
@@ -77,12 +78,12 @@ def _language(x: Figures) -> dict[str, Any]:
     start = x.smaller_from
     if start is None or (x.longest is not None and start > x.longest):
         kind = "no"
-    if x.recalled is not None:
-        words.append(
-            f"Facts told {x.forgets_from:,} or more tokens before are lost."
-            if x.forgets_from is not None
-            else f"Facts told up to {x.recalled:,} tokens before are recalled at least half as often as by the original."
-        )
+    if x.recall is not None:
+        distance, original, ours = x.recall
+        shares = f"{100 * ours:.0f} %, the original {100 * original:.0f} %"
+        words.append(f"Of facts up to {distance:,} tokens back it recalls {shares}.")
+    if x.forgets_from is not None:
+        words.append(f"Facts stated {x.forgets_from:,} or more tokens before are lost.")
     if x.timed:
         faster = x.faster_from is not None
         words.append(
@@ -91,7 +92,7 @@ def _language(x: Figures) -> dict[str, Any]:
     if x.tasks is not None:
         original, ours = (f"{100 * share:.1f} %" for share in x.tasks)
         words.append(f"Tasks: {ours} right, the original {original}.")
-    measured = {"speed": x.timed, "tasks": x.tasks is not None, "recall": x.recalled is not None}
+    measured = {"speed": x.timed, "tasks": x.tasks is not None, "recall": x.recall is not None}
     return _said(kind, " ".join(words), measured)
 
 

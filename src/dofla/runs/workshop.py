@@ -22,6 +22,7 @@ from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_shares, tracked
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
+from dofla.evaluation.samples import Prompt, beginnings
 from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.fading import fading_plan
@@ -35,6 +36,7 @@ from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
 from dofla.plans.shares import Shares
 from dofla.profiles.profile import Profile
+from dofla.runs.demo.prompts import demo_prompts
 from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
@@ -73,6 +75,12 @@ class Workshop:
         if name not in self._windows:
             self._windows[name] = windows_of(spec, self.model, self.tokenizer, seed=self.recipe.seeds[0])
         return self._windows[name]
+
+    def prompts(self, **sizes: int) -> list[Prompt]:
+        """What continuations begin with; ``sizes`` as for :func:`dofla.evaluation.samples.beginnings`."""
+        if self.recipe.validation.source == "demo":
+            return demo_prompts(self.tokenizer, sizes["new_tokens"])[: sizes["prompts"]]
+        return beginnings(self.validation(), self.tokenizer, **sizes)
 
     def profile(self) -> Profile:
         """The teacher's profile, measured once."""

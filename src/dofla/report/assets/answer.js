@@ -116,8 +116,8 @@ function likenessTile({ quality }) {
 function wordsTile(run, { quality, agreed, tasks }) {
   return tile("Same next token", percent(quality.top1_agreement.mean), "of the positions", [
     agreed &&
-      `Greedy continuations of ${agreed.prompts} prompts: on average the first ${whole(agreed.tokens)} ` +
-        `of ${agreed.of} tokens are the original’s.`,
+      `In greedy continuations of ${agreed.prompts} prompts, the first ${percent(agreed.share)} of the tokens are the same ` +
+        "as the original’s.",
     tasks &&
       `Tasks (${tasks.rows.length}): ${percent(tasks.student, 1)} right, the original ${percent(tasks.teacher, 1)}.`,
   ]);

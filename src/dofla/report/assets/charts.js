@@ -38,7 +38,7 @@ function sample(line) {
     "svg",
     { viewBox: "0 0 26 10", "aria-hidden": "true" },
     svg("line", { ...ends, style, "stroke-dasharray": line.dash }),
-    line.dots !== false && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.colour } }),
+    line.dots !== false && !line.wide && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.colour } }),
   );
 }
 

@@ -1,4 +1,4 @@
-// All models of all runs: the loss increase of each or, where their bytes differ, against the bytes.
+// All models of all runs: a bar for each or, where most differ in bytes, their loss against the bytes.
 
 const RUN_COLOURS = ["var(--student)", "var(--teacher)", "var(--third)", "var(--care)", "var(--no)", "var(--use)"];
 const SHAPES = [
@@ -37,8 +37,7 @@ function comparedChart(own, runs, shown, title, unit) {
     .filter((point) => point.y !== null && point.x > 0)
     .sort((a, b) => a.y - b.y);
   const several = own.length > 1,
-    sizes = points.map((p) => p.x),
-    alike = Math.max(...sizes) <= ALIKE * Math.min(...sizes);
+    sizes = [...points].sort((a, b) => a.x - b.x).filter((p, n, all) => !n || p.x > ALIKE * all[n - 1].x);
   const heads = ["Model", ...(several ? ["Run"] : []), "Cache", title, ...(own[0].language ? ["Perplexity"] : [])];
   const rows = points.map((p) => [
     p.student.name,
@@ -48,7 +47,7 @@ function comparedChart(own, runs, shown, title, unit) {
     ...(own[0].language ? [perplexity(p.y)] : []),
   ]);
   const numbers = el("details", {}, el("summary", {}, "The numbers"), table(heads, rows));
-  if (alike) return el("figure", { class: "card" }, lossBars(points, several, shown, title, unit), numbers);
+  if (2 * sizes.length <= points.length) return el("figure", { class: "card" }, lossBars(points, several, shown, title, unit), numbers);
   const legend = several && el("div", { class: "legend" }, own.map((run) => runKey(run, runs)));
   const host = el("div", { class: "chart" }),
     readout = el("p", { class: "readout", "aria-live": "polite" });
@@ -82,12 +81,11 @@ function lossBars(points, several, shown, title, unit) {
         style: { width: `${100 * share(p.y)}%`, background: `var(--${p.student === shown ? "student" : "teacher"})` },
       }),
     ),
-    el("span", {}, digits(p.y), unit && el("span", { class: "quiet" }, ` (${perplexity(p.y)})`)),
+    el("span", {}, digits(p.y), unit && ` (${perplexity(p.y)})`, el("span", { class: "quiet" }, ` ${bytes(p.x)}`)),
   ];
-  const size = bytes(Math.max(...points.map((p) => p.x)));
-  const words = unit ? `${unit}, and perplexity in brackets; shorter is better` : "shorter is better";
+  const words = unit ? `${unit}, in brackets the perplexity; then the cache per sequence. Shorter is better` : "Shorter is better";
   return [
-    el("h3", {}, `${title}, all at ${size} per sequence`),
+    el("h3", {}, title),
     el("p", { class: "small quiet" }, `${words}${log ? "; logarithmic scale" : ""}. The model shown is in orange.`),
     el("div", { class: "bars compared" }, points.map(row)),
   ];

@@ -16,7 +16,7 @@ function sizesFound(run, named) {
       return cells.map((cell) => (met ? el("b", {}, cell) : cell));
     }),
   );
-  const heads = ["Tokens", "Cache", "Smaller", "Loss increase", "Perplexity", "KL"];
+  const heads = ["Tokens", "Cache", "Smaller", "Loss +", "Perplexity", "KL"];
   const folders = [...new Set(lengths.filter((one) => one.student).map((one) => one.student.folder))];
   const several = Object.keys(texts).length > 1;
   return el(
@@ -27,8 +27,8 @@ function sizesFound(run, named) {
     table(heads, rows),
     el(
       "p",
-      { class: "small quiet" },
-      "Loss increase and KL in nats per token. ",
+      { class: "small quiet below" },
+      "Loss +: increase of the loss; KL: divergence from the original; both in nats per token. ",
       several && "Of several texts, the one that loses most. ",
       target && folders.length > 0 && `Bold: the smallest whose loss increase and KL are within ${target}. `,
       `Calibrated on ${made.windows} windows of ${whole(made.length)} tokens: ${made.source}`,

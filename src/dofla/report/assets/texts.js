@@ -25,6 +25,9 @@ function drawTexts(host, run, student) {
 }
 
 // A student that has lost its way may write nothing but empty lines.
+// The middle of a long prompt says little.
+const shortened = (text) => (text.length > 600 ? `${text.slice(0, 330)} […] ${text.slice(-170)}` : text);
+
 const calm = (text) => text.replace(/\n{3,}/g, (lines) => `\n↵ × ${lines.length}\n`);
 
 function textCard({ prompt, teacher, student, agree }, word) {
@@ -58,14 +61,14 @@ function textCard({ prompt, teacher, student, agree }, word) {
       "div",
       { class: "prompt" },
       el("h4", { class: "quiet" }, "Prompt"),
-      el("p", { class: "part" }, calm(prompt).trimStart()),
+      el("p", { class: "part" }, shortened(calm(prompt).trimStart())),
     ),
     el("div", { class: "two" }, one("teacher", teacher), one("student", student)),
     el(
       "p",
       { class: "small quiet" },
       parted
-        ? `The first ${agree} tokens are the same; the first that differs is marked.`
+        ? `${agree} ${agree === 1 ? "token is" : "tokens are"} the same; the first that differs is marked.`
         : `All ${agree} tokens are the same.`,
     ),
   );
