@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from by_budget import compress
 from students import student_of
 
 import dofla
@@ -117,7 +118,7 @@ def evaluation(interval, state=136):
 
 
 def test_attention_that_lets_tokens_go_has_no_column_of_infinities(tiny):
-    model = dofla.fade(tiny.llama(), tiny.tokens(2, 48), budget=4, shares="even")
+    model = compress(tiny.llama(), tiny.tokens(2, 48), budget=4, head_budgets="even")
     figures = dofla.evaluate(model, tiny.tokens(2, 128), batch_size=2)
     text = figures.table(layers=True)
     assert "∞" not in text

@@ -147,7 +147,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "end_to_end": _losses(student.folder / "end_to_end"),
         "seconds": first.get("distill_seconds"),
         "made_by": student.plan.made_by,
-        "reach": student.plan.reach,
+        "context": student.plan.context,
         "maps": maps if maps and maps["tokens"] == len(look.get("ids", ())) else None,
         "texts": own.get("texts"),
         "agreed": _agreed(probed, own),

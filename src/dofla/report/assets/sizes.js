@@ -11,7 +11,7 @@ function sizesFound(run, named) {
   const { lengths, target, texts, made } = run.sizes;
   const rows = lengths.flatMap(({ length, cache, worst, student }) =>
     worst.map((p) => {
-      const met = student && p.budget === student.budget;
+      const met = student && p.size === student.size;
       const cells = [whole(length), bytes(p.bytes), times(cache / p.bytes), digits(p.gap), perplexity(p.gap), digits(p.kl)];
       return cells.map((cell) => (met ? el("b", {}, cell) : cell));
     }),
@@ -32,8 +32,8 @@ function sizesFound(run, named) {
       several && "Of several texts, the one that loses most. ",
       target && folders.length > 0 && `Bold: the smallest whose loss increase and KL are within ${target}. `,
       `Calibrated on ${made.windows} windows of ${whole(made.length)} tokens: ${made.source}`,
-      made.reach ? `, for ${whole(made.reach)} positions` : "",
-      made.retrieval_heads ? `, with ${made.retrieval_heads} KV heads that hold every token. ` : ". ",
+      made.context ? `, for a context of ${whole(made.context)} tokens` : "",
+      made.retrieval_heads ? `, with ${made.retrieval_heads} retrieval heads. ` : ". ",
       `Evaluated on ${Object.values(texts).join(", ")}.`,
     ),
     several && el("details", {}, el("summary", {}, "Every text"), textsTable(lengths)),
