@@ -63,7 +63,7 @@ def test_the_figures_are_shown_as_tables(tiny, kind):
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith(short)
     assert page.startswith(figures._repr_html_())
-    name = "loss increase" if kind == "llama" else "cosine of embeddings"
+    name = "loss increase, nats per token" if kind == "llama" else "cosine of embeddings"
     value = figures.gap if kind == "llama" else figures.cosine
     assert re.search(rf"^{name} +{re.escape(figure(value))}", short, re.M)
     for layer, found in figures.layers.items():
@@ -83,10 +83,10 @@ def test_what_a_person_decides_by_fits_a_screen():
         perplexity                7.39        7.41
         cache at 512 tokens    2.0 MiB   136.0 KiB  15.1 x smaller
 
-        loss increase         0.00300 nats per token (95 % interval 0.00210 to 0.00450)
-        perplexity increase   +0.300 % (+0.210 % to +0.451 %)
-        KL divergence         0.00400 nats per token
-        same likeliest token  97.6 %
+        loss increase, nats per token  0.00300 (95 % interval 0.00210 to 0.00450)
+        perplexity increase            +0.300 % (+0.210 % to +0.451 %)
+        KL divergence, nats per token  0.00400
+        same likeliest token           97.6 %
 
         Close to the original: perplexity +0.300 %, cache 15.1 x smaller at 512 tokens.""")
 

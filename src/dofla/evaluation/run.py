@@ -96,12 +96,11 @@ class Evaluation(Result):
         low, high = self.gap_interval
         shown = table("", "", show_header=False)
         shown.columns[1].justify = "left"
-        shown.add_row(
-            "loss increase", f"{figure(self.gap)} nats per token (95 % interval {figure(low)} to {figure(high)})"
-        )
+        interval = f"95 % interval {figure(low)} to {figure(high)}"
+        shown.add_row("loss increase, nats per token", f"{figure(self.gap)} ({interval})")
         ends = " to ".join(map(perplexity, self.gap_interval))
         shown.add_row("perplexity increase", f"{perplexity(self.gap)} ({ends})")
-        shown.add_row("KL divergence", f"{figure(self.kl)} nats per token")
+        shown.add_row("KL divergence, nats per token", figure(self.kl))
         shown.add_row("same likeliest token", f"{100 * self.top1_agreement:.1f} %")
         yield shown
         yield f"\n{verdict(self.gap, self.gap_interval, factor(before, after), self.length)}"
