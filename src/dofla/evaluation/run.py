@@ -18,7 +18,7 @@ from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import describe, plan_of
+from dofla.integration.surgery import describe, plan_of, record_of
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
@@ -152,7 +152,7 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | bool = True,
 ) -> Evaluation:
-    """Compare a linearised model with the softmax model it was.
+    """Compare a linearised model with the softmax model it was. The figures stand on its model card when it is saved.
 
     Args:
         student: a linearised model; it is its own teacher.
@@ -186,7 +186,7 @@ def evaluate(
         else:
             figures = embedding_figures(student, windows, **options)
         layers = attention_fidelity(student, some, batch_size=batch_size, seed=seed, progress=after(first))
-    return Evaluation(
+    result = Evaluation(
         model=describe(student),
         source=windows.source,
         windows=len(windows),
@@ -198,3 +198,5 @@ def evaluate(
         softmax_bytes=plan.softmax_bytes(windows.length, student.dtype) if of_text else None,
         **figures,
     )
+    record_of(student).add_figures(result.to_dict())
+    return result
