@@ -56,7 +56,7 @@ def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int)
     special, places = set(tokenizer.all_special_ids), range(len(ids) - size + 1)
     whole = [n for n in places if not special.intersection(ids[n + 1 : n + size])]
     documents = (n for n in whole if ids[n] in special)
-    sentences = (n for n in whole if n and tokenizer.decode(ids[n - 1]).rstrip().endswith((".", "!", "?")))
+    sentences = (n for n in whole if n and tokenizer.decode([ids[n - 1]]).rstrip().endswith((".", "!", "?")))
     return next(documents, next(sentences, 0))
 
 
