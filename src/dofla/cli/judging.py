@@ -50,6 +50,7 @@ def evaluate(
     length: Length = 512,
     batch_size: BatchSize = 1,
     limit: Annotated[int | None, typer.Option(help="Items per task; default: all.", rich_help_panel=TEXT)] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Print a row per layer as well.")] = False,
     harness: Annotated[bool, typer.Option("--harness", help="Score task files with lm-eval.")] = False,
     padded: Padded = False,
     base_model: BaseModel = None,
@@ -79,7 +80,7 @@ def evaluate(
         tokens = windows_of(spec, model, tokenizer, seed=seed, view=view)
         with view.progress("evaluate") as progress:
             result = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
-        view.show(result)
+        view.show(*result.parts(layers))
         figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:

@@ -160,8 +160,7 @@ def allocate(
     view.show(plan)
     plan.save(out)
     if html is not None:
-        known = {} if curves is None else {curves: options["curves"]}
-        write_plan_page(measured, plan, html, folder=profile, lam=lam, curves=known)
+        write_plan_page(measured, plan, html, folder=profile, lam=lam)
     view.say(f"written to {out}")
     return {"plan": out, "state_bytes": plan.state_bytes(), **plan.to_dict()}
 

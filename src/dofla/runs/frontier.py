@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.display import Bar, Part, Result, reports_progress, size, table
+from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
 from dofla.distillation.compressor import Compressor
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import evaluation_mode
@@ -132,28 +133,53 @@ class Frontier(Result):
         size = math.ceil(max(low.size * (high.size / low.size) ** part, _STEP * low.size) / unit) * unit
         return size if _STEP * size <= high.size else None
 
+    def verdict(self) -> str:
+        """A sentence for each length: the size that suffices; without a target, what the smallest and largest cost."""
+        return " ".join(self._sentence(length) for length in sorted(self.cache))
+
+    def _sentence(self, length: int) -> str:
+        tried, found = self.at(length), self.smallest(length)
+        where = f"at {length:,} tokens"
+        if self.target is None:
+            ends = tried if len(tried) == 1 else [tried[0], tried[-1]]
+            costs = "; ".join(f"{size(x.bytes)} ({self._smaller(x)}): {_costs(x)}" for x in ends)
+            return f"{where[0].upper()}{where[1:]}, {costs}."
+        if found is None:
+            best = min(tried, key=lambda x: x.loss)
+            return (
+                f"No size tried is within {self.target:g} nats per token {where}: {size(best.bytes)} "
+                f"({self._smaller(best)}) comes closest, {_costs(best)}."
+            )
+        sentence = f"{size(found.bytes)} suffices {where}: {self._smaller(found)}, {_costs(found)}."
+        if found is tried[0]:
+            sentence += " It is the smallest size tried, so less may suffice."
+        return sentence
+
+    def _smaller(self, x: Point) -> str:
+        return f"{factor(self.cache[x.length], x.bytes)} than the original's cache"
+
     def parts(self) -> Iterator[Part]:
-        """By length, gap and KL by size and text, and the smallest size within the target."""
+        """The verdict; by length, loss increase and KL by size and text."""
+        yield f"{self.verdict()}\n"
         for length in sorted(self.cache):
             yield from self._part(length)
-        yield "gap to the original and KL, nats per token; within the target where both are, on every text"
+        yield "loss increase and KL, nats per token"
+        if self.target is not None:
+            yield f"A size is within the target of {self.target:g} if both are, on every text."
         if heads := self.made_from.get("retrieval_heads"):
             yield f"retrieval heads: {heads}; smaller sizes have no room for so many"
 
     def _part(self, length: int) -> Iterator[Part]:
-        shown = table("cache", *self.texts, gap=2)
+        shown = table("cache", "smaller", *self.texts, "perplexity", gap=2)
         points = {(x.size, x.text): x for x in self.points if x.length == length}
         for worst in self.at(length):
             own = [points.get((worst.size, text)) for text in self.texts]
-            cells = [f"{x.gap:.4f}, {x.kl:.4f}" if x else "" for x in own]
-            shown.add_row(size(worst.bytes), *cells)
-        shown.add_row(f"softmax, {size(self.cache[length])}")
-        yield f"{length} tokens"
+            cells = [f"{figure(x.gap)}, {figure(x.kl)}" if x else "" for x in own]
+            smaller = f"{figure(self.cache[length] / worst.bytes)} x"
+            shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.gap))
+        yield f"{length} tokens, of which the original's cache is {size(self.cache[length])}"
         yield shown
-        if self.target is not None:
-            found = self.smallest(length)
-            words = "none tried" if found is None else size(found.bytes)
-            yield f"within {self.target:g} at {length} tokens: {words}\n"
+        yield ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -282,6 +308,10 @@ def _with_room(compressor: Compressor, budgets: Sequence[float]) -> list[int]:
         else:
             return list(map(compressor.bytes, budgets[n:]))
     return []
+
+
+def _costs(x: Point) -> str:
+    return f"perplexity {perplexity(x.gap)}"
 
 
 def _evaluated(

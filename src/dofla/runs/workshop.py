@@ -22,6 +22,7 @@ from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_head_budgets, tracked
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
+from dofla.evaluation.samples import Prompt, beginnings
 from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes
 from dofla.integration.directions import WINDOWS, measure_directions
@@ -35,6 +36,7 @@ from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
+from dofla.runs.demo.prompts import demo_prompts
 from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
@@ -75,6 +77,12 @@ class Workshop:
                 spec, self.model, self.tokenizer, seed=self.recipe.seeds[0], view=self.view
             )
         return self._windows[name]
+
+    def prompts(self, **sizes: int) -> list[Prompt]:
+        """What continuations begin with; ``sizes`` as for :func:`dofla.evaluation.samples.beginnings`."""
+        if self.recipe.validation.source == "demo":
+            return demo_prompts(self.tokenizer, sizes["new_tokens"])[: sizes["prompts"]]
+        return beginnings(self.validation(), self.tokenizer, **sizes)
 
     def profile(self) -> Profile:
         """The teacher's profile, measured once."""
