@@ -40,7 +40,7 @@ def main(
         axis.set(yscale="log", ylim=(LEAST, None), title=f"{length:,} tokens")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
-    gaps[0].set_ylabel("gap, nats per token (squares: a window)")
+    gaps[0].set_ylabel("loss increase, nats per token (squares: int8 window)")
     if pairs:
         _draw_pairs(axes[0][-1], pairs)
     handles, labels = gaps[0].get_legend_handles_labels()
@@ -71,14 +71,14 @@ def _draw_pairs(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
                 label = f"{length:,} tokens" if student == "fading" else None
                 axis.plot(*zip(*points, strict=True), color=colour, ls=line, marker=marker, ms=3.5, lw=1.2, label=label)
         axis.axhline(here[0]["pairs"][0]["teacher"], color=colour, lw=0.6, ls="--")
-    axis.set(ylim=(0, 1), title="pairs of words found (dashed: the original)")
+    axis.set(ylim=(0, 1), title="word pairs recalled (dashed: original)")
     axis.legend(frameon=False)
     _sizes(axis, rows)
 
 
 def _sizes(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
     sizes = sorted({row["bytes"] / 2**20 for row in rows if row["student"] == "fading"})
-    axis.set(xscale="log", xlabel="state per sequence, MiB")
+    axis.set(xscale="log", xlabel="size of the cache, MiB")
     axis.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
     axis.minorticks_off()
     axis.grid(True, lw=0.3, color="#ccc")
