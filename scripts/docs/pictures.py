@@ -234,7 +234,10 @@ def memory() -> None:
         parts += [arrow((right - width / 2, floor + 26), (right - width / 2, floor + 46))]
     parts += [box(24, floor - 8 * per_bit, 8, 8 * per_bit, DARK, 1, 2), arrow((28, floor + 26), (28, floor + 46))]
     parts += [text(24, floor - 8 * per_bit - 24, "attention sinks", "", "start", DARK)]
-    parts += [text(24, floor - 8 * per_bit - 8, "int8", "small"), text(24, floor + 19, f"{found.sinks} tokens", "small")]
+    parts += [
+        text(24, floor - 8 * per_bit - 8, "int8", "small"),
+        text(24, floor + 19, f"{found.sinks} tokens", "small"),
+    ]
     parts += [line([(20, floor), (544, floor)]), box(20, floor + 50, 524, 30, DARK, 0.1, 4)]
     parts += [text(282, floor + 70, "one softmax over all of them", "", "middle")]
     picture("memory", 318, "The life of a token in the compressed cache", parts)
