@@ -35,7 +35,6 @@ RUN.remove(TUTORIAL)
 MADE = ("api", "students", "tables")  # by mkdocstrings and by commands
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.relative_to(DOCS).parts[0] not in MADE]
 PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-TAKES_LONG = {"size.md", "budget.md", "compress.md", "encoders.md"}
 SIZES, SMALL = "WINDOWS, LENGTH, FIT, STEPS, WHOLE = 64, 512, 20, 150, 20", (8, 32, 1, 2, 1)
 
 _FENCE = re.compile(r"^(?P<before>.*)\n```(?P<kind>\S.*)\n(?P<text>(?:.*\n)*?)```$", re.MULTILINE)
@@ -161,10 +160,8 @@ def desk(tiny, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, id=p.stem, marks=pytest.mark.long if p.name in TAKES_LONG else pytest.mark.slow) for p in RUN],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in RUN if any(block.is_run for block in blocks(page))], ids=name)
 def test_the_python_of_a_page_runs(page, desk, tmp_path, monkeypatch):
     shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
