@@ -9,6 +9,7 @@ import itertools
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from benches import scripts
 from transformers import AutoTokenizer
 
 import dofla
@@ -237,3 +239,12 @@ def test_the_recipes_of_a_page_are_ones_that_dofla_takes(page):
 def test_the_api_pages_have_all_that_dofla_exports():
     anchors = {x for page in (DOCS / "api").glob("*.md") for x in re.findall(r"\{#(\S+)\}", page.read_text())}
     assert {f"dofla.{name}" for name in dofla.__all__} <= anchors
+
+
+@pytest.mark.parametrize(("rows", "page"), [("peers/continuation-2048", "comparison"), ("quality/by-size", "quality")])
+def test_the_plots_of_the_results_are_those_of_their_rows(rows, page, tmp_path, monkeypatch):
+    drawn = tmp_path / "drawn.svg"
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(ROOT / "benchmarks" / f"{rows}.json"), "--out", str(drawn)])
+    with scripts("", "plot") as (plot,):
+        plot.main()
+    assert drawn.read_text(encoding="utf-8") == (DOCS / "results" / f"{page}.svg").read_text(encoding="utf-8")
