@@ -64,9 +64,9 @@ def window_alone(budget: int, _: int | None) -> Student:
     return make
 
 
-def fading(budget: int, reach: int | None) -> Student:
+def fading(budget: int, reach: int | None, shares: str | dofla.Shares = "measured") -> Student:
     """:func:`dofla.fade`."""
-    return lambda model, tokens, _: dofla.fade(model, tokens, budget=budget, reach=reach)
+    return lambda model, tokens, _: dofla.fade(model, tokens, budget=budget, reach=reach, shares=shares)
 
 
 def even(budget: int, reach: int | None) -> Student:
@@ -160,6 +160,7 @@ def main(
     measured_length: Annotated[int, typer.Option(help="Tokens of the windows that students are made from.")] = 512,
     trained_length: Annotated[int, typer.Option(help="Of those that they are trained on; as many in all.")] = 512,
     rate: Annotated[float | None, typer.Option(help="Learning rate of weights, instead of the default.")] = None,
+    shares: Annotated[Path | None, typer.Option(help="Saved head budgets of fading; default measured again.")] = None,
     reach: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
     retrieval_heads: Annotated[int, typer.Option(help="Of the student of that name, which hold every token.")] = 8,
     recall: Annotated[bool, typer.Option("--recall", help="Of pairs of words, too.")] = False,
@@ -176,6 +177,7 @@ def main(
         for tokens, (kind, where) in product(lengths, texts.items())
     }
     students = STUDENTS | {
+        "fading": partial(fading, shares=dofla.Shares.load(shares) if shares else "measured"),
         "trained": partial(trained, rate=rate),
         "retrieval": partial(retrieval, heads=retrieval_heads, tokenizer=tokenizer),
     }

@@ -157,9 +157,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi3": _NO_BOUND,
     "phi4_multimodal": _UNBOUNDED,
     "phimoe": _NO_BOUND,
-    "qwen2_5_omni_thinker": {"text_config": _turned(2, 3, 3)},
+    "qwen2_5_omni_thinker": {"text_config": _turned(2, 3, 3), "vision_start_token_id": 151_652},  # as checkpoints have
     "qwen2_5_vl": {"text_config": _turned(2, 3, 3)},
     "qwen2_vl": {"text_config": _turned(2, 3, 3)},
+    "qwen3_omni_moe_thinker": {**_TEXT_UNBOUNDED, "vision_start_token_id": 151_652},
+    "qwen3_vl_moe": _TEXT_UNBOUNDED,
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},

@@ -1,4 +1,5 @@
-"""The start of feature maps that look at data first: the scale of their inputs, and the level of their kernel."""
+"""The start of layers that look at data first: the mean of their keys, the scale of what their feature maps get, and
+the level of the kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.attention import LOG_ZERO
+from dofla.attention.coding import Moments
 from dofla.data import Images, TokenWindows
 from dofla.distillation.losses import student_log_scores
 from dofla.feature_maps.layer import LinearAttention
@@ -30,9 +32,9 @@ def start_from_data(
 
 
 def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Let the maps that want to look at data do so (:func:`calibrate_layer`), in one softmax forward of each batch; all
-    of one shape."""
-    layers = {n: x for n, x in linear_layers(student).items() if any(m.wants_data for m in x.maps)}
+    """Calibrate the layers that want to look at data (:func:`calibrate_layer`), in one softmax forward of each batch;
+    all of one shape."""
+    layers = {n: x for n, x in linear_layers(student).items() if _wants_means(x) or any(m.wants_data for m in x.maps)}
     if not layers:
         return
     generator = torch.Generator().manual_seed(0)
@@ -52,12 +54,15 @@ def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]])
 
 @torch.no_grad()
 def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torch.Generator) -> None:
-    """Start the maps of a layer from a call of its teacher, unless they have been, or do not look at data.
+    """Start what smooths the keys of a layer, and its maps, from a call of its teacher, unless they have been, or do
+    not look at data.
 
     A map standardises its inputs by its head's queries and keys. Where a window or sinks stand beside the features,
     their level is then set so that all far keys together weigh, in the mean over rows, what they weigh in softmax
     attention (rows count by that weight): a start that is off by a factor spends most of its training on that factor.
     """
+    if _wants_means(layer):
+        layer.smoothing.calibrate(Moments.of(_real_vectors(call, call.key).cpu()))
     if not any(feature_map.wants_data for feature_map in layer.maps):
         return
     _standardise(call, layer)
@@ -66,12 +71,21 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
 
 
 def _standardise(call: AttentionCall, layer: LinearAttention) -> None:
-    real = call.real_rows(torch.arange(call.key.shape[-2], device=call.key.device))
     queries, keys = layer.smoothed(call.query, call.key)
     for feature_map, (query, key, _) in zip(layer.maps, layer.split(queries, keys, keys), strict=True):
         groups = query.shape[1] // key.shape[1]
-        query = query.transpose(1, 2)[real].unflatten(1, (-1, groups)).transpose(0, 1).flatten(1, 2)
-        feature_map.calibrate(query, key.transpose(1, 2)[real].transpose(0, 1))
+        query = _real_vectors(call, query).unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2)
+        feature_map.calibrate(query, _real_vectors(call, key))
+
+
+def _wants_means(layer: LinearAttention) -> bool:
+    return layer.smoothing is not None and not layer.smoothing.is_calibrated
+
+
+def _real_vectors(call: AttentionCall, x: Tensor) -> Tensor:
+    """The vectors of tokens that are no padding, of ``x`` [B, H, L, d], as [H, tokens, d]."""
+    real = call.real_rows(torch.arange(x.shape[-2], device=x.device))
+    return x.transpose(1, 2)[real].transpose(0, 1)
 
 
 def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> None:

@@ -117,7 +117,7 @@ def even_plan(
         cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
         features, window, sinks = even_size(budget, cost, share)
         sizes = {"features": features, "window": window, "sinks": sinks}
-        return {**sizes, "feature_map": feature_map, "token_dtype": kept_as}
+        return {**sizes, "feature_map": feature_map, "token_dtype": kept_as, "smooth_keys": kept_as == "int8"}
 
     return plan_by_site(model, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share})
 

@@ -177,7 +177,10 @@ def allocate(
         counts = _counts(chosen, shapes, rows, STRATEGIES.get(strategy, fixed), summary, per_head, budget, *exact)
         sizes = {name: [(count, *exact) for count in own] for name, own in counts.items()}
     plans = [
-        LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, *_fields(sizes[x.name]), feature_map, kept_as[x.name])
+        LayerPlan(
+            *(x.name, x.kv_heads, x.head_dim, x.value_dim, *_fields(sizes[x.name]), feature_map, kept_as[x.name]),
+            smooth_keys=kept_as[x.name] == "int8",
+        )
         if sizes.get(x.name) is not None
         else LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, keep_softmax=True)
         for x in (*profile.layers, *profile.skipped)

@@ -47,6 +47,11 @@ class KeySmoothing(nn.Module):
         self.mean.zero_()
         self.scale.fill_(1)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a mean has been measured."""
+        return bool(self.mean.any())
+
     @torch.no_grad()
     def calibrate(self, keys: Moments) -> None:
         """Set the mean of each channel, and the scale of outlier channels, from the moments of all heads' keys."""
