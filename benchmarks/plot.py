@@ -2,10 +2,11 @@
 
     python benchmarks/plot.py benchmarks/peers/continuation-2048.json --out docs/results/comparison.svg
     python benchmarks/plot.py benchmarks/quality/by-size.json --out docs/results/quality.svg
+    python benchmarks/plot.py benchmarks/speed/decode.json --out docs/results/decode.svg
 
 The first has the rows of docs/results/comparison.md, which ``peers/continuation.py`` printed: a cache that grows is a
 line from its size after the prompt to its size at the end. The second has those of docs/results/quality.md: a panel for
-each length, a line for each kind of text.
+each length, a line for each kind of text. The third has those of docs/results/speed.md.
 """
 
 from __future__ import annotations
@@ -140,13 +141,35 @@ def quality(found: dict[str, Any]) -> str:
     return picture(590, 366, found["title"], parts)
 
 
+def decode(found: dict[str, Any]) -> str:
+    """Milliseconds of a token against the tokens before it, on linear axes."""
+    left, right, top, bottom, longest, slowest = 48, 330, 66, 280, 4096, 120
+    parts = [text(14, 24, found["title"], bold=True), text(14, 44, "milliseconds", "grey")]
+
+    def place(tokens: float, time: float) -> tuple[float, float]:
+        return left + (right - left) * tokens / longest, bottom - (bottom - top) * time / slowest
+
+    for time in range(0, slowest + 1, 40):
+        parts += [line([place(0, time), place(longest, time)], "pale" if time else "grey")]
+        parts += [text(left - 8, place(0, time)[1] + 4, f"{time}", "grey", "end")]
+    for tokens in (0, 1024, 2048, 3072, 4096):
+        parts += [text(place(tokens, 0)[0], bottom + 20, f"{tokens:,}", "grey", "middle")]
+    parts += [text((left + right) / 2, bottom + 42, "tokens before", "grey", "middle")]
+    for (name, times), color in zip(found["milliseconds"].items(), ("blue", "violet", "red", "green"), strict=True):
+        points = [place(*point) for point in zip(found["contexts"], times, strict=True)]
+        parts += [line(points, color, 2.5), *(dot(x, y, color, 3.5) for x, y in points)]
+        parts += [text(points[-1][0] + 10, points[-1][1] + 4, name, color, bold=name.startswith("dofla"))]
+    return picture(500, 336, found["title"], parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     found = json.loads(options.rows.read_text(encoding="utf-8"))
-    options.out.write_text(quality(found) if "lengths" in found else comparison(found), encoding="utf-8")
+    draw = quality if "lengths" in found else decode if "contexts" in found else comparison
+    options.out.write_text(draw(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -241,7 +241,10 @@ def test_the_api_pages_have_all_that_dofla_exports():
     assert {f"dofla.{name}" for name in dofla.__all__} <= anchors
 
 
-@pytest.mark.parametrize(("rows", "page"), [("peers/continuation-2048", "comparison"), ("quality/by-size", "quality")])
+@pytest.mark.parametrize(
+    ("rows", "page"),
+    [("peers/continuation-2048", "comparison"), ("quality/by-size", "quality"), ("speed/decode", "decode")],
+)
 def test_the_plots_of_the_results_are_those_of_their_rows(rows, page, tmp_path, monkeypatch):
     drawn = tmp_path / "drawn.svg"
     monkeypatch.setattr(sys, "argv", ["plot.py", str(ROOT / "benchmarks" / f"{rows}.json"), "--out", str(drawn)])
