@@ -1,10 +1,10 @@
-"""Seconds of linear attention, and of a memory that fades, beside softmax attention on a GPU: prefill, and decoding
+"""Seconds of linear attention, and of a compressed cache, beside softmax attention on a GPU: prefill, and decoding
 beside a long key-value cache.
 
     python benchmarks/speed/gpu.py
 
 12 heads, d = M = 64, bfloat16, computing the features included, and as many heads that remember what `budget=64` does
-(docs/maths/fading.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run. Ratios above 1
+(docs/maths/compressed-cache.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run. Ratios above 1
 mean that softmax attention is slower. Times are between CUDA events around many
 calls, so that a call too short for Python to keep up with counts as long as Python takes.
 """
@@ -42,7 +42,7 @@ def main(
     torch.manual_seed(0)
     layers = {
         "linear": LinearAttention("prf", [FEATURES] * HEADS, DIM),
-        "fading": LinearAttention("none", [0] * HEADS, DIM, **MEMORY),
+        "compressed": LinearAttention("none", [0] * HEADS, DIM, **MEMORY),
     }
     for layer in layers.values():
         layer.reset_parameters()

@@ -9,7 +9,7 @@ from random import Random
 from dofla.attention import stage_bytes
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import UNIT, levels
-from dofla.plans.fading import fade_evenly
+from dofla.plans.compressed import even_counts
 from dofla.plans.hybrid import HeadCost
 
 OUT = Path(__file__).parents[2] / "docs" / "maths"
@@ -214,7 +214,7 @@ def memory() -> None:
     """What a KV head holds of a long text: as wide as there are tokens, as high as they have bits."""
     dim, floor, per_token, per_bit = 64, 224, 1.55, 13
     cost = HeadCost.of(dim, dim, 4, "int8")
-    found = fade_evenly(64, dim, dim, cost)
+    found = even_counts(64, dim, dim, cost)
     ((newest, far),) = found.stages
     parts = [text(20, 28, "The life of a token in the cache of a KV head", "title")]
     parts += [text(540, 62, "a new token", "small", "end"), arrow((458, 58), (150, 58))]
