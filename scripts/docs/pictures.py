@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from random import Random
 
-from dofla.attention import stage_bytes
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import UNIT, levels
 from dofla.plans.compressed import even_counts
