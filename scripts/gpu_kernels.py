@@ -28,7 +28,7 @@ from dofla.attention.coding.heavy_hitters import WEIGHTS
 from dofla.attention.compressed import _decoder
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.encode import entered
-from dofla.attention.gpu.heavy_hitters import choose
+from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import ask
 from dofla.attention.gpu.tiers import attend
 
@@ -79,8 +79,8 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     coder.reset()
     line = torch.zeros(1, 1, tokens + length, dim)
     codes = coder.for_kernels(*coder.encode(line), 0)
-    turned, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
-    score, gone = log_weight.to(torch.int16), log_weight.int()
+    rotated, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
+    score, evicted_at = log_weight.to(torch.int16), log_weight.int()
     if length == 1:  # all that a decoded token of a compressed cache takes
         coded_tiers = CodedTiers(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
         layout, out = Layout(coded_tiers, [0], 0, 31, 2), torch.zeros_like(a)
@@ -95,9 +95,11 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         lambda: gpu.linear_attention(a, b, value.bfloat16(), state=features),
         lambda: entered(coder, b),
         lambda: ask(coder, a, groups),
-        lambda: choose(coder.asking(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS),
-        lambda: attend(turned, codes, codes, log_weight[0], None, 1.0),
-        lambda: attend(turned, codes, codes, log_weight, gone, 1.0),
+        lambda: select_survivors(
+            coder.rotate_query_integer(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS
+        ),
+        lambda: attend(rotated, codes, codes, log_weight[0], None, 1.0),
+        lambda: attend(rotated, codes, codes, log_weight, evicted_at, 1.0),
     ]
 
 

@@ -1,15 +1,15 @@
 """By which figure of a few windows should `dofla frontier` choose the size of a state, that its target holds on others?
 
-    python benchmarks/quality/choosing.py --model models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz \\
-        --text ../shared/data/stories-val.txt.gz --out choosing.json
+    python benchmarks/quality/choosing.py --model models/smollm2-135m --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/books-val.txt.gz \\
+        --text data/stories-val.txt.gz --out choosing.json
 
 Students of four budgets read windows of all texts; Python source, the modules of the standard library, is always among
 them. Then many times, of a few windows of the first text, drawn by chance, the smallest state within the target is
 found, by a power law between the budgets: where the loss increase is within it, the upper end of the loss increase's
-interval, or both gap and KL. Printed is that state, 5th to 95th percentile, and beside each text, with what it then
-loses in the mean, how often that is more than 1.3 times the target. With --rows the windows are taken from a file of
---out, not read again.
+interval, or both loss increase and KL. Printed is that state, 5th to 95th percentile, and beside each text, with what
+it then loses in the mean, how often that is more than 1.3 times the target. With --rows the windows are taken from a
+file of --out, not read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A memory that fades by the kernels: codes bit for bit those of plain torch, outputs those of float64."""
+"""A compressed cache by the kernels: codes bit for bit those of plain torch, outputs those of float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDE = {"head_dim": 256, "value_dim": 256, "window": 17, "sinks": 2, "tiers": [T
 
 
 def layer_of(seed, head_dim, value_dim, window, sinks, tiers, features, heavy_hitters=0):
-    """Calibrated on falling variances off centre; a head for each of ``tiers``."""
+    """Calibrated on weight_steps variances off centre; a head for each of ``tiers``."""
     heads, generator = len(tiers), torch.Generator().manual_seed(seed)
     kind = "prf" if features else "none"
     layer = LinearAttention(
@@ -86,25 +86,25 @@ def assert_same_codes(ours, theirs):
 def error_of(layer, query, key, value):
     """How far outputs may be from those of float64, coded tokens being the same: what is rounded is float32, and where
     inputs are bfloat16 what is multiplied may be, too."""
-    scores, straight = 0.0, value.double().norm(dim=-1).max().item()
+    scores, unrotated = 0.0, value.double().norm(dim=-1).max().item()
     size = SCALING * query.double().norm(dim=-1).max().item()
     share = query.shape[1] // key.shape[1]
     spread = SCALING * pairs(query, key.repeat_interleave(share, 1))
     for group, coded_tiers in zip(layer.groups, layer.coded_tiers.values(), strict=True):
-        # Of turned vectors, and of the way back: by Cauchy and Schwarz no sum of sizes is larger than their product.
+        # Of rotated vectors, and of the way back: by Cauchy and Schwarz no sum of sizes is larger than their product.
         keys, values = (
             coder.chain(x[:, group].float()) for coder, x in ((coded_tiers.key, key), (coded_tiers.value, value))
         )
-        turned = [
-            coded_tiers.key.turn.double() * coded_tiers.key.fineness.double().unsqueeze(-1) @ x.double().mT
+        rotated = [
+            coded_tiers.key.rotation.double() * coded_tiers.key.fineness.double().unsqueeze(-1) @ x.double().mT
             for x in keys
         ]
         back = coded_tiers.key.back.double().flatten(1).norm(dim=1).max().item() / coded_tiers.key.dim**0.5
-        longest = max(x.norm(dim=-2).max().item() for x in turned) + coded_tiers.key.middle.norm(dim=-1).max().item()
+        longest = max(x.norm(dim=-2).max().item() for x in rotated) + coded_tiers.key.middle.norm(dim=-1).max().item()
         scores = max(scores, size * (back * longest + key.double().norm(dim=-1).max().item()))
-        straight = max(straight, *(2 * x.double().norm(dim=-1).max().item() for x in values))
-        asked, _ = coded_tiers.key.against(query.unflatten(1, (-1, share))[:, group].flatten(1, 2).double())
-        coded = [coded_tiers.key.turned(x.double()).repeat_interleave(share, 1) for x in keys]
+        unrotated = max(unrotated, *(2 * x.double().norm(dim=-1).max().item() for x in values))
+        asked, _ = coded_tiers.key.rotate_query(query.unflatten(1, (-1, share))[:, group].flatten(1, 2).double())
+        coded = [coded_tiers.key.rotate(x.double()).repeat_interleave(share, 1) for x in keys]
         spread = max(spread, *(SCALING * pairs(asked, x) for x in coded))
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019), of which
     # weights have those of scores, and averages those of weights twice and their own.
@@ -114,7 +114,7 @@ def error_of(layer, query, key, value):
     if query.dtype == torch.bfloat16:
         half = torch.finfo(query.dtype).eps / 2  # of each factor, and of what comes out
         of_scores, of_averages = of_scores + 4 * 2**0.5 * half * spread, of_averages + 3 * half
-    return (math.expm1(2 * of_scores) + of_averages) * straight
+    return (math.expm1(2 * of_scores) + of_averages) * unrotated
 
 
 def pairs(query, key):
@@ -246,8 +246,8 @@ def test_states_that_are_views_or_reordered_go_on_the_same():
     strided = [state.map(lambda t: t.repeat_interleave(2, 1)[:, ::2]) for state in states]
     assert torch.equal(layer(*inputs, scaling=SCALING, states=strided)[0], out)
     order = torch.tensor([2, 0, 0])
-    turned = [state.reorder(order) for state in states]
-    assert torch.equal(layer(*(x[order] for x in inputs), scaling=SCALING, states=turned)[0], out[order])
+    rotated = [state.reorder(order) for state in states]
+    assert torch.equal(layer(*(x[order] for x in inputs), scaling=SCALING, states=rotated)[0], out[order])
 
 
 @needs_kernels

@@ -66,8 +66,8 @@ def test_states_that_are_views_or_reordered_go_on_the_same(length):
     strided = [state.map(lambda t: t.repeat_interleave(2, 1)[:, ::2]) for state in before]
     assert_same_codes([student(*inputs, scaling=SCALING, states=strided)[1]], [after])
     order = torch.tensor([2, 0, 0])
-    turned = [state.reorder(order) for state in before]
-    assert torch.equal(student(*(x[order] for x in inputs), scaling=SCALING, states=turned)[0], out[order])
+    rotated = [state.reorder(order) for state in before]
+    assert torch.equal(student(*(x[order] for x in inputs), scaling=SCALING, states=rotated)[0], out[order])
 
 
 @needs_kernels
@@ -100,11 +100,11 @@ def test_queries_are_turned_by_what_back_is_now(inference):
         coder = Coder(2, 16, [3.0])
         coder.reset()
         query = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
-        numbers, unit = coder.asking(query)
+        numbers, unit = coder.rotate_query_integer(query)
         coder.back.mul_(2)
-        again, twice = coder.asking(query)
+        again, twice = coder.rotate_query_integer(query)
         assert torch.equal(again, numbers)
         assert torch.equal(twice, 2 * unit)
         coder.constants = coder.constants.clone()
         coder.back.mul_(4)
-        assert torch.equal(coder.asking(query)[1], 8 * unit)
+        assert torch.equal(coder.rotate_query_integer(query)[1], 8 * unit)

@@ -86,7 +86,7 @@ def test_queries_see_what_the_state_holds_as_they_ask():
         near, sinks = states[n].window, states[n].sinks
         tokens = [(x.key, x.value, x.log_weight.unsqueeze(1).expand(-1, 2, -1)) for x in (near, sinks)]
         for tier, coded in enumerate(states[n].tiers):
-            held = coded_tiers.straight(coded, tier)
+            held = coded_tiers.unrotate(coded, tier)
             tokens.append(
                 (held.key, held.value, held.log_weight.expand(2, 2, -1) if tier else held.log_weight[:, None])
             )
@@ -105,7 +105,7 @@ def test_what_draws_attention_stays_and_what_does_not_goes():
     query = query[:, :, :1] + 0.1 * query  # all ask for what the token in place 20 has
     coded_tiers = memory(key, value)
     _, states = read(coded_tiers, query, key, value)
-    held = coded_tiers.straight(states[-1].tiers[-1], 1).key[0, 0]
+    held = coded_tiers.unrotate(states[-1].tiers[-1], 1).key[0, 0]
     # A key of three bits a number is off by a few tenths of its size.
     off = [(held - key[0, 0, place]).norm(dim=-1).min() / key[0, 0, place].norm() for place in (20, 21)]
     assert off[0] < 0.4 < off[1]
@@ -134,11 +134,11 @@ def test_rows_of_a_batch_are_reordered_whole():
     query, key, value = inputs(0, 3, 2, 1, 40)
     coded_tiers = memory(key, value)
     _, states = read(coded_tiers, query, key, value)
-    turned = states[-1].reorder(torch.tensor([2, 0, 0]))
+    rotated = states[-1].reorder(torch.tensor([2, 0, 0]))
     for row, source in enumerate((2, 0, 0)):
         one = read(coded_tiers, *(x[source : source + 1] for x in (query, key, value)))[1][-1]
-        assert torch.equal(turned.tiers[-1].score[row], one.tiers[-1].score[0])
-        assert torch.equal(turned.tiers[-1].value[row], one.tiers[-1].value[0])
+        assert torch.equal(rotated.tiers[-1].score[row], one.tiers[-1].score[0])
+        assert torch.equal(rotated.tiers[-1].value[row], one.tiers[-1].value[0])
 
 
 @pytest.mark.parametrize("heavy_hitters", [0, KEPT])

@@ -18,7 +18,7 @@ SCALING, HEADS, GROUPS, DIM = 0.125, 2, 3, 64
 
 def keys_like_qwen(length: int, generator: torch.Generator) -> torch.Tensor:
     """Keys [1, HEADS, length, DIM] of noise, outlier channels, and a bias of norm 280 that RoPE has rotated: most of it
-    in pairs that hardly turn, some in pairs that turn once in a few tokens."""
+    in pairs that hardly rotation, some in pairs that rotation once in a few tokens."""
     key = torch.randn(1, HEADS, length, DIM, generator=generator)
     key[..., 5] *= 40
     angle = torch.arange(length)[:, None] * 1e6 ** (-torch.arange(DIM // 2) / (DIM / 2))
@@ -77,7 +77,7 @@ def off(found, wanted):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("compiled", marks=needs_kernels)])
 @pytest.mark.parametrize(
     ("tier", "bits", "most"),
-    [(8, 3.0, 0.03), (200, 5.0, 0.1)],  # all tokens in eight bits but the first ones; most of them in five
+    [(8, 3.0, 0.03), (200, 5.0, 0.1)],  # all tokens in int8 but the first ones; most of them in five
     ids=["window", "tier"],
 )
 def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, tier, bits, most, monkeypatch):

@@ -1,4 +1,4 @@
-"""A memory that fades against every pair written out in float64, and its state however a text is cut."""
+"""A compressed cache against every pair written out in float64, and its state however a text is cut."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_each_query_sees_tokens_as_old_as_they_are(seed, groups, length, window,
     options = {"scaling": SCALING, "weight": weight, "window": window, "sinks": sinks, "coded_tiers": coded_tiers}
     out, state = attend(query, key, value, NoFeatures(2, HEAD, 0), **options)
     wanted = oracle(query, key, value, coded_tiers, weight, window, sinks)
-    # Scores are sums of d products of queries and keys, some turned there and back; outputs averages of dv-vectors.
+    # Scores are sums of d products of queries and keys, some rotated there and back; outputs averages of dv-vectors.
     size = max(key.abs().max().item() * query.abs().max().item() * HEAD * SCALING, 1.0)
     bound = 64 * size * torch.finfo(torch.float32).eps * max(value.abs().max().item(), 1.0)
     seen = torch.ones(2, length, dtype=torch.bool) if weight is None else weight > 0
@@ -142,8 +142,8 @@ def test_reordering_and_bytes():
     query, key, value = inputs(0, 3, 2, 1, 12)
     coded_tiers = memory(key, value, ((4, 4.0), (6, 2.0)))
     _, state = attend(query, key, value, NoFeatures(2, HEAD, 0), scaling=SCALING, window=1, coded_tiers=coded_tiers)
-    turned = state.reorder(torch.tensor([2, 0, 0]))
-    assert torch.equal(turned.tiers[1].key[0], state.tiers[1].key[2])
+    rotated = state.reorder(torch.tensor([2, 0, 0]))
+    assert torch.equal(rotated.tiers[1].key[0], state.tiers[1].key[2])
     per_token = [coded_tiers.key.bytes_per_token(n) + coded_tiers.value.bytes_per_token(n) for n in range(2)]
     codes = 3 * 2 * (4 * per_token[0] + 6 * per_token[1])
     assert sum(tokens.bytes for tokens in state.tiers) == codes + 3 * 10 * 4  # and a log-weight for each token

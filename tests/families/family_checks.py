@@ -67,7 +67,7 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     return model.double()
 
 
-def fade(model: PreTrainedModel, budget: int, head_budgets: str) -> PreTrainedModel:
+def compress_to(model: PreTrainedModel, budget: int, head_budgets: str) -> PreTrainedModel:
     """The model with a compressed cache."""
     return compress(model, texts(model, 3, POSITIONS // 2), budget=budget, head_budgets=head_budgets)
 

@@ -16,7 +16,7 @@ DIM, SCALING, LENGTH = 8, 0.6, 36
 TIER, SMALL = [(5, 3.0)], [(2, 3.0)]
 EIGHT_BITS = {"sinks": 1, "token_dtype": "int8"}
 KINDS = {
-    "faded": ([0] * 2, EIGHT_BITS | {"window": 3, "tiers": [TIER] * 2, "heavy_hitters": [4] * 2}),
+    "compressed": ([0] * 2, EIGHT_BITS | {"window": 3, "tiers": [TIER] * 2, "heavy_hitters": [4] * 2}),
     "ragged_faded": (
         [0] * 3,
         EIGHT_BITS | {"window": [3, 5, 3], "tiers": [TIER, SMALL, TIER], "heavy_hitters": [4, 1, 4]},

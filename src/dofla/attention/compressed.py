@@ -1,4 +1,4 @@
-"""A memory that fades, from one call to the next as it is kept: in one piece."""
+"""A compressed cache, from one call to the next as it is kept: in one piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from dofla.attention import compiled, gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
-from dofla.attention.coding.heavy_hitters import falling
+from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.compiled.tiers import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -49,7 +49,7 @@ class CompressedHeads:
         weight: Tensor | None,
         states: Sequence[FlatState | None],
     ) -> tuple[Tensor, list[FlatState]] | None:
-        """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits.
+        """What :func:`dofla.attention.attend` makes of tokens that are kept in int8.
 
         Args and returns are those of :func:`dofla.attention.attend`, but that there is a state for each group, in one
         piece, before and after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do
@@ -106,7 +106,7 @@ class CompressedHeads:
             self._decoders = list(map(_decoder, self.layouts)) if all(map(_has_one_scored_tier, self.layouts)) else []
         if not self._decoders:
             return None
-        log_weight, steps, after = _log_weight(key, value, weight), falling(scaling, query.device), []
+        log_weight, steps, after = _log_weight(key, value, weight), weight_steps(scaling, query.device), []
         out = value.new_zeros(*query.shape[:-1], value.shape[-1])
         for decoder, state in zip(self._decoders, self._begun(states, query), strict=True):
             tokens = decoder(query, key, value, log_weight, state.tokens, out, scaling, *steps)

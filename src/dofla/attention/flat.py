@@ -20,7 +20,7 @@ from dofla.attention.state import FeatureState, State, TokenBuffer, _Tensors
 
 @dataclass(frozen=True)
 class FlatState(_Tensors):
-    """A :class:`State` in one piece, but for its ``features``: window and sinks in eight bits and tiers in codes are
+    """A :class:`State` in one piece, but for its ``features``: window and sinks in int8 and tiers in codes are
     the rows ``tokens`` [B, bytes], uint8, that a :class:`Layout` reads."""
 
     features: FeatureState | None
@@ -35,7 +35,7 @@ class Layout:
         coded_tiers: the tiers of the group.
         heads: its KV heads.
         features: behind them.
-        window: tokens in eight bits.
+        window: tokens in int8.
         sinks: likewise.
 
     Attributes:
@@ -69,7 +69,7 @@ class Layout:
         return FlatState(features, self._before.to(device).expand(batch, -1).contiguous())
 
     def flat(self, state: State) -> FlatState:
-        """A state in eight bits and in codes in one piece."""
+        """A state in int8 and in codes in one piece."""
         return FlatState(state.features, self._rows.joined(_parts(state)))
 
     def opened(self, state: FlatState) -> State:
@@ -79,7 +79,7 @@ class Layout:
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
 
     def _empty(self) -> State:
-        """That of one sequence, but for its features, in eight bits and in codes."""
+        """That of one sequence, but for its features, in int8 and in codes."""
         device, dims = torch.device("cpu"), (self.coded_tiers.key.dim, self.coded_tiers.value.dim)
         key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (

@@ -17,27 +17,26 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from dofla.cli.menu import HelpAll
+from dofla.cli.options import OUTPUT
 from dofla.errors import DoflaError
 
 if TYPE_CHECKING:
     from dofla.runs.view import View
 
-_PANEL = "Output"
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_PANEL)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.", rich_help_panel=_PANEL)
+    bool, typer.Option("--quiet", "-q", help="Only print errors and requested text.", rich_help_panel=OUTPUT)
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=_PANEL)
-]
+Json = Annotated[bool, typer.Option("--json", help="Only print the result, as JSON.", rich_help_panel=OUTPUT)]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Say everything; show where an error comes from.", rich_help_panel=_PANEL)
+    bool, typer.Option("--debug", help="Log everything; show tracebacks of errors.", rich_help_panel=OUTPUT)
 ]
 
 
 @dataclass(frozen=True)
 class Verbosity:
-    """Options for what is printed, and how much."""
+    """How much is said, and to whom."""
 
     verbose: Verbose = False
     quiet: Quiet = False
@@ -57,7 +56,8 @@ class Verbosity:
 
 _MOST = 2**31 - 1
 OPTIONS = get_type_hints(Verbosity, include_extras=True)
-VERBOSITY: ContextVar[Verbosity] = ContextVar("verbosity")
+_HELP_ALL = "help_all"
+VERBOSITY: ContextVar[Verbosity] = ContextVar("manner")
 """Of the command that is being carried out."""
 _VIEW: ContextVar[View] = ContextVar("view")
 
@@ -74,22 +74,24 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     def command(ctx: typer.Context, **given: Any) -> None:
         from dofla.storage.processes import is_first
 
-        verbosity = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
-        with _showing(verbosity):
+        manner = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        del given[_HELP_ALL]
+        with _showing(manner):
             for name, value in given.items():
                 _check(name.replace("_", "-"), value)
             result = function(**given)
-        if verbosity.json and is_first():
+        if manner.json and is_first():
             print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
 
     hints = get_type_hints(function, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
     kind = inspect.Parameter.KEYWORD_ONLY
-    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in OPTIONS.items()]
+    shared = {**OPTIONS, _HELP_ALL: HelpAll}
+    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in shared.items()]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     own = [p.replace(kind=kind) for p in own]
     command.__signature__ = inspect.Signature([first, *own, *common])
-    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **OPTIONS}
+    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **shared}
     return command
 
 
@@ -103,20 +105,20 @@ def _check(name: str, value: Any) -> None:
 
 
 @contextmanager
-def _showing(verbosity: Verbosity) -> Iterator[None]:
+def _showing(manner: Verbosity) -> Iterator[None]:
     """Within the block there is a view, and what is logged is shown on it."""
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
     from dofla.storage.processes import is_first
 
-    VERBOSITY.set(verbosity)
-    _VIEW.set(View(quiet=verbosity.quiet or not is_first(), results=not verbosity.json))
+    VERBOSITY.set(manner)
+    _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
-    handler.setLevel(verbosity.level)
+    handler.setLevel(manner.level)
     logger.addHandler(handler)
-    before, _ = logger.level, logger.setLevel(verbosity.level)
-    transformers_logging.set_verbosity(logging.WARNING if verbosity.verbose or verbosity.debug else logging.ERROR)
+    before, _ = logger.level, logger.setLevel(manner.level)
+    transformers_logging.set_verbosity(logging.WARNING if manner.verbose or manner.debug else logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which tokens stay, and all of a memory that fades, by the Triton kernels: bit for bit those of plain torch."""
+"""Which tokens stay, and all of a compressed cache, by the Triton kernels: bit for bit those of plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from device import DEVICE, calls_of_kernels, needs_device
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, attend
-from dofla.attention.coding.heavy_hitters import FREE, MOST_SCORE, OCTAVE, WEIGHTS, _choose, _steps
+from dofla.attention.coding.heavy_hitters import FREE, MOST_SCORE, OCTAVE, WEIGHTS, _select_survivors, _steps
 from dofla.feature_maps.none import NoFeatures
 
 pytestmark = needs_device
@@ -35,6 +35,7 @@ def memory(key, value, tiers, heavy_hitters):
     return coded_tiers.requires_grad_(False)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("length", [1, 30])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
@@ -42,24 +43,26 @@ def memory(key, value, tiers, heavy_hitters):
     [(8, 3.0, 0.1), (24, 1.5, 3.0), (64, 3.5, 1e3), (128, 2.0, 1e7)],
 )
 def test_logarithms_and_choice_are_those_of_plain_torch(dim, bits, scale, groups, length):
-    from dofla.attention.gpu.heavy_hitters import choose, logarithms
+    from dofla.attention.gpu.heavy_hitters import logarithms, select_survivors
 
     places, newest = 21, 6
     query, key, value = vectors(0, 2, 2, groups, places + length, dim)
     coder = memory(key, value, [(places, bits)], 0).key
-    asking, codes = coder.asking(scale * query[:, :, places:]), coder.encode(key)
+    query_integers, codes = coder.rotate_query_integer(scale * query[:, :, places:]), coder.encode(key)
     generator = torch.Generator().manual_seed(1)
     score = torch.randint(0, 40, (2, 2, places + length), generator=generator).to(torch.int16)
     score[0, 0, 3], score[1, :, :5], score[:, :, places:] = MOST_SCORE, FREE, 0
     real = torch.rand(2, length, generator=generator) < 0.8
     score[:, :, places:][~real.unsqueeze(1).expand(-1, 2, -1)] = FREE
-    steps = _steps(asking, coder.numbers(*codes, 0), PER_STEP)
+    steps = _steps(query_integers, coder.numbers(*codes, 0), PER_STEP)
 
-    own, (numbers, unit) = copy.deepcopy(coder).to(DEVICE), (x.to(DEVICE) for x in asking)
+    own, (numbers, unit) = copy.deepcopy(coder).to(DEVICE), (x.to(DEVICE) for x in query_integers)
     keys = own.for_kernels(*(x.to(DEVICE) for x in codes), 0)
     assert torch.equal(logarithms((numbers, unit), keys, PER_STEP).cpu(), steps)
-    found = choose((numbers, unit), real.to(DEVICE), keys, score.to(DEVICE), newest, PER_STEP, WEIGHTS.to(DEVICE))
-    for mine, plain in zip(found, _choose(steps, real, score, newest), strict=True):
+    found = select_survivors(
+        (numbers, unit), real.to(DEVICE), keys, score.to(DEVICE), newest, PER_STEP, WEIGHTS.to(DEVICE)
+    )
+    for mine, plain in zip(found, _select_survivors(steps, real, score, newest), strict=True):
         assert torch.equal(mine.cpu().to(plain.dtype), plain)
 
 
@@ -89,9 +92,9 @@ def assert_same(found, wanted, vectors):
 
 TIERS = {  # tokens and bits, kept ones, and the kernels of a call
     "one": ([(6, 3.0)], 0, ["attend"]),
-    "one that keeps": ([(4, 3.0)], 5, ["choose", "attend"]),
+    "one that keeps": ([(4, 3.0)], 5, ["select_survivors", "attend"]),
     "two": ([(3, 4.0), (5, 2.5)], 0, ["attend"] * 2),
-    "two of which one keeps": ([(3, 4.0), (4, 2.5)], 5, ["attend", "choose", "attend"]),
+    "two of which one keeps": ([(3, 4.0), (4, 2.5)], 5, ["attend", "select_survivors", "attend"]),
 }
 
 
@@ -126,17 +129,18 @@ def test_a_text_longer_than_a_piece():
     coded_tiers = memory(*text[1:], [(10, 3.0)], 30)
     with calls_of_kernels() as called:
         found = read(coded_tiers, text, device=DEVICE)
-    assert called == ["choose", "attend"] * 2
+    assert called == ["select_survivors", "attend"] * 2
     assert_same(found, read(coded_tiers, text), text)
 
 
+@pytest.mark.interpreter
 def test_bfloat16():
     text = [x.bfloat16() for x in vectors(3, 1, 2, 1, 20)]
     coded_tiers = memory(*(x.float() for x in text[1:]), [(4, 3.0)], 5)
     wanted = read(coded_tiers, text)
     with calls_of_kernels() as called:
         found = read(coded_tiers, text, device=DEVICE)
-    assert called == ["choose", "attend"]
+    assert called == ["select_survivors", "attend"]
     assert found[0].dtype == torch.bfloat16
     off = torch.finfo(torch.bfloat16).eps * wanted[0].abs().max()  # rounded once, perhaps to a neighbour
     assert (found[0].float() - wanted[0].float()).abs().max() <= off
@@ -145,6 +149,7 @@ def test_bfloat16():
         assert torch.equal(mine.score, plain.score)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("of", ["query", "value"])
 def test_gradients_are_those_of_plain_torch(of):
     """Who stays has none; attention to codes passes them on, in plain torch."""
@@ -155,7 +160,7 @@ def test_gradients_are_those_of_plain_torch(of):
     wanted, asked.grad = asked.grad, None
     with calls_of_kernels() as called:
         read(coded_tiers, text, device=DEVICE)[0].square().sum().backward()
-    assert called == ["choose"]
+    assert called == ["select_survivors"]
     torch.testing.assert_close(asked.grad, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
 
 
@@ -164,10 +169,11 @@ def test_float64_is_attended_to_in_plain_torch():
     coded_tiers = memory(*(x.float() for x in text[1:]), [(4, 3.0)], 5)
     with calls_of_kernels() as called:
         found = read(coded_tiers, text, device=DEVICE)
-    assert called == ["choose"]
+    assert called == ["select_survivors"]
     assert_same(found, read(coded_tiers, text), text)
 
 
+@pytest.mark.interpreter
 def test_padding_alone():
     text = vectors(6, 1, 1, 1, 12)
     coded_tiers = memory(*text[1:], [(3, 3.0)], 4)

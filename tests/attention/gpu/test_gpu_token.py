@@ -1,4 +1,4 @@
-"""A decoded token of a memory that fades by the Triton kernels alone: states bit for bit those of plain torch."""
+"""A decoded token of a compressed cache by the Triton kernels alone: states bit for bit those of plain torch."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_other_memories_are_read_as_longer_parts_are():
     with calls_of_kernels() as called, pytest.MonkeyPatch.context() as patch:
         patch.setattr("dofla.attention.compiled.usable", lambda *_: False)
         found, mine = read(own, moved(text, DEVICE), None, [before, before + 1], states)
-    assert called == ["attend", "choose", "attend"]
+    assert called == ["attend", "select_survivors", "attend"]
     assert own._compressed._decoders == []
     assert (found.cpu() - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
     opened = [layer.layout_of(0).opened(x) for x in (mine[0].map(lambda x: x.cpu()), after[0])]
@@ -176,5 +176,15 @@ def test_a_token_is_a_dozen_operations_and_waits_for_nothing(monkeypatch):
         launched.clear()
         with _Operations() as counted:
             read(layer, text, None, [before + 1, before + 2], states)
-    assert launched == ["line", "_code", "_code", "_ask", "_logarithms", "_choose", "_attend", "near", "write"]
+    assert launched == [
+        "line",
+        "_code",
+        "_code",
+        "_rotate_queries",
+        "_logarithms",
+        "_select_survivors",
+        "_attend",
+        "near",
+        "write",
+    ]
     assert sorted(counted.names) == ["cat", "new_zeros", "zeros_like"]  # the first is the test's own

@@ -1,4 +1,4 @@
-"""A memory that fades: tiers of tokens between the window and the features, with ever fewer bits."""
+"""A compressed cache: tiers of tokens between the window and the features, with ever fewer bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder, Numbers, encode_together, token_bytes
-from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen, keep, pieces, seen
+from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen, pieces, seen, select_survivors
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.exact import exact_attention, merge
 from dofla.attention.kernel import exact_scores
@@ -28,7 +28,7 @@ class CodedTiers(nn.Module):
     Args:
         heads: KV heads.
         head_dim, value_dim: sizes of their keys and values, multiples of 8.
-        tiers: tokens and bits of each, bits falling.
+        tiers: tokens and bits of each, bits weight_steps.
         heavy_hitters: slots of the last tier beyond those, for tokens that are retained while they draw attention
             (:mod:`dofla.attention.coding.heavy_hitters`).
     """
@@ -91,61 +91,63 @@ class CodedTiers(nn.Module):
             Output [B, H, L, dv] and log-normaliser [B, H, L]; what the tiers hold after; and the L tokens that leave
             the last one, or None.
         """
-        turned, asking = self._asked(query)
+        rotated, query_integers = self._rotated_queries(query)
         length = query.shape[-2]
         with torch.no_grad():
             moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
-        unrounded = self._unrounded(leaving, turned.dtype)
+        unrounded = self._unrounded(leaving, rotated.dtype)
         parts, after = [], []
         for tier, count in enumerate(self.counts):
             if self.heavy_hitters and tier + 1 == len(self.counts):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
                 part, stays, moving, unrounded = self._attend_kept(
-                    asking, turned, real, held[tier], ScoredTokens.of(moving), unrounded, scaling
+                    query_integers, rotated, real, held[tier], ScoredTokens.of(moving), unrounded, scaling
                 )
                 parts.append(part)
                 after.append(stays)
                 break
             line = held[tier].then(moving)
             passing = _in_front(unrounded, count)
-            parts.append(self._see(turned, line, tier, passing, None, scaling))
+            parts.append(self._see(rotated, line, tier, passing, None, scaling))
             unrounded = passing and passing[:length]
             after.append(line[length:])
             moving = line[:length]
             if tier + 1 < len(self.counts):
                 moving = self.aged(moving, tier)
         out, normaliser = reduce(merge, parts)
-        left = self.straight(moving, len(self.counts) - 1, turned.dtype, unrounded) if behind else None
-        return (self.value.straight(out), normaliser), tuple(after), left
+        left = self.unrotate(moving, len(self.counts) - 1, rotated.dtype, unrounded) if behind else None
+        return (self.value.unrotate(out), normaliser), tuple(after), left
 
-    def _asked(self, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
-        """Queries turned [B, H, L, d + 1], and what gives those of some tokens as whole numbers, as :func:`keep` takes
-        them."""
+    def _rotated_queries(self, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
+        """Queries rotated [B, H, L, d + 1], and what gives those of some tokens as integers, as
+        :func:`select_survivors` takes them."""
         if gpu.usable(query):
-            from dofla.attention.gpu.rotate_query import ask
+            from dofla.attention.gpu.rotate_query import rotate_queries
 
-            turned, (numbers, units) = ask(self.key, query, query.shape[1] // self.key.heads)
-            return turned, lambda part: (numbers[:, :, part], units[:, :, part])
-        turned, beside = self.key.against(accumulable(query))
-        turned = torch.cat([turned, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
-        return turned, lambda part: self.key.asking(query[:, :, part].detach())
+            rotated, (numbers, units) = rotate_queries(self.key, query, query.shape[1] // self.key.heads)
+            return rotated, lambda part: (numbers[:, :, part], units[:, :, part])
+        rotated, beside = self.key.rotate_query(accumulable(query))
+        rotated = torch.cat([rotated, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
+        return rotated, lambda part: self.key.rotate_query_integer(query[:, :, part].detach())
 
     def _attend_kept(
         self,
-        asking: Callable[[slice], Numbers],
-        turned: Tensor,
+        query_integers: Callable[[slice], Numbers],
+        rotated: Tensor,
         real: Tensor,
         held: ScoredTokens,
         entering: ScoredTokens,
         unrounded: TokenBuffer | None,
         scaling: float,
     ) -> tuple[tuple[Tensor, Tensor], ScoredTokens, CodedTokens, TokenBuffer | None]:
-        """The last tier, where it keeps what draws attention: as :meth:`attend`, output still turned."""
+        """The last tier, where it keeps what draws attention: as :meth:`attend`, output still rotated."""
         out, left, last = [], [], len(self.counts) - 1
         for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
             line, passing = held.then(entering[part]), _in_front(unrounded, len(held))
-            held, leaving, gone = keep(asking(part), real[:, part], line, self.counts[last], self.key, scaling)
-            out.append(self._see(turned[:, :, part], line, last, passing, gone, scaling))
+            held, leaving, evicted_at = select_survivors(
+                query_integers(part), real[:, part], line, self.counts[last], self.key, scaling
+            )
+            out.append(self._see(rotated[:, :, part], line, last, passing, evicted_at, scaling))
             left.append(line.chosen(leaving))
             if passing is not None:
                 unrounded = replace(passing, key=chosen(passing.key, leaving), value=chosen(passing.value, leaving))
@@ -155,31 +157,31 @@ class CodedTiers(nn.Module):
 
     def _see(
         self,
-        turned: Tensor,
+        rotated: Tensor,
         line: CodedTokens | ScoredTokens,
         tier: int,
         unrounded: TokenBuffer | None,
-        gone: Tensor | None,
+        evicted_at: Tensor | None,
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
-        """What turned queries [B, H, L, d + 1] see of a tier: output, turned as well, and log-normaliser.
+        """What rotated queries [B, H, L, d + 1] see of a tier: output, rotated as well, and log-normaliser.
 
-        ``line`` is what it held and the L tokens that enter; ``gone`` as :func:`keep` gives it, or None where the first
-        that came is the first to go.
+        ``line`` is what it held and the L tokens that enter; ``evicted_at`` as :func:`select_survivors` gives it, or
+        None where the first that came is the first to go.
         """
-        length = turned.shape[-2]
-        if unrounded is None and gpu.usable(turned):
+        length = rotated.shape[-2]
+        if unrounded is None and gpu.usable(rotated):
             from dofla.attention.gpu.tiers import attend
 
             key = self.key.for_kernels(line.key, line.key_scale, tier)
             value = self.value.for_kernels(line.value, line.value_scale, tier)
-            return attend(turned, key, value, line.log_weight, gone, scaling)
-        tokens = _through(self._decoded(line, tier, turned.dtype), unrounded)
+            return attend(rotated, key, value, line.log_weight, evicted_at, scaling)
+        tokens = _through(self._decoded(line, tier, rotated.dtype), unrounded)
         tokens = replace(tokens, key=F.pad(tokens.key, (0, 1), value=1.0))
-        if gone is None:
-            return exact_attention(turned, tokens[1:], len(line) - length - 1, 0, None, None, scaling)
-        sees = seen(line, gone, length)
-        scores = exact_scores(turned, tokens.key, scaling).unflatten(1, (sees.shape[1], -1))
+        if evicted_at is None:
+            return exact_attention(rotated, tokens[1:], len(line) - length - 1, 0, None, None, scaling)
+        sees = seen(line, evicted_at, length)
+        scores = exact_scores(rotated, tokens.key, scaling).unflatten(1, (sees.shape[1], -1))
         scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
         out = scores.softmax(-1) @ tokens.value.unsqueeze(2) * sees.any(-1)[:, :, None, :, None]
         return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
@@ -190,7 +192,7 @@ class CodedTiers(nn.Module):
             from dofla.attention.gpu.encode import entered
 
             return CodedTokens(*entered(self.key, tokens.key), *entered(self.value, tokens.value), tokens.log_weight)
-        return self._kept_by(0, [self.key.exactly_turned(tokens.key), self.value.exactly_turned(tokens.value)], tokens)
+        return self._kept_by(0, [self.key.rotate_integer(tokens.key), self.value.rotate_integer(tokens.value)], tokens)
 
     def aged(self, tokens: CodedTokens, tier: int) -> CodedTokens:
         """Tokens of a tier as the next one keeps them."""
@@ -207,7 +209,7 @@ class CodedTiers(nn.Module):
             key, value = encode_together([self.key, self.value], vectors, tier)
         return CodedTokens(*key, *value, tokens.log_weight)
 
-    def straight(
+    def unrotate(
         self,
         tokens: CodedTokens,
         tier: int,
@@ -215,15 +217,15 @@ class CodedTiers(nn.Module):
         unrounded: TokenBuffer | None = None,
     ) -> TokenBuffer:
         """Tokens of a tier as they were, as nearly as the tier remembers; with the gradients of ``unrounded``."""
-        turned = _through(self._decoded(tokens, tier, dtype), unrounded)
-        return TokenBuffer(self.key.straight(turned.key), self.value.straight(turned.value), turned.log_weight)
+        rotated = _through(self._decoded(tokens, tier, dtype), unrounded)
+        return TokenBuffer(self.key.unrotate(rotated.key), self.value.unrotate(rotated.value), rotated.log_weight)
 
     def _unrounded(self, tokens: TokenBuffer, dtype: torch.dtype) -> TokenBuffer | None:
-        """Tokens turned, where a gradient is asked of them."""
+        """Tokens rotated, where a gradient is asked of them."""
         if not torch.is_grad_enabled() or not (tokens.key.requires_grad or tokens.value.requires_grad):
             return None
         return TokenBuffer(
-            self.key.turned(tokens.key.to(dtype)), self.value.turned(tokens.value.to(dtype)), tokens.log_weight
+            self.key.rotate(tokens.key.to(dtype)), self.value.rotate(tokens.value.to(dtype)), tokens.log_weight
         )
 
     def _decoded(self, tokens: CodedTokens | ScoredTokens, tier: int, dtype: torch.dtype) -> TokenBuffer:

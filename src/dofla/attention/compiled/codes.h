@@ -30,7 +30,7 @@ inline void products(std::int64_t count, float* to, std::int64_t stride, const O
   }
 }
 
-// ... with vectors in eight bits.
+// ... with vectors in int8.
 template <int N, int G>
 inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
                    const float* queries, float* to, std::int64_t stride) {
@@ -43,7 +43,7 @@ inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int
   });
 }
 
-// ... of turned queries with codes of a tier.
+// ... of rotated queries with codes of a tier.
 template <int N, int G>
 inline void scores(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
@@ -61,7 +61,7 @@ inline void scores(const Coder& coder, std::int64_t tier, const std::uint8_t* co
   });
 }
 
-// Adds to [G, dim] vectors in eight bits, each times weights[g * stride + t].
+// Adds to [G, dim] vectors in int8, each times weights[g * stride + t].
 template <int N, int G>
 inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
                     const float* weights, std::int64_t stride, float* to) {
@@ -76,7 +76,7 @@ inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::in
   }
 }
 
-// ... turned vectors in codes of a tier.
+// ... rotated vectors in codes of a tier.
 template <int N, int G>
 inline void weighed(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                     std::int64_t count, const float* weights, std::int64_t stride, float* to) {
@@ -96,9 +96,9 @@ inline void weighed(const Coder& coder, std::int64_t tier, const std::uint8_t* c
   }
 }
 
-// Coder.against: G queries [G, dim] turned, and their products with the mean.
+// Coder.rotate_query: G queries [G, dim] rotated, and their products with the mean.
 template <int N, int G>
-inline void against(const Coder& coder, const float* queries, float* turned, float* beside) {
+inline void rotate_query(const Coder& coder, const float* queries, float* rotated, float* beside) {
   const std::int64_t dim = coder.dim;
   constexpr int kSums = G * Floats<N>::kParts > 6 ? 1 : G * Floats<N>::kParts > 3 ? 2 : 4;
   for (std::int64_t j = 0; j < dim; j += N) {
@@ -111,7 +111,7 @@ inline void against(const Coder& coder, const float* queries, float* turned, flo
     }
     for (int g = 0; g < G; ++g) {
       for (int n = 1; n < kSums; ++n) sum[0][g] += sum[n][g];
-      sum[0][g].store(turned + g * dim + j);
+      sum[0][g].store(rotated + g * dim + j);
     }
   }
   for (int g = 0; g < G; ++g) {
@@ -122,9 +122,9 @@ inline void against(const Coder& coder, const float* queries, float* turned, flo
   }
 }
 
-// Coder.straight of G sums [G, dim] of turned vectors, added to `to`; `mass` [G] is the sum of their weights.
+// Coder.unrotate of G sums [G, dim] of rotated vectors, added to `to`; `mass` [G] is the sum of their weights.
 template <int N, int G>
-inline void straighten(const Coder& coder, const float* turned, const float* mass, float* to) {
+inline void unrotate(const Coder& coder, const float* rotated, const float* mass, float* to) {
   const std::int64_t dim = coder.dim;
   float found[G][kTile];
   for (std::int64_t first = 0; first < dim; first += kTile) {
@@ -132,7 +132,7 @@ inline void straighten(const Coder& coder, const float* turned, const float* mas
     products<N, G>(rows, found[0], kTile, [&](std::int64_t i, Floats<N>* sum) {
       for (std::int64_t j = 0; j < dim; j += N) {
         const Floats<N> row = Floats<N>::load(coder.back + (first + i) * dim + j);
-        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(turned + g * dim + j) * row;
+        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(rotated + g * dim + j) * row;
       }
     });
     for (int g = 0; g < G; ++g) {

@@ -1,5 +1,5 @@
 // Tokens in few bits and in eight: the arithmetic of coding/ and eight_bits.py, one vector at a time. Codes are those of
-// plain torch bit for bit: sums are of whole numbers that a float holds, and every other operation is a single one,
+// plain torch bit for bit: sums are of integers that a float holds, and every other operation is a single one,
 // correctly rounded, or has an exact product in front of it, so that it does not matter whether the compiler fuses them.
 #pragma once
 
@@ -26,7 +26,7 @@ struct Tables {
 // coder.py for one KV head.
 struct Coder {
   std::int64_t dim, block;
-  const std::int16_t* turn;                            // [dim, dim]
+  const std::int16_t* rotation;                            // [dim, dim]
   const float *fineness, *back, *mean, *middle;        // [dim], [dim, dim], [dim], [dim]
   const std::uint8_t* bits;                            // [tiers, blocks]
   Tables tables;
@@ -90,7 +90,7 @@ inline float largest_size(const float* x, std::int64_t n) {
   return most;
 }
 
-// coder._whole_rows of `from` [dim, dim] transposed: columns of whole numbers, a vector of them every `stride` pairs, and
+// coder._whole_rows of `from` [dim, dim] transposed: columns of integers, a vector of them every `stride` pairs, and
 // what one is worth in each.
 inline void whole_columns(const float* from, std::int64_t dim, Number* __restrict to, std::int64_t stride,
                           float* __restrict fineness) {
@@ -189,25 +189,25 @@ inline float whole(float* x) {
   return power_of_two(exponent);
 }
 
-// Coder.encode of a vector in eight bits, as bytes; `wide` has room for it.
+// Coder.encode of a vector in int8, as bytes; `wide` has room for it.
 template <int N>
 inline void encode(const Coder& coder, const std::uint8_t* integers, const std::uint8_t* exponent,
                    std::int16_t* __restrict wide, std::uint8_t* codes, std::uint8_t* scales) {
   std::copy_n(reinterpret_cast<const std::int8_t*>(integers), coder.dim, wide);
   const float power = power_of_two(static_cast<std::int8_t>(*exponent));
-  const auto turn = [&](std::int64_t b, float* x) {
+  const auto rotation = [&](std::int64_t b, float* x) {
     for (int i = 0; i < N; ++i) {
-      const std::int16_t* __restrict row = coder.turn + (b * N + i) * coder.dim;
-      std::int32_t turned = 0;
-      for (std::int64_t j = 0; j < coder.dim; ++j) turned += static_cast<std::int32_t>(row[j]) * wide[j];
-      x[i] = static_cast<float>(turned);
+      const std::int16_t* __restrict row = coder.rotation + (b * N + i) * coder.dim;
+      std::int32_t rotated = 0;
+      for (std::int64_t j = 0; j < coder.dim; ++j) rotated += static_cast<std::int32_t>(row[j]) * wide[j];
+      x[i] = static_cast<float>(rotated);
     }
     const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
 #pragma omp simd
     for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
     return whole<N>(x);
   };
-  encode_vector<N>(coder, 0, turn, codes, scales);
+  encode_vector<N>(coder, 0, rotation, codes, scales);
 }
 
 // Coder.age of a vector
@@ -224,7 +224,7 @@ inline void age(const Coder& coder, std::int64_t tier, const std::uint8_t* codes
   encode_vector<N>(coder, tier + 1, decode, to_codes, to_scales);
 }
 
-// Coder.decode: the turned vector.
+// Coder.decode: the rotated vector.
 template <int N>
 inline void decode(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {

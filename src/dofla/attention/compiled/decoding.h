@@ -15,9 +15,9 @@ class Decoder {
  public:
   explicit Decoder(const Group& group)
       : group_(group), hidden_(group.tiers.size()), wide_(std::max(group.keys.dim, group.values.dim)),
-        unsound_(group.groups), queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
-        turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * group.columns()) {
+        unsound_(group.groups), queries_(group.groups * group.keys.dim), rotated_(queries_.size()), out_(group.groups * group.values.dim),
+        rotated_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
+        vector_(wide_.size()), rotated_vector_(wide_.size()), scores_(group.groups * group.columns()) {
     if (!group.heavy_hitters) return;
     drawing_.emplace(group, group.groups, group.tiers.back().count);
     drawn_.resize(group.tiers.back().count + 1);
@@ -35,7 +35,7 @@ class Decoder {
     }
     for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
       const Tokens &before = group.tiers[tier], &from = tier ? group.tiers[tier - 1] : group.window;
-      leaves_ = group.keeps(tier) ? choose(n, h) : 0;
+      leaves_ = group.keeps(tier) ? select_evicted(n, h) : 0;
       copy(before, group.tiers_after[tier], n, h, 0, 0, leaves_);
       copy(before, group.tiers_after[tier], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
       enter(group, tier, from, 0, group.tiers_after[tier], before.count - 1, n, h, wide_);
@@ -68,7 +68,7 @@ class Decoder {
   }
 
   void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
-    tiers::leave(group_, group_.tiers.back(), leaves_, n, h, key, value, 0, turned_vector_, vector_);
+    tiers::leave(group_, group_.tiers.back(), leaves_, n, h, key, value, 0, rotated_vector_, vector_);
   }
 
  private:
@@ -88,7 +88,7 @@ class Decoder {
   }
 
   // Which token leaves a tier that keeps what draws attention; the others' scores.
-  std::int64_t choose(std::int64_t n, std::int64_t h) {
+  std::int64_t select_evicted(std::int64_t n, std::int64_t h) {
     const Tokens& before = group_.tiers.back();
     const std::int64_t unit = n * before.heads + h, count = before.count;
     std::copy_n(before.scores(n, h), count, drawn_.begin());
@@ -117,8 +117,8 @@ class Decoder {
     coding::with_block(coder.block, [&](auto block) {
       coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
         const float* queries = &queries_[first * coder.dim];
-        float *turned = &turned_[first * coder.dim], *to = &scores_[first * columns_];
-        coding::against<block, g>(coder, queries, turned, &beside_[first]);
+        float *rotated = &rotated_[first * coder.dim], *to = &scores_[first * columns_];
+        coding::rotate_query<block, g>(coder, queries, rotated, &beside_[first]);
         const auto exact = [&](const Tokens& tokens) {
           coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
                                    tokens.count, queries, to, columns_);
@@ -131,7 +131,7 @@ class Decoder {
           const Tokens& tokens = group.tiers_after[tier];
           const std::int64_t hidden = hidden_[tier], seen = tokens.count - hidden;
           coding::scores<block, g>(coder, tier, tokens.row<std::uint8_t>(0, n, h, hidden),
-                                   tokens.row<std::uint8_t>(1, n, h, hidden), seen, turned, to, columns_);
+                                   tokens.row<std::uint8_t>(1, n, h, hidden), seen, rotated, to, columns_);
           for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, hidden, beside_[first + i], to + i * columns_);
           to += whole_lanes(seen);
         }
@@ -167,10 +167,10 @@ class Decoder {
     const Group& group = group_;
     const coding::Coder coder = group.values.head(h);
     std::fill(out_.begin(), out_.end(), 0.0f);
-    std::fill(turned_out_.begin(), turned_out_.end(), 0.0f);
+    std::fill(rotated_out_.begin(), rotated_out_.end(), 0.0f);
     coding::with_block(coder.block, [&](auto block) {
       coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
-        float *to = &out_[first * coder.dim], *turned = &turned_out_[first * coder.dim];
+        float *to = &out_[first * coder.dim], *rotated = &rotated_out_[first * coder.dim];
         const float* weights = &scores_[first * columns_];
         const auto exact = [&](const Tokens& tokens) {
           coding::weighed<block, g>(coder.dim, tokens.row<std::int8_t>(2, n, h, 0), tokens.row<std::int8_t>(3, n, h, 0),
@@ -185,10 +185,10 @@ class Decoder {
           const Tokens& tokens = group.tiers_after[tier];
           const std::int64_t hidden = hidden_[tier], seen = tokens.count - hidden;
           coding::weighed<block, g>(coder, tier, tokens.row<std::uint8_t>(2, n, h, hidden),
-                                    tokens.row<std::uint8_t>(3, n, h, hidden), seen, weights, columns_, turned);
+                                    tokens.row<std::uint8_t>(3, n, h, hidden), seen, weights, columns_, rotated);
           weights += whole_lanes(seen);
         }
-        coding::straighten<block, g>(coder, turned, &mass_[first], to);
+        coding::unrotate<block, g>(coder, rotated, &mass_[first], to);
       });
     });
   }
@@ -200,7 +200,7 @@ class Decoder {
   std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_;
+  std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, mass_, best_, whole_, vector_, rotated_vector_;
   Unwritten<float> scores_;
 };
 

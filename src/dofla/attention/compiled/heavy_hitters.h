@@ -1,5 +1,5 @@
 // The last tier where it keeps what draws attention: scores and who leaves, the arithmetic of coding/heavy_hitters.py. All of it
-// is of whole numbers or of single correctly rounded operations, none of which may be fused with another.
+// is of integers or of single correctly rounded operations, none of which may be fused with another.
 #pragma once
 
 #include "tiers.h"
@@ -10,10 +10,10 @@
 
 namespace dofla::tiers {
 
-constexpr std::int32_t kMostScore = 32767, kFades = 64;  // as in heavy_hitters.py
+constexpr std::int32_t kMostScore = 32767, kDecay = 64;  // as in heavy_hitters.py
 constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
 
-// The place of the least score among the first `count`, the foremost of several; gone tokens do not count.
+// The place of the least score among the first `count`, the foremost of several; evicted_at tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   std::uint32_t best = 0xffffffff;  // what kGone - kFree is
 #pragma omp simd reduction(min : best)
@@ -31,7 +31,7 @@ class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
-        power_(rows), asking_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
+        power_(rows), rotated_query_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
         asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
         steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
@@ -48,7 +48,7 @@ class Drawing {
   void measure(const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t rows, std::int64_t count, const Token& token) {
     const coding::Coder coder = group_.keys.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      ask<block>(h, rows);
+      rotate_queries<block>(h, rows);
       unpack<block>(coder, tokens, n, h, count, token);
       for (std::int64_t t = 0; t < count; t += kAside * kLanes) {
         coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, t); });
@@ -71,7 +71,7 @@ class Drawing {
         const float apart = top - drawn[t], below = apart > 0.0f ? apart : 0.0f;
         drawn[t] = below < kSteps ? below * static_cast<float>(-M_LN2 / kOctave) : -100.0f;
       }
-      // heavy_hitters.WEIGHTS: none of those powers of two is so near the middle between two whole numbers that this would miss it.
+      // heavy_hitters.WEIGHTS: none of those powers of two is so near the middle between two integers that this would miss it.
 #pragma omp simd
       for (std::int64_t t = 0; t < count; ++t) drawn[t] = __builtin_rintf(4096.0f * exp_of_negative(drawn[t]));
       const float total = std::max(sum(drawn, count), 1.0f);
@@ -83,29 +83,29 @@ class Drawing {
     }
 #pragma omp simd
     for (std::int64_t t = 0; t < count; ++t) {
-      const std::int32_t before = score[t], faded = before - (before + kFades - 1) / kFades;
-      score[t] = before < 0 ? before : std::min(faded + static_cast<std::int32_t>(gain[t]), kMostScore);
+      const std::int32_t before = score[t], decayed = before - (before + kDecay - 1) / kDecay;
+      score[t] = before < 0 ? before : std::min(decayed + static_cast<std::int32_t>(gain[t]), kMostScore);
     }
   }
 
  private:
-  // Coder.asking
+  // Coder.rotate_query_integer
   template <int N>
-  void ask(std::int64_t h, std::int64_t rows) {
+  void rotate_queries(std::int64_t h, std::int64_t rows) {
     const HeavyHitters& heavy_hitters = *group_.heavy_hitters;
-    const auto* turn = reinterpret_cast<const float*>(&heavy_hitters.turn[h * dim_ * heavy_hitters.stride]);
+    const auto* rotation = reinterpret_cast<const float*>(&heavy_hitters.rotation[h * dim_ * heavy_hitters.stride]);
     const float* fineness = &heavy_hitters.fineness[h * dim_];
     coding::with_groups(rows, [&](auto r, std::int64_t first) {
       for (std::int64_t j = 0; j < dim_; j += kLanes) {
         Sums sum[r] = {};
         for (std::int64_t i = 0; i < dim_; i += kPair) {
-          const Sums numbers = load_numbers(turn + i / kPair * heavy_hitters.stride + j);
+          const Sums numbers = load_numbers(rotation + i / kPair * heavy_hitters.stride + j);
           for (int n = 0; n < r; ++n) sum[n] = plus_products(sum[n], numbers, everywhere(&integers_[(first + n) * dim_ + i]));
         }
-        for (int n = 0; n < r; ++n) store(&asking_[n * heavy_hitters.stride + j], as_floats(sum[n]));
+        for (int n = 0; n < r; ++n) store(&rotated_query_[n * heavy_hitters.stride + j], as_floats(sum[n]));
       }
       for (int n = 0; n < r; ++n) {
-        float* x = &asking_[n * heavy_hitters.stride];
+        float* x = &rotated_query_[n * heavy_hitters.stride];
         for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
         for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
         std::copy_n(x, dim_, &asked_[(first + n) * dim_]);
@@ -171,19 +171,19 @@ class Drawing {
 
   const Group& group_;
   std::int64_t dim_, blocks_, stride_;
-  std::vector<float> power_, asking_, units_;
-  std::vector<Number> integers_, asked_, tile_;  // queries, turned ones, and keys on their way into the lanes of numbers_
+  std::vector<float> power_, rotated_query_, units_;
+  std::vector<Number> integers_, rotated_, tile_;  // queries, rotated ones, and keys on their way into the lanes of numbers_
   Unwritten<float> numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
 
 // What becomes of the tokens of a line of each KV head, the `places` of the tier followed by those that enter: which ones
 // stand there before each block of queries, oldest first; from which query on each has left; and which leave, in order.
-struct Fates {
+struct Evictions {
   std::int64_t places, length, block, blocks;
   std::vector<std::int32_t> held, until, left;  // [units, blocks, places], [units, places + L], [units, L]
 
-  Fates(const Group& group, std::int64_t block)
+  Evictions(const Group& group, std::int64_t block)
       : places(group.tiers.back().count), length(group.length), block(block), blocks((length + block - 1) / block),
         held(group.units() * blocks * places), until(group.units() * (places + length), length), left(group.units() * length) {}
 
@@ -194,20 +194,20 @@ struct Fates {
   std::int32_t* left_by(std::int64_t unit) { return &left[unit * length]; }
 };
 
-// heavy_hitters.keep of a KV head, and the tier after it.
-inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Fates& fates) {
+// heavy_hitters.select_survivors of a KV head, and the tier after it.
+inline void select_survivors(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Evictions& evictions) {
   const HeavyHitters& heavy_hitters = *group.heavy_hitters;
   const Tokens& after = group.tiers_after.back();
-  const std::int64_t count = fates.places, length = fates.length, unit = n * line.heads + h;
+  const std::int64_t count = evictions.places, length = evictions.length, unit = n * line.heads + h;
   const float* log_weights = &group.lines.back()[unit * (count + length)];
-  std::int32_t *until = fates.until_of(unit), *left = fates.left_by(unit);
-  std::vector<std::int32_t> place(count + fates.block), score(count + fates.block);
+  std::int32_t *until = evictions.until_of(unit), *left = evictions.left_by(unit);
+  std::vector<std::int32_t> place(count + evictions.block), score(count + evictions.block);
   std::vector<float> query(group.keys.dim);
   std::iota(place.begin(), place.begin() + count, 0);
   std::copy_n(group.tiers.back().scores(n, h), count, score.begin());
-  for (std::int64_t first = 0; first < length; first += fates.block) {
-    const std::int64_t rows = std::min(fates.block, length - first);
-    std::copy_n(place.begin(), count, fates.held_before(unit, first));
+  for (std::int64_t first = 0; first < length; first += evictions.block) {
+    const std::int64_t rows = std::min(evictions.block, length - first);
+    std::copy_n(place.begin(), count, evictions.held_before(unit, first));
     for (std::int64_t i = 0; i < rows; ++i) {
       place[count + i] = count + first + i;
       score[count + i] = log_weights[count + first + i] > kLogZero ? 0 : kFree;

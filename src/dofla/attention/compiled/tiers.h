@@ -75,17 +75,17 @@ inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZer
 struct HeavyHitters {
   std::int64_t newest;
   float step;                       // of the logarithm of a weight, for a product of a query and a key
-  std::int64_t stride;              // of vectors of pairs of `turn`
-  std::vector<Number> turn;         // as Coder.asking turns queries [Hkv, d, d]
+  std::int64_t stride;              // of vectors of pairs of `rotation`
+  std::vector<Number> rotation;         // as Coder.rotate_query_integer turns queries [Hkv, d, d]
   std::vector<float> fineness;      // [Hkv, d]
   mutable std::vector<float> left;  // log-weights of the tokens that leave [B, Hkv, L]
 
   HeavyHitters(std::int64_t newest, double scaling, const Coders& keys, std::int64_t tokens)
       : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(keys.dim)),
-        turn(keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim), left(tokens) {
+        rotation(keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim), left(tokens) {
     const std::int64_t dim = keys.dim;
     for (std::int64_t h = 0; h < keys.heads; ++h) {
-      coding::whole_columns(keys.head(h).back, dim, &turn[h * dim * stride], stride, &fineness[h * dim]);
+      coding::whole_columns(keys.head(h).back, dim, &rotation[h * dim * stride], stride, &fineness[h * dim]);
     }
   }
 };
@@ -285,7 +285,7 @@ inline void enter(const Group& group, std::int64_t tier, const Tokens& from, std
   }
 }
 
-// New token i as token `place` of `to`, in eight bits; false if it holds NaN or infinity, and is no padding.
+// New token i as token `place` of `to`, in int8; false if it holds NaN or infinity, and is no padding.
 inline bool pack(const Group& group, std::int64_t i, bool hidden, const Tokens& to, std::int64_t place, std::int64_t n,
                  std::int64_t h, std::vector<float>& vector) {
   bool finite = true;
@@ -298,19 +298,19 @@ inline bool pack(const Group& group, std::int64_t i, bool hidden, const Tokens& 
   return finite || hidden;
 }
 
-// Token i of the last tier's `from`, straight, as token j of key and value.
+// Token i of the last tier's `from`, unrotated, as token j of key and value.
 inline void leave(const Group& group, const Tokens& from, std::int64_t i, std::int64_t n, std::int64_t h, const Vectors& key,
-                  const Vectors& value, std::int64_t j, std::vector<float>& turned, std::vector<float>& straight) {
+                  const Vectors& value, std::int64_t j, std::vector<float>& rotated, std::vector<float>& unrotated) {
   const float one = 1.0f;
   for (const std::int64_t part : {0, 2}) {
     const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
-    std::fill_n(straight.begin(), coder.dim, 0.0f);
+    std::fill_n(unrotated.begin(), coder.dim, 0.0f);
     coding::with_block(coder.block, [&](auto block) {
       coding::decode<block>(coder, group.keys.tiers - 1, from.row<std::uint8_t>(part, n, h, i),
-                            from.row<std::uint8_t>(part + 1, n, h, i), turned.data());
-      coding::straighten<block, 1>(coder, turned.data(), &one, straight.data());
+                            from.row<std::uint8_t>(part + 1, n, h, i), rotated.data());
+      coding::unrotate<block, 1>(coder, rotated.data(), &one, unrotated.data());
     });
-    (part == 0 ? key : value).write(n, h, j, straight.data());
+    (part == 0 ? key : value).write(n, h, j, unrotated.data());
   }
 }
 

@@ -101,7 +101,7 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
     power[t] = power_of_two(static_cast<std::int8_t>(exponents.data[t * exponents.stride]));
   }
   side_by_side(scratch.rows.data(), dim, scratch.numbers.data(), kLanes);
-  const auto turn = [&](std::int64_t b, Side* x, float* unit) {
+  const auto rotation = [&](std::int64_t b, Side* x, float* unit) {
     constexpr int kAtOnce = kLanes == 16 ? 16 : 8;  // sums that registers have room for
     for (int first = 0; first < N; first += kAtOnce) {
       constexpr int kSums = std::min(N, kAtOnce);
@@ -109,7 +109,7 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
       for (std::int64_t j = 0; j < dim; j += kPair) {
         const Sums numbers = load_numbers(&scratch.numbers[j / kPair * kLanes]);
         for (int i = 0; i < kSums; ++i) {
-          sums[i] = plus_products(sums[i], numbers, everywhere(coder.turn + (b * N + first + i) * dim + j));
+          sums[i] = plus_products(sums[i], numbers, everywhere(coder.rotation + (b * N + first + i) * dim + j));
         }
       }
       for (int i = 0; i < kSums; ++i) {
@@ -119,7 +119,7 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
     }
     whole<N>(x, unit);
   };
-  encode_vectors<N>(coder, 0, turn, count, codes, scales);
+  encode_vectors<N>(coder, 0, rotation, count, codes, scales);
 }
 
 // age of `count` vectors, up to kLanes.
