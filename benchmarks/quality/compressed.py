@@ -2,9 +2,9 @@
 whose tokens all go by their age, one whose layers are all of one size, and one with features for what it forgets.
 
     python benchmarks/quality/compressed.py --model models/smollm2-135m \\
-        --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --windows 24
+        --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/stories-val.txt.gz \\
+        --text data/books-val.txt.gz --windows 24
     python benchmarks/quality/compressed.py --model models/smollm2-135m --student trained --length 512 --length 2048 ...
     python benchmarks/quality/compressed.py --model models/smollm2-135m \\
         --student trained --trained-length 2048 --rate 3e-4 ...
@@ -14,8 +14,7 @@ is the mean over windows, with an interval of 95 % by bootstrap; with several se
 measured on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖
 student) of the next-token distributions, which chance moves less. With --recall, how many of the pairs of words that
 are told in a context of so many tokens are found, the right word before all others, by the student and by the original.
-Each gap is said as soon as it is known, the table at the end; with --out all is written as JSON too, for
-compressed_plot.py.
+Each gap is said as soon as it is known, the table at the end; with --out all is written as JSON too.
 """
 
 from __future__ import annotations

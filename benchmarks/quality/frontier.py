@@ -39,7 +39,7 @@ def main(
     tasks = {path.stem.removeprefix("tasks-"): _agreement(path) for path in run.glob("tasks-*.json")}
     panels = ["gap", "recall, written"] + (["tasks"] if tasks else [])
     titles = {
-        "gap": "gap, nats per token",
+        "gap": "loss increase, nats per token",
         "recall, written": "facts recalled, written",
         "tasks": "tasks, the original's answer",
     }
@@ -56,7 +56,7 @@ def main(
         if panel != "gap":  # whose axis is logarithmic
             axis.axhline(teacher, ls=":", color="#555")
             axis.annotate("the original", (sizes_of_all[0], teacher), va="bottom", color="#555")
-        axis.set(xscale="log", xlabel="state per sequence, KiB", title=titles[panel])
+        axis.set(xscale="log", xlabel="size per sequence, KiB", title=titles[panel])
         axis.set_xticks(sizes_of_all, [f"{size:.0f}" for size in sizes_of_all])
         axis.set_xlim(sizes_of_all[0] / 1.3, sizes_of_all[-1] * 1.3)
         axis.minorticks_off()

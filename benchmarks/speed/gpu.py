@@ -4,8 +4,8 @@ beside a long key-value cache.
     python benchmarks/speed/gpu.py
 
 12 heads, d = M = 64, bfloat16, computing the features included, and as many heads that remember what `budget=64` does
-(docs/maths/fading.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run. Ratios above 1
-mean that softmax attention is slower. Times are between CUDA events around many
+(docs/maths/compressed-cache.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run.
+Ratios above 1 mean that softmax attention is slower. Times are between CUDA events around many
 calls, so that a call too short for Python to keep up with counts as long as Python takes.
 """
 

@@ -24,6 +24,7 @@ from .plans.head_budgets import HeadBudgets
 from .plans.plan import LayerPlan, Plan
 from .profiles.profile import Profile
 from .runs.check import check
+from .runs.demo.opened import demo
 from .runs.frontier import frontier
 
 __version__: str
@@ -42,6 +43,7 @@ __all__ = [
     "compile_generate",
     "compress",
     "continuous_batching",
+    "demo",
     "distill",
     "distill_end_to_end",
     "evaluate",

@@ -348,7 +348,7 @@ def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
         perplexity = f"+{100 * math.expm1(met.gap):.2f} %"
         assert bold == ["512", "1.4 MiB", "7.8 ×", f"{met.gap:.3f}", perplexity, f"{met.kl:.3f}"]
         assert part.locator("b").all_inner_texts() == bold
-        command = f"dofla generate '{folder}/compressed/64' --prompt \"Once upon a time\""
+        command = f"dofla chat '{folder}/compressed/64'"
         assert part.locator(".command code").all_inner_texts() == [command]
         assert part.locator("table").nth(1).locator("tr").count() == 1 + len(found.points)
         assert page.evaluate(script("contrast"))["poor"] == []

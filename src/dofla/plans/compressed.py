@@ -19,7 +19,7 @@ COMPRESSED = "compressed"
 WINDOW_SHARE, NEWEST_SHARE = 0.24, 0.2
 """Fractions of the bytes: tokens in int8, and tokens of the tier that are retained for their age."""
 BITS = 3.0
-"""Bits per number in the tier. On SmolLM2 at the bytes of 64 features (``docs/quality/fading.md``)."""
+"""Bits per number in the tier. On SmolLM2 at the bytes of 64 features (``docs/research/cache.md``)."""
 
 
 @dataclass(frozen=True)

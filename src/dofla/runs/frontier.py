@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +236,7 @@ def frontier(
         out: new folder for ``frontier.json`` and for ``compressed``: adapters, named by their bytes, of the sizes that
             are the smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each size.
+            called with (stage, done, total) after each pass and each size.
 
     Raises:
         DoflaError: as :func:`dofla.compress`; no size, or none with room for so many retrieval heads; no text; a text
@@ -259,11 +261,16 @@ def frontier(
     sources = {text: own[0].source for text, own in texts.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
 
+    def measured() -> None:  # once for each size that head budgets are measured with
+        if progress:
+            progress("head budgets", (next(passes) - 1) % compressor.passes + 1, compressor.passes)
+
     with new_folder(out) if out is not None else nullcontext() as folder:
-        tried, unit = 0, compressor.bytes(1)
+        tried, passes, unit = 0, count(1), compressor.bytes(1)
+        compressor.measure_directions(progress and partial(progress, "directions"))
         while (size := _next(found, order, unit)) is not None:
             budget = size / unit
-            with compressor.made(budget, compressor.head_budgets(budget)) as compressed:
+            with compressor.made(budget, compressor.head_budgets(budget, measured)) as compressed:
                 plan = plan_of(compressed)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
                 found.points += _evaluated(compressed, size, sets, batch_size)

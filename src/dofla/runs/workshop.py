@@ -59,7 +59,7 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
         self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
-        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream)
+        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream, recipe.device)
         self._windows: dict[str, TokenWindows] = {}
         self._profile: Profile | None = None
 
@@ -73,7 +73,9 @@ class Workshop:
 
     def _made(self, name: str, spec: DataSpec) -> TokenWindows:
         if name not in self._windows:
-            self._windows[name] = windows_of(spec, self.model, self.tokenizer, seed=self.recipe.seeds[0])
+            self._windows[name] = windows_of(
+                spec, self.model, self.tokenizer, seed=self.recipe.seeds[0], view=self.view
+            )
         return self._windows[name]
 
     def prompts(self, **sizes: int) -> list[Prompt]:
@@ -243,10 +245,9 @@ class Workshop:
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.strategy == COMPRESSED:
-            with self.view.progress(f"directions of {spec.name}, seed {seed}"):
-                measure_directions(
-                    self.model, self._few(), batch_size=self.recipe.profile.batch_size, context=spec.context
-                )
+            with self.view.progress(f"directions of {spec.name}, seed {seed}") as bar:
+                options = {"batch_size": self.recipe.profile.batch_size, "context": spec.context, "progress": bar}
+                measure_directions(self.model, self._few(), **options)
         elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
@@ -313,9 +314,9 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
 
 
 def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
-    """All of a recipe but what has no influence on what comes out; nor what is not given, which versions before may not
-    have known."""
-    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream")})
+    """All of a recipe but where it is computed and recorded; nor what is not given, which versions before may not have
+    known."""
+    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream", "device")})
 
 
 def _given(data: Any) -> Any:

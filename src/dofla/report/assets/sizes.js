@@ -40,7 +40,7 @@ function sizesFound(run, named) {
     el(
       "div",
       { class: "commands" },
-      folders.map((folder) => command(`dofla generate ${folder} --prompt "Once upon a time"`).node),
+      folders.map((folder) => command(`dofla chat ${folder}`).node),
     ),
   );
 }
