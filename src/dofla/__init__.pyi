@@ -23,8 +23,8 @@ from .plans.curves import Curves
 from .plans.head_budgets import HeadBudgets
 from .plans.plan import LayerPlan, Plan
 from .profiles.profile import Profile
+from .runs.bundled import demo
 from .runs.check import check
-from .runs.demo.opened import demo
 from .runs.frontier import frontier
 
 __version__: str
