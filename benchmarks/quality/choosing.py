@@ -1,8 +1,8 @@
 """By which figure of a few windows should `dofla frontier` choose the size of a state, that its target holds on others?
 
-    python benchmarks/quality/choosing.py --model models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz \\
-        --text ../shared/data/stories-val.txt.gz --out choosing.json
+    python benchmarks/quality/choosing.py --model models/smollm2-135m --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/books-val.txt.gz \\
+        --text data/stories-val.txt.gz --out choosing.json
 
 Students of four budgets read windows of all texts; Python source, the modules of the standard library, is always among
 them. Then many times, of a few windows of the first text, drawn by chance, the smallest state within the target is

@@ -2,9 +2,9 @@
 whose tokens all go by their age, one whose layers are all of one size, and one with features for what it forgets.
 
     python benchmarks/quality/compressed.py --model models/smollm2-135m \\
-        --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --windows 24
+        --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/stories-val.txt.gz \\
+        --text data/books-val.txt.gz --windows 24
     python benchmarks/quality/compressed.py --model models/smollm2-135m --student trained --length 512 --length 2048 ...
     python benchmarks/quality/compressed.py --model models/smollm2-135m \\
         --student trained --trained-length 2048 --rate 3e-4 ...

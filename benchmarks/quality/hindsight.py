@@ -2,7 +2,7 @@
 they drew, and by that which they are going to draw.
 
     python benchmarks/quality/hindsight.py --model models/smollm2-135m --length 512 --length 2048 \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
+        --text data/english-val.txt.gz --text data/books-val.txt.gz
 
 The second row is what a memory does: what it has let go draws nothing any more, and never returns. The third lets
 tokens go that never return either, but knows what all later queries attend to: a bound on what a better score would

@@ -1,9 +1,9 @@
 """What training end to end on long windows brings, and what documents among them do in which something is looked up.
 
     python benchmarks/quality/recall_training.py --model models/smollm2-135m \\
-        --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --hay ../shared/data/books-val.txt.gz --seeds 3
+        --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/stories-val.txt.gz \\
+        --text data/books-val.txt.gz --hay data/books-val.txt.gz --seeds 3
 
 A student of ``dofla.compress``, as it is made, and trained on as many windows of prose (``--share 0``), or with a share
 of documents in their place: prose in which four needles are hidden, which are then all asked for and told again

@@ -1,7 +1,7 @@
 """One stream of text, far longer than the model has positions: loss of a student by block of it, and its bytes.
 
     python benchmarks/quality/stream.py docs/students/smollm2-135m-compressed --base-model models/smollm2-135m \\
-        --text ../shared/data/books-val.txt.gz
+        --text data/books-val.txt.gz
 
 Text is not equally hard everywhere, so beside the student stands its original on the same tokens, each of them read
 with the ``--context`` tokens before it, or half as many at least: the gap between the two is what is to stay as it is.

@@ -33,7 +33,10 @@ def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
     tried = [(x["size"], x["text"], x["length"]) for x in found["points"]]
     assert tried == [(b, text, n) for b in (51 * 1024, 102 * 1024) for text in ("text", "other") for n in (32, 48)]
     assert found["made_from"]["length"] == 512
-    assert found["evaluated"] == {"text": f"{folder / 'text.txt'} (validation)", "other": f"{folder / 'other.txt'} (all)"}
+    assert found["evaluated"] == {
+        "text": f"{folder / 'text.txt'} (validation)",
+        "other": f"{folder / 'other.txt'} (all)",
+    }
     said = capsys.readouterr().out
     assert "gap to the original" in said
     assert "report.html, compressed/52224, compressed/104448" in " ".join(said.split())

@@ -111,9 +111,23 @@ def test_windows_are_read_one_by_one_or_together(tiny, batch_size):
     for name, costs in found.costs.items():
         assert costs == pytest.approx(whole.costs[name], rel=1e-3, abs=1e-6)
     passes = -(-3 // batch_size) + 1  # a third of the text twice: a single batch of it, so nothing is held out
-    assert seen == [("passes", n, passes) for n in range(1, passes + 1)]
+    batches = -(-3 // batch_size)
+    directions = [("directions", n, batches) for n in range(1, batches + 1)]
+    assert seen == directions + [("head budgets", n, passes) for n in range(1, passes + 1)]
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("head_budgets", ["measured", "even"])
+def test_every_pass_is_reported(tiny, head_budgets):
+    seen = []
+    options = {"budget": BUDGET, "head_budgets": head_budgets, "progress": lambda *report: seen.append(report)}
+    compress(tiny.llama(), windows(tiny), **options)
+    stages = list(dict.fromkeys(stage for stage, _, _ in seen))
+    assert stages == (["directions", "head budgets"] if head_budgets == "measured" else ["directions"])
+    for stage in stages:
+        reports = [(done, total) for name, done, total in seen if name == stage]
+        assert reports == [(n, len(reports)) for n in range(1, len(reports) + 1)]
 
 
 def test_padding_plays_no_part(tiny, monkeypatch):

@@ -17,21 +17,20 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from dofla.cli.menu import HelpAll
+from dofla.cli.options import OUTPUT
 from dofla.errors import DoflaError
 
 if TYPE_CHECKING:
     from dofla.runs.view import View
 
-_SAID = "What is said"
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_SAID)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.", rich_help_panel=_SAID)
+    bool, typer.Option("--quiet", "-q", help="Only print errors and requested text.", rich_help_panel=OUTPUT)
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=_SAID)
-]
+Json = Annotated[bool, typer.Option("--json", help="Only print the result, as JSON.", rich_help_panel=OUTPUT)]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Say everything; show where an error comes from.", rich_help_panel=_SAID)
+    bool, typer.Option("--debug", help="Log everything; show tracebacks of errors.", rich_help_panel=OUTPUT)
 ]
 
 
@@ -57,6 +56,7 @@ class Manner:
 
 _MOST = 2**31 - 1
 OPTIONS = get_type_hints(Manner, include_extras=True)
+_HELP_ALL = "help_all"
 MANNER: ContextVar[Manner] = ContextVar("manner")
 """Of the command that is being carried out."""
 _VIEW: ContextVar[View] = ContextVar("view")
@@ -75,6 +75,7 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         from dofla.storage.processes import is_first
 
         manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        del given[_HELP_ALL]
         with _showing(manner):
             for name, value in given.items():
                 _check(name.replace("_", "-"), value)
@@ -85,11 +86,12 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
     kind = inspect.Parameter.KEYWORD_ONLY
-    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in OPTIONS.items()]
+    shared = {**OPTIONS, _HELP_ALL: HelpAll}
+    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in shared.items()]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     own = [p.replace(kind=kind) for p in own]
     command.__signature__ = inspect.Signature([first, *own, *common])
-    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **OPTIONS}
+    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **shared}
     return command
 
 

@@ -26,12 +26,13 @@ class Bar:
 
     def __init__(self, label: str, shown: bool) -> None:
         self.text = ""
-        form = "{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
-        options = {"desc": label, "bar_format": form, "leave": False, "dynamic_ncols": True, "disable": not shown}
+        waiting = "{desc} [{elapsed}]"  # until the first report says of how much
+        options = {"desc": label, "bar_format": waiting, "leave": False, "dynamic_ncols": True, "disable": not shown}
         self._bar = tqdm(**options)
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         self.text = text
+        self._bar.bar_format = "{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
         self._bar.set_postfix_str(text, refresh=False)
         if total != self._bar.total:  # the first report, which may be of work that goes on; or another stage
             self._bar.reset(total)
@@ -40,8 +41,9 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
     def stage(self, stage: str, done: int, total: int) -> None:
-        """Of something that goes through several stages."""
+        """Of something that goes through several stages, none of which is what comes out."""
         self(done, total, stage)
+        self.text = ""
 
     def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
         """Of a training."""

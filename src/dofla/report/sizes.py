@@ -26,6 +26,7 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
     folder, found = Path(folder), Frontier.load(folder)
     with naming(folder):
         sizes = {
+            "verdict": found.verdict(),
             "target": found.target,
             "texts": found.evaluated,
             "made": found.made_from,
@@ -34,7 +35,7 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
         data = {
             "name": folder.resolve().name,
             "model": {"title": model_title(found.model["name"]), **found.model},
-            "sliders": None,
+            "profile": None,
             "students": [],
             "sizes": sizes,
         }

@@ -31,7 +31,17 @@ def vectors(batch, heads, length, dim, seed=0):
 
 
 @pytest.mark.parametrize("length", [1, 17], ids=["a token", "more than a program takes"])
-@pytest.mark.parametrize(("dim", "bits"), [(8, 1.0), (24, 2.5), (40, 3.5), (64, 3.0), (32, 5.0), (128, 4.25)])
+@pytest.mark.parametrize(
+    ("dim", "bits"),
+    [
+        pytest.param(8, 1.0, marks=pytest.mark.interpreter),
+        (24, 2.5),
+        pytest.param(40, 3.5, marks=pytest.mark.interpreter),
+        (64, 3.0),
+        (32, 5.0),
+        (128, 4.25),
+    ],
+)
 def test_codes(dim, bits, length):
     from dofla.attention.gpu.encode import entered
 
@@ -47,6 +57,7 @@ def test_codes(dim, bits, length):
             break  # numbers are numbers
 
 
+@pytest.mark.interpreter
 def test_codes_in_several_launches(monkeypatch):
     from dofla.attention.gpu import encode
 
@@ -59,6 +70,7 @@ def test_codes_in_several_launches(monkeypatch):
     assert launches == [(20, 16)] * 3
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("dim", "bits"), [(16, [4.0, 2.5]), (64, [4.25, 2.0])])
 def test_codes_of_codes(dim, bits):
     from dofla.attention.gpu.encode import age
@@ -71,7 +83,7 @@ def test_codes_of_codes(dim, bits):
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("dim", [8, 40, 128])
+@pytest.mark.parametrize("dim", [pytest.param(8, marks=pytest.mark.interpreter), 40, 128])
 def test_queries(dim, groups):
     from dofla.attention.gpu.rotate_query import ask
 
@@ -88,6 +100,7 @@ def test_queries(dim, groups):
     assert (off <= sum_error(4 * (dim + 1) ** 0.5 + 8) * size + torch.finfo(torch.float32).tiny).all()
 
 
+@pytest.mark.interpreter
 def test_queries_of_some_heads_of_a_layer():
     from dofla.attention.gpu.rotate_query import ask
 

@@ -35,6 +35,7 @@ def memory(key, value, stages, kept):
     return fading.requires_grad_(False)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("length", [1, 30])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
@@ -130,6 +131,7 @@ def test_a_text_longer_than_a_piece():
     assert_same(found, read(fading, text), text)
 
 
+@pytest.mark.interpreter
 def test_bfloat16():
     text = [x.bfloat16() for x in vectors(3, 1, 2, 1, 20)]
     fading = memory(*(x.float() for x in text[1:]), [(4, 3.0)], 5)
@@ -145,6 +147,7 @@ def test_bfloat16():
         assert torch.equal(mine.score, plain.score)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("of", ["query", "value"])
 def test_gradients_are_those_of_plain_torch(of):
     """Who stays has none; attention to codes passes them on, in plain torch."""
@@ -168,6 +171,7 @@ def test_float64_is_attended_to_in_plain_torch():
     assert_same(found, read(fading, text), text)
 
 
+@pytest.mark.interpreter
 def test_padding_alone():
     text = vectors(6, 1, 1, 1, 12)
     fading = memory(*text[1:], [(3, 3.0)], 4)

@@ -18,7 +18,7 @@ SCALING = 0.3
 SIZES = [  # head size, value size, bits
     (8, 24, 1.0),
     (24, 8, 2.5),
-    (16, 64, 3.0),
+    pytest.param((16, 64, 3.0), marks=pytest.mark.interpreter),
     (64, 40, 4.25),
     (128, 80, 2.0),
     (80, 128, 5.0),
@@ -95,6 +95,7 @@ def test_a_line_of_tokens_that_go_when_they_must(sizes, groups, length):
     assert nobody[0, groups:].all()
 
 
+@pytest.mark.interpreter
 def test_queries_of_any_strides():
     """As parts of a call are."""
     fading, line = coded(0, 1, 2, 20, 16, 24, 3.0)
@@ -103,6 +104,7 @@ def test_queries_of_any_strides():
     check(fading, line, turned[:, :, 4:17].mT.contiguous().mT, None)
 
 
+@pytest.mark.interpreter
 def test_scores_of_thousands():
     """Weights that are 0 beside others, before and after those."""
     fading, line = coded(0, 1, 1, 100, 16, 16, 3.0)

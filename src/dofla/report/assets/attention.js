@@ -55,9 +55,9 @@ function drawAttention(host, run, student) {
           height: Math.min(60, Math.max(7, Math.floor(width / layers.length))),
           format: (x) => percent(x),
           chosen: [now.layer, now.head],
-          label: "Share of attention that goes elsewhere, by layer and head. Arrow keys read it, Enter chooses.",
+          label: "Share of attention that falls on other tokens, by layer and head. Arrow keys read it, Enter chooses.",
           choose: (r, c) => moved[r] && c >= 0 && c < moved[r].length && pick(r, c),
-          describe: (r, c) => `Layer ${names[r]}, head ${c}: ${percent(moved[r][c], 1)} of attention goes elsewhere`,
+          describe: (r, c) => `Layer ${names[r]}, head ${c}: ${percent(moved[r][c], 1)} of the attention falls on other tokens`,
         },
         width,
       ),
@@ -84,7 +84,7 @@ function drawAttention(host, run, student) {
     const named = (n) => `“${visible(text.pieces[n])}” (${n})`;
     const shares = ["teacher", "student"].map((who) => percent(share(who, now.row, now.column), 1));
     const looks = `${named(now.row)} looks at ${named(now.column)}`;
-    readout.textContent = `${looks}: original ${shares[0]}, student ${shares[1]}${keptAs(...own, now.row, now.column)}.`;
+    readout.textContent = `${looks}: original ${shares[0]}, this model ${shares[1]}${keptAs(...own, now.row, now.column)}.`;
   };
   const look = (row, column) => {
     now.row = Math.min(Math.max(row, 0), size - 1);
@@ -96,7 +96,7 @@ function drawAttention(host, run, student) {
     layerPick.list.value = layer;
     headPick.list.replaceChildren(...moved[layer].map((_, n) => el("option", { value: n }, n)));
     headPick.list.value = head;
-    words.textContent = `In this head ${percent(moved[layer][head], 1)} of the attention goes elsewhere, in this text.`;
+    words.textContent = `In this head ${percent(moved[layer][head], 1)} of the attention falls on other tokens than in the original, in this text.`;
     drawPicker();
     const order = (latest += 1);
     const [teacher, own] = await Promise.all([
@@ -126,11 +126,11 @@ function drawAttention(host, run, student) {
       el(
         "p",
         { class: "legend" },
-        exactly && el("span", {}, "Dashed: what the student keeps exactly, window and sinks."),
+        exactly && el("span", {}, "Dashed: window and attention sinks, which stay as they are or in int8."),
         fading &&
-          el("span", {}, "Dotted: where a stage ends; behind it tokens have fewer bits, or are in features, or gone."),
-        el("span", { class: "teacher" }, "Blue: the student looks less there."),
-        el("span", { class: "student" }, "Orange: more."),
+          el("span", {}, "Dotted: where a tier ends; older tokens have fewer bits, are in features, or are evicted."),
+        el("span", { class: "teacher" }, "Blue: less attention than the original’s."),
+        el("span", { class: "student" }, "Orange: more attention."),
       ),
     ),
     el(

@@ -2,7 +2,7 @@
 
 const visible = (piece) => piece.replaceAll("\n", "↵").trim() || "␣";
 
-const TITLES = { teacher: "Original", student: "Student", difference: "Student − original" };
+const TITLES = { teacher: "Original", student: "This model", difference: "This model − original" };
 
 function mapFrame(name, size, look) {
   const canvas = el("canvas", {
@@ -85,13 +85,13 @@ function mapFrame(name, size, look) {
   };
 }
 
-// How a student keeps the token at a distance of so many: "in 4 bits", or nothing to say where features hold it.
+// How the cache holds the token at a distance of so many: "in 4 bits", or nothing to say where features do.
 function keptAs([, window, sinks], stages, row, column) {
   if (!stages.length || column > row) return "";
   let left = row - column - window;
   if (left < 0 || column < sinks) return "";
   const stage = stages.find(([tokens]) => (left -= tokens) < 0);
-  return stage ? `, which keeps it in ${stage[1]} bits` : "";
+  return stage ? `, which holds it in ${stage[1]} bits` : "";
 }
 
 // The text, shaded by how much the chosen token looks at each.

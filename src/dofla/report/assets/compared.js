@@ -1,4 +1,4 @@
-// All students of all runs: what was lost against the bytes of state.
+// All models of all runs: a bar for each or, where most differ in bytes, their loss against the bytes.
 
 const RUN_COLOURS = ["var(--student)", "var(--teacher)", "var(--third)", "var(--care)", "var(--no)", "var(--use)"];
 const SHAPES = [
@@ -8,20 +8,22 @@ const SHAPES = [
   (x, y) => `M${x} ${y - 7}l7 7l-7 7l-7 -7z`,
 ];
 
-function drawFrontier(host, runs, shown) {
+const ALIKE = 1.05; // bytes that differ by less than that are equal
+
+function drawCompared(host, runs, shown) {
   const groups = [
-    [true, "Gap", "nats per token"],
+    [true, "Loss increase", "nats per token"],
     [false, "1 − cosine of embeddings", ""],
   ].map(([language, ...words]) => [runs.filter((run) => run.language === language), ...words]);
   const charts = groups
     .filter(([own]) => sum(own.map((run) => run.students.length)) > 1)
-    .map(([own, title, unit]) => frontierChart(own, runs, shown, title, unit));
+    .map(([own, title, unit]) => comparedChart(own, runs, shown, title, unit));
   if (!charts.length) return false;
   host.replaceChildren(...charts);
   return true;
 }
 
-function frontierChart(own, runs, shown, title, unit) {
+function comparedChart(own, runs, shown, title, unit) {
   const points = own
     .flatMap((run) =>
       run.students.map((student) => ({
@@ -32,52 +34,67 @@ function frontierChart(own, runs, shown, title, unit) {
         spread: (student.quality.gap || student.quality.cosine).spread,
       })),
     )
-    .filter((point) => point.y !== null && point.x > 0);
-  const head = el(
-    "h3",
-    {},
-    own.length > 1 ? `${title} against state` : `${title} against state, ${own[0].model.title}`,
-  );
-  const legend =
-    own.length > 1 &&
-    el(
-      "div",
-      { class: "legend" },
-      own.map((run) =>
-        el(
-          "span",
-          {},
-          svg("svg", { viewBox: "0 0 26 14", "aria-hidden": "true" }, pointMark(runs.indexOf(run), 13, 7)),
-          `${run.model.title} (${run.name})`,
-        ),
-      ),
-    );
+    .filter((point) => point.y !== null && point.x > 0)
+    .sort((a, b) => a.y - b.y);
+  const several = own.length > 1,
+    sizes = [...points].sort((a, b) => a.x - b.x).filter((p, n, all) => !n || p.x > ALIKE * all[n - 1].x);
+  const heads = ["Model", ...(several ? ["Run"] : []), "Cache", title, ...(own[0].language ? ["Perplexity"] : [])];
+  const rows = points.map((p) => [
+    p.student.name,
+    ...(several ? [p.run.name] : []),
+    bytes(p.x),
+    digits(p.y),
+    ...(own[0].language ? [perplexity(p.y)] : []),
+  ]);
+  const numbers = el("details", {}, el("summary", {}, "The numbers"), table(heads, rows));
+  if (2 * sizes.length <= points.length) return el("figure", { class: "card" }, lossBars(points, several, shown, title, unit), numbers);
+  const legend = several && el("div", { class: "legend" }, own.map((run) => runKey(run, runs)));
   const host = el("div", { class: "chart" }),
     readout = el("p", { class: "readout", "aria-live": "polite" });
-  onWidth(host, (width) => host.replaceChildren(frontierPicture(points, runs, shown, width, title, unit, readout)));
-  const rows = [...points]
-    .sort((a, b) => a.y - b.y)
-    .map((p) => [p.student.name, ...(own.length > 1 ? [p.run.name] : []), bytes(p.x), digits(p.y)]);
-  return el(
-    "figure",
-    { class: "card" },
-    head,
-    legend,
-    host,
-    readout,
-    el(
-      "details",
-      {},
-      el("summary", {}, "The numbers"),
-      table(["Student", ...(own.length > 1 ? ["Run"] : []), "State", title], rows),
-    ),
+  onWidth(host, (width) => host.replaceChildren(comparedPicture(points, runs, shown, width, title, unit, readout)));
+  const lead = "Further down is closer to the original, further left is smaller; the line joins those that no other beats in both.";
+  const head = el("h3", {}, `${title} against bytes${several ? "" : `, ${own[0].model.title}`}`);
+  return el("figure", { class: "card" }, head, el("p", { class: "small quiet" }, lead), legend, host, readout, numbers);
+}
+
+const runKey = (run, runs) =>
+  el(
+    "span",
+    {},
+    svg("svg", { viewBox: "0 0 26 14", "aria-hidden": "true" }, pointMark(runs.indexOf(run), 13, 7)),
+    `${run.model.title} (${run.name})`,
   );
+
+// A bar for each, the closest to the original first. Logarithmic where the largest would hide the others.
+function lossBars(points, several, shown, title, unit) {
+  const low = Math.min(...points.map((p) => p.y)),
+    high = Math.max(...points.map((p) => p.y)),
+    log = low > 0 && high > 20 * low;
+  const share = (y) => (log ? Math.log((2 * y) / low) / Math.log((2 * high) / low) : Math.max(y, 0) / high);
+  const row = (p) => [
+    el(p.student === shown ? "b" : "span", {}, several ? `${p.student.name} (${p.run.name})` : p.student.name),
+    el(
+      "div",
+      { class: "track" },
+      el("div", {
+        class: "fill",
+        style: { width: `${100 * share(p.y)}%`, background: `var(--${p.student === shown ? "student" : "teacher"})` },
+      }),
+    ),
+    el("span", {}, digits(p.y), unit && ` (${perplexity(p.y)})`, el("span", { class: "quiet" }, ` ${bytes(p.x)}`)),
+  ];
+  const words = unit ? `${unit}, in brackets the perplexity; then the cache per sequence. Shorter is better` : "Shorter is better";
+  return [
+    el("h3", {}, title),
+    el("p", { class: "small quiet" }, `${words}${log ? "; logarithmic scale" : ""}. The model shown is in orange.`),
+    el("div", { class: "bars compared" }, points.map(row)),
+  ];
 }
 
 const pointMark = (n, x, y) =>
   svg("path", { d: SHAPES[n % SHAPES.length](x, y), style: { fill: RUN_COLOURS[n % RUN_COLOURS.length] } });
 
-function frontierPicture(points, runs, shown, width, title, unit, readout) {
+function comparedPicture(points, runs, shown, width, title, unit, readout) {
   const height = width > 640 ? 360 : 300,
     [left, right, top, bottom] = [56, 20, 18, 40];
   const xs = points.map((p) => p.x),
@@ -97,7 +114,7 @@ function frontierPicture(points, runs, shown, width, title, unit, readout) {
     height,
     role: "img",
     tabindex: "0",
-    "aria-label": `${title} against bytes of state. Left and right arrow keys read the students.`,
+    "aria-label": `${title} against bytes. Left and right arrow keys read the models.`,
   });
   for (const tick of TICKS[kind](...pad, 9))
     picture.append(
@@ -118,7 +135,7 @@ function frontierPicture(points, runs, shown, width, title, unit, readout) {
     svg(
       "text",
       { x: (left + width) / 2, y: height - 4, "text-anchor": "middle" },
-      `state per sequence  ·  ${title.toLowerCase()}${unit ? `, ${unit}` : ""}`,
+      `cache per sequence  ·  ${title.toLowerCase()}${unit ? `, ${unit}` : ""}`,
     ),
   );
   for (const run of new Set(points.map((p) => p.run))) {
