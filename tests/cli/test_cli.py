@@ -247,7 +247,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     assert call("run", recipe, "--out", out) == 0
     assert (finished / "adapter" / "feature_maps.safetensors").read_bytes() == weights
     again = json.loads((out / "results.json").read_text())
-    assert [row["gap"] for row in again["students"]] == [row["gap"] for row in results["students"]]
+    assert [row["loss_increase"] for row in again["students"]] == [row["loss_increase"] for row in results["students"]]
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert call("run", recipe, "--out", out, "--set", "budget=4") == 2
     assert "another recipe" in capsys.readouterr().err
@@ -351,7 +351,7 @@ def test_a_seed_below_zero_is_refused(capsys):
 
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
     def row(name, gap, error):
-        figures = {"student_loss": gap + 1, "gap": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
+        figures = {"student_loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
         figures |= {"attention_output_error": error}
         figures = {key: {"mean": value, "spread": 0.0} for key, value in figures.items()}
         return {"name": name, "state_bytes": 2**17, **figures}

@@ -41,7 +41,11 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     student = compress(model, tokens, budget=12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
-        assert (point.gap, point.kl, point.bytes) == (result.gap, result.kl, plan_of(student).state_bytes(model.dtype))
+        assert (point.loss_increase, point.kl, point.bytes) == (
+            result.loss_increase,
+            result.kl,
+            plan_of(student).state_bytes(model.dtype),
+        )
     assert found.cache == {length: plan_of(student).softmax_bytes(length, model.dtype) for length in (40, 80)}
     assert found.texts == ["a", "bc"]
     assert found.smallest(40) is None

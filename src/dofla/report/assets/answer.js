@@ -99,8 +99,8 @@ function qualityTile(run, { word, quality, seeds }) {
       `Rank correlation of similarities ${digits(quality.spearman.mean)}${overSeeds(quality.spearman, seeds)}.`,
     ]);
   }
-  const gap = quality.gap.mean;
-  const sure = overSeeds(quality.gap, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
+  const gap = quality.loss_increase.mean;
+  const sure = overSeeds(quality.loss_increase, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
   return tile(
     "Perplexity increase",
     perplexity(gap),

@@ -31,7 +31,7 @@ function comparedChart(own, runs, shown, title, unit) {
         student,
         x: student.state_bytes + student.kept_bytes * (run.length || 0),
         y: student.lost,
-        spread: (student.quality.gap || student.quality.cosine).spread,
+        spread: (student.quality.loss_increase || student.quality.cosine).spread,
       })),
     )
     .filter((point) => point.y !== null && point.x > 0)
