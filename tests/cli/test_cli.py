@@ -350,26 +350,30 @@ def test_a_seed_below_zero_is_refused(capsys):
 
 
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
-    def row(name, gap, kl):
-        figures = {"student_loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": kl}
+    def row(name, gap, error):
+        figures = {"student_loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
+        figures |= {"attention_output_error": error}
         figures = {key: {"mean": value, "spread": 0.0} for key, value in figures.items()}
         return {"name": name, "state_bytes": 2**17, **figures}
 
     names = ["Fix", "Window and sinks", "Measured"]
     lines = []
-    for name, gap, kl in zip(names, (12.25, 0.5, 0.0625), (3.0, 1e9, 0.5), strict=True):
-        View().show(*student_row(row(name, gap, kl), names, [0]))
+    for name, gap, error in zip(names, (12.25, 0.5, 0.0625), (3.0, 0.25, 0.5), strict=True):
+        View().show(*student_row(row(name, gap, error), names, [0]))
         lines += capsys.readouterr().out.splitlines()
-    empty, heads, *rows = lines
-    assert (empty, heads.split()[0]) == ("", "student")
+    heads, *rows = lines[-4:]
+    columns = ["loss", "+loss", "KL", "top-1", "attention", "cache"]
+    assert heads.split() == ["model", *columns]
+    assert [line.partition(":")[0] for line in lines[1:-5]] == columns  # each is explained
     assert [line.split("  ")[0] for line in rows] == names
     assert {len(line) for line in (heads, *rows)} == {len(heads)}
-    ends = [heads.index(" KL") + 3, heads.index("attn KL") + 7]
+    ends = [heads.index(" KL") + 3, heads.index("attention") + 9]
     assert [[line[:end].split()[-1] for end in ends] for line in rows] == [
         ["12.250", "3.000"],
-        ["0.500", "∞"],
+        ["0.500", "0.250"],
         ["0.062", "0.500"],
     ]
+    assert "∞" not in "".join(lines)
 
 
 def test_the_installed_command_starts():

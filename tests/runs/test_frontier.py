@@ -167,9 +167,13 @@ def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
 
 def test_what_is_said_of_the_smallest():
     found = Frontier(points({16: 0.3, 64: 0.01}) + points({16: 0.5, 64: 0.2}, 128), CACHE, 0.02)
-    text = str(found)
-    assert "within 0.02 at 64 tokens: 6.2 KiB" in text
-    assert "within 0.02 at 128 tokens: none tried" in text
+    suffices = "6.2 KiB suffices at 64 tokens: 156 x smaller than the original's cache, perplexity +1.01 %."
+    assert suffices in found.verdict()
+    assert "No size tried is within 0.02 nats per token at 128 tokens: 6.2 KiB" in found.verdict()
+    assert " ".join(str(found).split()).startswith(found.verdict())
+    met = Frontier(points({16: 0.01, 64: 0.01}), {64: 10**6}, 0.02)
+    assert met.verdict().endswith("It is the smallest size tried, so less may suffice.")
+    assert Frontier(points({16: 0.01, 64: 0.01}), {64: 10**6}).verdict().startswith("At 64 tokens, ")
 
 
 def test_a_damaged_file(tmp_path):
