@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from dofla.storage.processes import is_first
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _taken: ContextVar[bool] = ContextVar("dofla_bar", default=False)
 """Whether there is a bar already, or none is wanted: what is called within shows none of its own."""
