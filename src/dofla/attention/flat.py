@@ -53,6 +53,11 @@ class Layout:
         self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read fifty tokens
 
     @property
+    def retains(self) -> bool:
+        """Whether it is one that :func:`dofla.fade` makes: a window, one tier with heavy hitters, no features."""
+        return self.window > 0 and not self.features and self.fading.kept > 0 and len(self.fading.counts) == 1
+
+    @property
     def bytes(self) -> int:
         """Of the tokens of a sequence."""
         return self._rows.bytes

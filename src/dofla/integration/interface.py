@@ -24,6 +24,8 @@ from dofla.errors import DoflaError
 from dofla.integration.positions import stated_positions
 
 LINEAR = "dofla"
+import os
+EXACT = os.environ.get("EXACT") == "1"
 RECORDING = "dofla_recording"
 
 Visitor = Callable[..., None]
@@ -62,7 +64,7 @@ def linear_attention(
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
     options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
-    options["keeps_states"] = dofla_entry is not None
+    options |= {"keeps_states": dofla_entry is not None, "exact": dofla_entry is not None and EXACT}
     # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
     imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
     with torch.no_grad() if imitates else nullcontext():

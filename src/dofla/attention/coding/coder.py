@@ -10,8 +10,11 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from dofla.attention import compiled
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import MOST_BITS, distortion, on_device
+from dofla.attention.coding.levels import MOST_BITS, distortion, on_device, tables
+from dofla.attention.compiled.fading import DTYPES
+from dofla.attention.compiled.fading import encode as compiled_encode
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.rows import Rows
@@ -205,6 +208,8 @@ class Coder(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, Hkv, L, d] as the first stage keeps them: codes [B, Hkv, L, bytes] and scales
         [B, Hkv, L, blocks], both uint8."""
+        if compiled.usable((x,), (), DTYPES):
+            return compiled_encode(x, self.constants, tables(), len(self.stages))
         return encode_together([self], [self.exactly_turned(x)], 0)[0]
 
     def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:

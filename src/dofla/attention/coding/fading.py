@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dofla.attention import gpu
+from dofla.attention import compiled, gpu
 from dofla.attention.coding.coder import Coder, Numbers, encode_together, token_bytes
 from dofla.attention.coding.kept import KeptTokens, chosen, keep, pieces, seen
 from dofla.attention.coding.tokens import CodedTokens
+from dofla.attention.compiled.fading import DTYPES
 from dofla.attention.exact import exact_attention, merge
 from dofla.attention.kernel import exact_scores
 from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
@@ -188,6 +189,8 @@ class Fading(nn.Module):
             from dofla.attention.gpu.encode import entered
 
             return CodedTokens(*entered(self.key, tokens.key), *entered(self.value, tokens.value), tokens.log_weight)
+        if compiled.usable((tokens.key, tokens.value), (), DTYPES):
+            return CodedTokens(*self.key.encode(tokens.key), *self.value.encode(tokens.value), tokens.log_weight)
         return self._kept_by(0, [self.key.exactly_turned(tokens.key), self.value.exactly_turned(tokens.value)], tokens)
 
     def aged(self, tokens: CodedTokens, stage: int) -> CodedTokens:

@@ -1,0 +1,185 @@
+"""Exact prefill: the tokens of a call attend exactly to what the cache holds and to one another, and those to retain are
+selected once, at the end of the call.
+
+The score of a token is the sum of its squared attention weights over the queries of the call, as in H2O (Zhang et al.
+2023, arXiv 2306.14048) but for the square and for the queries right after the token, which see it in the local window
+anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.kept`, which decoding
+goes on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dofla.attention.attend import _of_queries, _select, _tokens, _write
+from dofla.attention.coding.kept import FADES, FREE, GAIN, MOST_SCORE, KeptTokens, chosen
+from dofla.attention.eight_bits import PackedTokens
+from dofla.attention.flat import FlatState, Layout
+from dofla.attention.state import LOG_ZERO, State, TokenBuffer, accumulable
+
+NEIGHBORS = 64
+"""Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
+_LATER = 1e-30
+"""What a token's place adds to its score: of those that drew nothing, the newest are retained."""
+_ELEMENTS = 2**23
+"""Attention weights at once."""
+
+
+def exact_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layouts: Sequence[Layout],
+    states: Sequence[FlatState | None],
+    *,
+    scaling: float,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, list[FlatState]]:
+    """Exact causal attention of a call, and the compressed caches after it.
+
+    Args:
+        query: [B, H, L, d].
+        key: [B, Hkv, L, d].
+        value: [B, Hkv, L, dv].
+        layouts: of each group of KV heads, which together have all heads; one tier with heavy hitters, no features.
+        states: of each group before the call, or None at the beginning.
+        scaling: of the scores.
+        weight: [B, L], 0 for padding, which only stands in front of a sequence's first token.
+
+    Returns:
+        Output [B, H, L, dv] in the dtype of ``value``, and the state of each group.
+    """
+    out = value.new_empty(*query.shape[:-1], value.shape[-1])
+    groups, after = query.shape[1] // key.shape[1], []
+    for layout, flat in zip(layouts, states, strict=True):
+        heads = _of_queries(layout.heads, groups)
+        new = _tokens(_select(key, layout.heads), _select(value, layout.heads), weight)
+        state = layout.opened(layout.empty(len(query), query.device) if flat is None else flat)
+        line = _line(layout, state, new)
+        unseen = 0 if flat is not None else len(line) - query.shape[2]
+        piece, drawn = _attend(_select(query, heads), line, unseen, scaling, min(NEIGHBORS, layout.window))
+        _write(piece.to(value.dtype), out, heads)
+        after.append(layout.flat(_retained(layout, state, line, new, drawn)))
+    return out, after
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What a group holds and the new tokens, in their order: ``key`` [B, Hkv, P, d] and ``value`` [B, Hkv, P, dv] as
+    attention takes them, and ``real`` [B, P], False for free slots and padding, which are the same in all heads."""
+
+    key: Tensor
+    value: Tensor
+    real: Tensor
+
+    def __len__(self) -> int:
+        return self.key.shape[2]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Squared attention weights that tokens drew [B, Hkv, P], float32: the sum over the call's queries, and the same
+    where each query counts a 64th less than the next, as decoding goes on to count."""
+
+    total: Tensor
+    lately: Tensor
+
+
+def _line(layout: Layout, state: State, new: TokenBuffer) -> _Line:
+    dtype = accumulable(new.key).dtype
+    tier = layout.fading.straight(state.stages[-1], 0)
+    parts = [tier, state.window.unpacked(dtype), new]
+    if state.sinks is not None:
+        parts.insert(0, state.sinks.unpacked(dtype))
+    weights = [x.log_weight.amax(1) if x.log_weight.ndim == 3 else x.log_weight for x in parts]
+    return _Line(
+        torch.cat([accumulable(x.key) for x in parts], 2),
+        torch.cat([accumulable(x.value) for x in parts], 2),
+        torch.cat(weights, 1) > LOG_ZERO,
+    )
+
+
+def _attend(query: Tensor, line: _Line, unseen: int, scaling: float, neighbors: int) -> tuple[Tensor, _Drawn]:
+    """Output [B, H, L, dv] of queries of the last L tokens of a line, of which the first ``unseen`` are free slots; and
+    what they drew from all queries but their ``neighbors``."""
+    batch, heads, length, _ = query.shape
+    kv_heads, before = line.key.shape[1], len(line) - length
+    groups = heads // kv_heads
+    asked = (accumulable(query) * scaling).unflatten(1, (kv_heads, groups))
+    out = asked.new_empty(batch, kv_heads, groups, length, line.value.shape[-1])
+    total, lately = (asked.new_zeros(batch, kv_heads, len(line), dtype=torch.float32) for _ in range(2))
+    place = torch.arange(len(line), device=query.device)
+    size = max(1, _ELEMENTS // (batch * heads * (len(line) - unseen)))
+    for start in range(0, length, size):
+        rows, end = slice(start, start + size), before + min(start + size, length)
+        seen = slice(unseen, end)
+        own = place[before:][rows, None]
+        hidden = (place[seen] > own) | ~line.real[:, None, seen]  # [B, rows, seen]
+        scores = asked[:, :, :, rows].flatten(2, 3) @ line.key[:, :, seen].mT
+        scores = scores.unflatten(2, (groups, -1)).masked_fill_(hidden[:, None, None], LOG_ZERO)
+        share = scores.softmax(-1)
+        out[:, :, :, rows] = (share.flatten(2, 3) @ line.value[:, :, seen]).unflatten(2, (groups, -1))
+        square = share.square_().masked_fill_(own - place[seen] < neighbors, 0).sum(2)
+        total[:, :, seen] += square.sum(2)
+        decay = (1 - 1 / FADES) ** (len(line) - 1 - own.float())
+        lately[:, :, seen] += (square * decay).sum(2)
+    # A query that is padding sees nothing.
+    return out.flatten(1, 2) * line.real[:, None, before:, None], _Drawn(total, lately)
+
+
+def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn: _Drawn) -> State:
+    """The state after the call: the first tokens as attention sinks, the last in the window, and in the tier, besides
+    the newest that leave the window, those with the highest scores."""
+    age = line.real.flip(1).cumsum(1).flip(1) - 1
+    rank = line.real.cumsum(1) - 1
+    left = line.real & (age >= layout.window)
+    sinks = None
+    if state.sinks is not None:
+        places = torch.arange(layout.sinks, device=rank.device)
+        arrives = (left & (rank < layout.sinks)).unsqueeze(1) & (rank.unsqueeze(1) == places.unsqueeze(-1))  # [B, s, P]
+        filled, source = arrives.max(-1)
+        at = source.unsqueeze(1).expand(-1, line.key.shape[1], -1)
+        log_weight = torch.zeros_like(state.sinks.log_weight).masked_fill_(~filled, LOG_ZERO)
+        free = ~filled[:, None, :, None]
+        tokens = (chosen(x, at).masked_fill(free, 0) for x in (line.key, line.value))
+        sinks = PackedTokens.of(TokenBuffer(*tokens, log_weight))
+        left = left & (rank >= layout.sinks)
+    window = PackedTokens.of(new[-layout.window :])
+    if len(new) < layout.window:
+        window = state.window.shifted(window)
+    return State(None, window, sinks, (_tier(layout, state.stages[-1], line, drawn, left, age),))
+
+
+def _tier(
+    layout: Layout, held: KeptTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor
+) -> KeptTokens:
+    """What the tier holds after the call, of the tokens that have ``left`` the window [B, P]."""
+    newest, length = layout.fading.counts[0], len(line) - layout.window - layout.sinks - len(held)
+    before = slice(layout.sinks, layout.sinks + len(held))
+    old = held.score.clamp_min(0) * (1 - 1 / FADES) ** length
+    score, lately = drawn.total + _LATER * torch.arange(len(line), device=left.device), GAIN * drawn.lately
+    score[:, :, before] += held.score.clamp_min(0) / GAIN
+    lately[:, :, before] += old
+    score = score.masked_fill((left & (age < layout.window + newest)).unsqueeze(1), torch.inf)
+    score = score.masked_fill(~left.unsqueeze(1), -1.0)
+    found = score.topk(len(held), -1, sorted=False)
+    # In their order, behind the free slots.
+    order = torch.where(found.values >= 0, found.indices, found.indices - len(line)).sort(-1).values
+    index, free = order % len(line), order < 0
+    entered = layout.fading.enter(TokenBuffer(chosen(line.key, index), chosen(line.value, index), _none(index)))
+    coded, kept = (index >= before.start) & (index < before.stop), KeptTokens.of(entered)
+    retained = held.chosen((index - before.start).clamp(0, len(held) - 1))
+    parts = [
+        torch.where(coded.unsqueeze(-1), getattr(retained, name), getattr(kept, name))
+        for name in ("key", "key_scale", "value", "value_scale")
+    ]
+    drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE)
+    return KeptTokens(*parts, drawn_lately.masked_fill(free, FREE).to(torch.int16))
+
+
+def _none(index: Tensor) -> Tensor:
+    return torch.zeros(index.shape[0], index.shape[2], dtype=torch.float32, device=index.device)
