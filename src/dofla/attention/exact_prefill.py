@@ -61,7 +61,7 @@ def exact_prefill(
         state = layout.opened(layout.empty(len(query), query.device) if flat is None else flat)
         line = _line(layout, state, new)
         unseen = 0 if flat is not None else len(line) - query.shape[2]
-        piece, drawn = _attend(_select(query, heads), line, unseen, scaling, min(NEIGHBORS, layout.window))
+        piece, drawn = _attend(_select(query, heads), line, unseen, scaling, layout)
         _write(piece.to(value.dtype), out, heads)
         after.append(layout.flat(_retained(layout, state, line, new, drawn)))
     return out, after
@@ -82,8 +82,9 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Squared attention weights that tokens drew [B, Hkv, P], float32: the sum over the call's queries, and the same
-    where each query counts a 64th less than the next, as decoding goes on to count."""
+    """Squared attention weights that tokens drew [B, Hkv, P], float32: in ``total``, summed over the call's queries; in
+    ``lately``, as decoding goes on to count: weights among the tokens outside the local window and the sinks, each query
+    for a 64th less than the next."""
 
     total: Tensor
     lately: Tensor
@@ -103,16 +104,17 @@ def _line(layout: Layout, state: State, new: TokenBuffer) -> _Line:
     )
 
 
-def _attend(query: Tensor, line: _Line, unseen: int, scaling: float, neighbors: int) -> tuple[Tensor, _Drawn]:
+def _attend(query: Tensor, line: _Line, unseen: int, scaling: float, layout: Layout) -> tuple[Tensor, _Drawn]:
     """Output [B, H, L, dv] of queries of the last L tokens of a line, of which the first ``unseen`` are free slots; and
-    what they drew from all queries but their ``neighbors``."""
+    what they drew from all queries but their neighbors."""
     batch, heads, length, _ = query.shape
     kv_heads, before = line.key.shape[1], len(line) - length
     groups = heads // kv_heads
     asked = (accumulable(query) * scaling).unflatten(1, (kv_heads, groups))
     out = asked.new_empty(batch, kv_heads, groups, length, line.value.shape[-1])
     total, lately = (asked.new_zeros(batch, kv_heads, len(line), dtype=torch.float32) for _ in range(2))
-    place = torch.arange(len(line), device=query.device)
+    place, neighbors = torch.arange(len(line), device=query.device), min(NEIGHBORS, layout.window)
+    first = line.real & (line.real.cumsum(1) <= layout.sinks)
     size = max(1, _ELEMENTS // (batch * heads * (len(line) - unseen)))
     for start in range(0, length, size):
         rows, end = slice(start, start + size), before + min(start + size, length)
@@ -123,10 +125,12 @@ def _attend(query: Tensor, line: _Line, unseen: int, scaling: float, neighbors: 
         scores = scores.unflatten(2, (groups, -1)).masked_fill_(hidden[:, None, None], LOG_ZERO)
         share = scores.softmax(-1)
         out[:, :, :, rows] = (share.flatten(2, 3) @ line.value[:, :, seen]).unflatten(2, (groups, -1))
-        square = share.square_().masked_fill_(own - place[seen] < neighbors, 0).sum(2)
-        total[:, :, seen] += square.sum(2)
+        distance = own - place[seen]
+        far = share.masked_fill((distance < layout.window) | first[:, None, None, None, seen], 0)
+        far = (far / far.sum(-1, keepdim=True).clamp_min(torch.finfo(far.dtype).tiny)).square_().sum(2)
         decay = (1 - 1 / FADES) ** (len(line) - 1 - own.float())
-        lately[:, :, seen] += (square * decay).sum(2)
+        lately[:, :, seen] += (far * decay).sum(2)
+        total[:, :, seen] += share.square_().masked_fill_(distance < neighbors, 0).sum((2, 3))
     # A query that is padding sees nothing.
     return out.flatten(1, 2) * line.real[:, None, before:, None], _Drawn(total, lately)
 
@@ -170,8 +174,9 @@ def _tier(
     # In their order, behind the free slots.
     order = torch.where(found.values >= 0, found.indices, found.indices - len(line)).sort(-1).values
     index, free = order % len(line), order < 0
-    entered = layout.fading.enter(TokenBuffer(chosen(line.key, index), chosen(line.value, index), _none(index)))
-    coded, kept = (index >= before.start) & (index < before.stop), KeptTokens.of(entered)
+    vectors = (chosen(x, index).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
+    entered = layout.fading.enter(TokenBuffer(*vectors, torch.zeros_like(index[:, 0], dtype=torch.float32)))
+    coded, kept = ~free & (index >= before.start) & (index < before.stop), KeptTokens.of(entered)
     retained = held.chosen((index - before.start).clamp(0, len(held) - 1))
     parts = [
         torch.where(coded.unsqueeze(-1), getattr(retained, name), getattr(kept, name))
@@ -180,6 +185,3 @@ def _tier(
     drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE)
     return KeptTokens(*parts, drawn_lately.masked_fill(free, FREE).to(torch.int16))
 
-
-def _none(index: Tensor) -> Tensor:
-    return torch.zeros(index.shape[0], index.shape[2], dtype=torch.float32, device=index.device)
