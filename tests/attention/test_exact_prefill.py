@@ -52,7 +52,10 @@ def tokens_of(layer: LinearAttention, states) -> list[torch.Tensor]:
         layout = layer.layout_of(n)
         opened = layout.opened(state)
         tier = layout.fading.straight(opened.stages[-1], 0)
-        parts = [tier.key.masked_fill(tier.log_weight[..., None] <= LOG_ZERO, 0), opened.window.unpacked(torch.float32).key]
+        parts = [
+            tier.key.masked_fill(tier.log_weight[..., None] <= LOG_ZERO, 0),
+            opened.window.unpacked(torch.float32).key,
+        ]
         if opened.sinks is not None:
             parts.insert(0, opened.sinks.unpacked(torch.float32).key)
         for place, head in enumerate(layer.groups[n]):
@@ -114,7 +117,9 @@ def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, le
     for n, (exact, streamed) in enumerate(zip(*states, strict=True)):
         exact, streamed = (layer.layout_of(n).opened(state) for state in (exact, streamed))
         for name in ("window", "sinks"):
-            for one, other in zip(*(vars(getattr(x, name) or streamed.window).values() for x in (exact, streamed)), strict=True):
+            for one, other in zip(
+                *(vars(getattr(x, name) or streamed.window).values() for x in (exact, streamed)), strict=True
+            ):
                 assert torch.equal(one, other)
         free = exact.stages[-1].score < 0
         assert torch.equal(free, streamed.stages[-1].score < 0)
@@ -138,7 +143,9 @@ def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed
             held = [layer.layout_of(n).opened(state) for n, state in enumerate(before)]
             for n, state in enumerate(held):
                 tier = layer.layout_of(n).fading.straight(state.stages[-1], 0)
-                near = [state.window.unpacked(torch.float32)] + ([state.sinks.unpacked(torch.float32)] if state.sinks else [])
+                near = [state.window.unpacked(torch.float32)] + (
+                    [state.sinks.unpacked(torch.float32)] if state.sinks else []
+                )
                 for place, head in enumerate(layer.groups[n]):
                     keys = [tier.key[:, place][tier.log_weight[:, place] > LOG_ZERO]]
                     values = [tier.value[:, place][tier.log_weight[:, place] > LOG_ZERO]]

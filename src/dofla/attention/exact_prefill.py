@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dofla.attention import gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.coding.kept import FADES, FREE, GAIN, MOST_SCORE, KeptTokens, chosen
 from dofla.attention.eight_bits import PackedTokens
+from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import LOG_ZERO, State, TokenBuffer, accumulable
 
@@ -25,6 +27,8 @@ NEIGHBORS = 64
 """Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
 _LATER = 1e-30
 """What a token's place adds to its score: of those that drew nothing, the newest are retained."""
+_LATELY = 512
+"""Last queries of a call whose attention goes into the scores that decoding goes on with: earlier ones hardly count."""
 _ELEMENTS = 2**23
 """Attention weights at once."""
 
@@ -106,33 +110,79 @@ def _line(layout: Layout, state: State, new: TokenBuffer) -> _Line:
 
 def _attend(query: Tensor, line: _Line, unseen: int, scaling: float, layout: Layout) -> tuple[Tensor, _Drawn]:
     """Output [B, H, L, dv] of queries of the last L tokens of a line, of which the first ``unseen`` are free slots; and
-    what they drew from all queries but their neighbors."""
-    batch, heads, length, _ = query.shape
-    kv_heads, before = line.key.shape[1], len(line) - length
-    groups = heads // kv_heads
-    asked = (accumulable(query) * scaling).unflatten(1, (kv_heads, groups))
-    out = asked.new_empty(batch, kv_heads, groups, length, line.value.shape[-1])
-    total, lately = (asked.new_zeros(batch, kv_heads, len(line), dtype=torch.float32) for _ in range(2))
-    place, neighbors = torch.arange(len(line), device=query.device), min(NEIGHBORS, layout.window)
-    first = line.real & (line.real.cumsum(1) <= layout.sinks)
-    size = max(1, _ELEMENTS // (batch * heads * (len(line) - unseen)))
+    what they drew."""
+    before, neighbors = len(line) - query.shape[2], min(NEIGHBORS, layout.window)
+    fused = gpu.usable(query) and query.dtype == torch.bfloat16 and bool(line.real[:, before:].all())
+    if not fused:
+        out, total = _in_blocks(query, line, unseen, scaling, neighbors)
+    else:
+        from dofla.attention.gpu.drawn import drawn
+
+        out, normaliser = _flash(query, line, before, unseen, scaling)
+        total = drawn(query, line.key.to(query.dtype), line.real, normaliser, neighbors, scaling)
+    return out, _Drawn(total, _lately(query[:, :, -_LATELY:], line, scaling, layout))
+
+
+def _in_blocks(query: Tensor, line: _Line, unseen: int, scaling: float, neighbors: int) -> tuple[Tensor, Tensor]:
+    """Output [B, H, L, dv], and the sum of squared weights over queries but a token's neighbors [B, Hkv, P]."""
+    before, length = len(line) - query.shape[2], query.shape[2]
+    heads, value = query.shape[1], line.value[:, :, unseen:]
+    out = value.new_empty(*query.shape[:3], value.shape[-1])
+    total = value.new_zeros(*value.shape[:2], len(line), dtype=torch.float32)
+    size = max(1, _ELEMENTS // (len(query) * heads * value.shape[2]))
     for start in range(0, length, size):
-        rows, end = slice(start, start + size), before + min(start + size, length)
-        seen = slice(unseen, end)
-        own = place[before:][rows, None]
-        hidden = (place[seen] > own) | ~line.real[:, None, seen]  # [B, rows, seen]
-        scores = asked[:, :, :, rows].flatten(2, 3) @ line.key[:, :, seen].mT
-        scores = scores.unflatten(2, (groups, -1)).masked_fill_(hidden[:, None, None], LOG_ZERO)
-        share = scores.softmax(-1)
-        out[:, :, :, rows] = (share.flatten(2, 3) @ line.value[:, :, seen]).unflatten(2, (groups, -1))
-        distance = own - place[seen]
-        far = share.masked_fill((distance < layout.window) | first[:, None, None, None, seen], 0)
-        far = (far / far.sum(-1, keepdim=True).clamp_min(torch.finfo(far.dtype).tiny)).square_().sum(2)
-        decay = (1 - 1 / FADES) ** (len(line) - 1 - own.float())
-        lately[:, :, seen] += (far * decay).sum(2)
-        total[:, :, seen] += share.square_().masked_fill_(distance < neighbors, 0).sum((2, 3))
-    # A query that is padding sees nothing.
-    return out.flatten(1, 2) * line.real[:, None, before:, None], _Drawn(total, lately)
+        rows, end = slice(start, min(start + size, length)), before + min(start + size, length)
+        share, distance = _weights(query[:, :, rows], line, slice(unseen, end), before + start, scaling)
+        out[:, :, rows] = (
+            (share.flatten(2, 3) @ value[:, :, : end - unseen]).unflatten(2, share.shape[2:4]).flatten(1, 2)
+        )
+        total[:, :, unseen:end] += share.square_().masked_fill_(distance < neighbors, 0).sum((2, 3))
+    return out * line.real[:, None, before:, None], total  # a query that is padding sees nothing
+
+
+def _flash(query: Tensor, line: _Line, before: int, unseen: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output [B, H, L, dv] and log-normaliser [B, H, L]: flash attention among the new tokens, merged with attention to
+    what is held."""
+    groups = query.shape[1] // line.key.shape[1]
+    new = (x[:, :, before:].to(query.dtype).repeat_interleave(groups, 1) for x in (line.key, line.value))
+    if query.is_cuda:
+        out, normaliser, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, *new, 0.0, True, scale=scaling)
+    else:
+        out, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, *new, 0.0, True, scale=scaling
+        )
+    if unseen == before:
+        return out, normaliser
+    outs, normalisers, hidden = [], [], ~line.real[:, None, None, None, :before]
+    for rows in query.split(max(1, _ELEMENTS // (len(query) * query.shape[1] * before)), 2):
+        scores = (rows * scaling).unflatten(1, (-1, groups)).flatten(2, 3) @ line.key[:, :, :before].to(rows.dtype).mT
+        scores = scores.float().unflatten(2, (groups, -1)).masked_fill_(hidden, LOG_ZERO)
+        normalisers.append(scores.logsumexp(-1).flatten(1, 2))
+        share = scores.softmax(-1).flatten(2, 3).to(rows.dtype)
+        outs.append((share @ line.value[:, :, :before].to(rows.dtype)).unflatten(2, (groups, -1)).flatten(1, 2))
+    return merge((out, normaliser), (torch.cat(outs, 2), torch.cat(normalisers, 2)))
+
+
+def _lately(query: Tensor, line: _Line, scaling: float, layout: Layout) -> Tensor:
+    """Squared weights [B, Hkv, P] among tokens outside the local window and the sinks, from the line's last queries, each
+    of which counts a 64th less than the next."""
+    first = line.real & (line.real.cumsum(1) <= layout.sinks)
+    share, distance = _weights(query, line, slice(None), len(line) - query.shape[2], scaling)
+    share = share.masked_fill_((distance < layout.window) | first[:, None, None, None], 0)
+    share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
+    decay = (1 - 1 / FADES) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)
+    return (share.square_() * decay.unsqueeze(-1)).sum((2, 3))
+
+
+def _weights(query: Tensor, line: _Line, seen: slice, first: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention weights [B, Hkv, G, L, n] of queries of the tokens from ``first`` on to those ``seen``, and how far
+    these are behind them [L, n]."""
+    place = torch.arange(len(line), device=query.device)
+    distance = place[first : first + query.shape[2], None] - place[seen]
+    hidden = (distance < 0) | ~line.real[:, None, seen]
+    asked = (accumulable(query) * scaling).unflatten(1, (line.key.shape[1], -1))
+    scores = (asked.flatten(2, 3) @ line.key[:, :, seen].mT).unflatten(2, asked.shape[2:4])
+    return scores.masked_fill_(hidden[:, None, None], LOG_ZERO).softmax(-1), distance
 
 
 def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn: _Drawn) -> State:
@@ -158,9 +208,7 @@ def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn
     return State(None, window, sinks, (_tier(layout, state.stages[-1], line, drawn, left, age),))
 
 
-def _tier(
-    layout: Layout, held: KeptTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor
-) -> KeptTokens:
+def _tier(layout: Layout, held: KeptTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor) -> KeptTokens:
     """What the tier holds after the call, of the tokens that have ``left`` the window [B, P]."""
     newest, length = layout.fading.counts[0], len(line) - layout.window - layout.sinks - len(held)
     before = slice(layout.sinks, layout.sinks + len(held))
@@ -184,4 +232,3 @@ def _tier(
     ]
     drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE)
     return KeptTokens(*parts, drawn_lately.masked_fill(free, FREE).to(torch.int16))
-

@@ -25,6 +25,7 @@ from dofla.integration.positions import stated_positions
 
 LINEAR = "dofla"
 import os
+
 EXACT = os.environ.get("EXACT") == "1"
 RECORDING = "dofla_recording"
 
