@@ -24,13 +24,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from dofla.attention import Coder, Fading, FeatureState, gpu
-from dofla.attention.coding.kept import WEIGHTS
-from dofla.attention.faded import _decoder
+from dofla.attention.coding.heavy_hitters import WEIGHTS
+from dofla.attention.compressed import _decoder
 from dofla.attention.flat import Layout
-from dofla.attention.gpu.asking import ask
 from dofla.attention.gpu.encode import entered
-from dofla.attention.gpu.kept import choose
-from dofla.attention.gpu.stages import attend
+from dofla.attention.gpu.heavy_hitters import choose
+from dofla.attention.gpu.rotate_query import ask
+from dofla.attention.gpu.tiers import attend
 
 
 class _Absent:
@@ -81,7 +81,7 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     codes = coder.for_kernels(*coder.encode(line), 0)
     turned, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
     score, gone = log_weight.to(torch.int16), log_weight.int()
-    if length == 1:  # all that a decoded token of a memory that fades takes
+    if length == 1:  # all that a decoded token of a compressed cache takes
         fading = Fading(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
         layout, out = Layout(fading, [0], 0, 31, 2), torch.zeros_like(a)
         state = layout.flat(layout.empty(1, a.device)).tokens

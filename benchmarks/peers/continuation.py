@@ -57,14 +57,14 @@ from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
-from dofla.integration.fading import fading_plan
+from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.sites import evaluation_mode
 from dofla.storage.files import replacing
 
 sys.path.append(str(Path(__file__).parents[1] / "quality"))
-from fading import sources, window_alone
+from compressed import sources, window_alone
 
-OURS = "dofla.fade"
+OURS = "dofla.compress"
 CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2) if is_optimum_quanto_available()}
 """Where optimum-quanto, which codes them, is installed."""
 RESIDUAL = 128
@@ -73,14 +73,16 @@ CONSTANT, GROWS = "constant", "grows with the text"
 Make = Callable[[PreTrainedModel], PreTrainedModel]
 
 
-def students(budget: int, known: TokenWindows, own: TokenWindows | None, reach: int | None = None) -> dict[str, Make]:
+def students(budget: int, known: TokenWindows, own: TokenWindows | None, context: int | None = None) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
     made = {
-        OURS: lambda model: dofla.fade(model, known, budget=budget, reach=reach),
+        OURS: lambda model: dofla.compress(model, known, budget * feature_bytes(model), context=context),
         "window and sinks, 8 bits": lambda model: window_alone(budget, None)(model, known),
     }
     if own is not None:
-        made["dofla.fade, own samples"] = lambda model: dofla.fade(model, own, budget=budget, reach=reach)
+        made["dofla.compress, own samples"] = lambda model: dofla.compress(
+            model, own, budget * feature_bytes(model), context=context
+        )
     return made
 
 
@@ -141,9 +143,9 @@ def saved(students: list[str]) -> dict[str, str]:
     return {name: folder for name, _, folder in (each.partition("=") for each in students)}
 
 
-def limit_of(model: PreTrainedModel, budget: int, reach: int | None = None) -> int:
-    """Bytes of the state of a memory that fades."""
-    student = dofla.linearize(model, fading_plan(model, budget, reach=reach))
+def limit_of(model: PreTrainedModel, budget: int, context: int | None = None) -> int:
+    """Bytes of the compressed cache."""
+    student = dofla.linearize(model, compressed_plan(model, budget, context=context))
     held = held_by(student)
     dofla.restore(student)
     return held
@@ -210,7 +212,7 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens per window, of which the last 512 are judged.")] = 2048,
     longest: Annotated[int, typer.Option(help="Tokens of the windows whose ends these are.")] = 4096,
     windows: Annotated[int, typer.Option(help="Of each text, spread over it evenly.")] = 8,
-    reach: Annotated[int | None, typer.Option(help="Positions that dofla is for; default all there are.")] = None,
+    context: Annotated[int | None, typer.Option(help="Positions that dofla is for; default all there are.")] = None,
     student: Annotated[
         list[str] | None, typer.Option(help="NAME=FOLDER of an adapter of the model, one row more; repeatable.")
     ] = None,
@@ -225,7 +227,7 @@ def main(
     for name, where in sources(text or []).items():
         there = dofla.token_windows(where, tokenizer, length=longest, split="all").input_ids
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long(), -length:]
-    limits = {each: limit_of(teacher, each, reach) for each in budget or [64, 256]}
+    limits = {each: limit_of(teacher, each, context) for each in budget or [64, 256]}
     write_texts(out, texts, list(limits.values()))
     there = read_rows(out)
     if f"{SOFTMAX}, 0" not in there:
@@ -234,7 +236,7 @@ def main(
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     samples = dofla.token_windows("self", tokenizer, model=teacher, length=512, windows=12) if own else None
     for each, limit in limits.items():
-        for name, make in students(each, known, samples, reach).items():
+        for name, make in students(each, known, samples, context).items():
             if f"{name}, {limit}" not in there:
                 student_row(name, limit, make(teacher), texts).write(out)
                 dofla.restore(teacher)

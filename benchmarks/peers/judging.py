@@ -114,4 +114,5 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def token_bytes(model: PreTrainedModel) -> int:
     """Of a token in a softmax cache: a key and a value in each KV head."""
     config = model.config.get_text_config()
-    return 2 * FLOAT_BYTES * config.head_dim * config.num_key_value_heads * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * FLOAT_BYTES * head_dim * config.num_key_value_heads * config.num_hidden_layers

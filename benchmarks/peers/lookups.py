@@ -12,7 +12,7 @@ questions with an interval of 95 % by bootstrap over contexts.
 Of each kind the template is taken that the original does best with, at the shortest length, on contexts of their own,
 among those of ``--template``, if some are named; what it scores less than ``--least`` with is left out, since nothing
 can be lost there. What is measured stays in the folder and is not measured again. With ``--retrieval-heads`` there is
-one more memory, some of whose KV heads hold every token of ``--reach``. ``--kvpress`` is the Python of an environment
+one more memory, some of whose KV heads hold every token of ``--context``. ``--kvpress`` is the Python of an environment
 with ``benchmarks/peers/requirements.txt``, where press_lookups.py is run; transformers' quantised caches are among the
 rows where optimum-quanto is installed.
 """
@@ -44,6 +44,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import cache_bytes
+from dofla.integration.compressed import feature_bytes
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
@@ -135,7 +136,7 @@ def main(
     questions: Annotated[int, typer.Option(help="Of each kind and length, at least.")] = 50,
     choosing: Annotated[int, typer.Option(help="Contexts that choose among templates.")] = 6,
     least: Annotated[float, typer.Option(help="Score of the original with which a kind is worth asking.")] = 0.3,
-    reach: Annotated[int | None, typer.Option(help="Positions that memories are for; default all there are.")] = None,
+    context: Annotated[int | None, typer.Option(help="Positions that memories are for; default all there are.")] = None,
     retrieval_heads: Annotated[int, typer.Option(help="KV heads that hold every token, in one more memory.")] = 0,
     kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
@@ -175,18 +176,20 @@ def main(
     dofla.restore(teacher)
     if not tasks:
         raise DoflaError(f"the original scores below {least} on every kind: give a smaller --least or a larger model")
-    limits = {features: limit_of(teacher, features, reach) for features in budgets}
+    limits = {features: limit_of(teacher, features, context) for features in budgets}
     write_tasks(out, tasks, list(limits.values()))
     for name, bits in CODED.items():
         for task in tasks:
             ask(out, name, 0, partial(answer_coded, teacher, tokenizer, bits), task)
     for features, limit in limits.items():
-        made = students(features, known, None, reach)
+        made = students(features, known, None, context)
         if retrieval_heads:
-            options = {"budget": features, "reach": reach, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-            made[f"{OURS}, {retrieval_heads} retrieval heads"] = partial(dofla.fade, tokens=known, **options)
+            options = {"size": features * feature_bytes(teacher), "context": context, "tokenizer": tokenizer}
+            made[f"{OURS}, {retrieval_heads} retrieval heads"] = partial(
+                dofla.compress, windows=known, retrieval_heads=retrieval_heads, **options
+            )
         for name, make in made.items():
-            memory = name if reach is None else f"{name}, reach {reach}"
+            memory = name if context is None else f"{name}, context {context}"
             if any((memory, limit) not in read_found(out, task) for task in tasks):
                 student = make(teacher)
                 for task in tasks:

@@ -38,12 +38,15 @@ from dofla.integration.checkpoint import load_model
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
-from faded import feed, random_tokens
+from latency import feed, random_tokens
 from model import machine
 from turns import least
 
 STUDENTS = Path(__file__).parents[2] / "docs/students"
-SHIPPED = {"dofla.fade, 1.5 MiB": "smollm2-135m-fading", "dofla.fade, 5.8 MiB": "smollm2-135m-fading-256"}
+SHIPPED = {
+    "dofla.compress, 1.5 MiB": "smollm2-135m-compressed",
+    "dofla.compress, 5.8 MiB": "smollm2-135m-compressed-256",
+}
 Seconds = dict[str, float]
 
 

@@ -22,13 +22,14 @@ from statistics import fmean, pstdev
 from typing import Annotated, Any
 
 import typer
-from fading import sources
+from compressed import sources
 from rich.console import Console
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
+from dofla.integration.compressed import feature_bytes
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import plan_of
 from dofla.runs.teacher import load_teacher
@@ -88,7 +89,7 @@ def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[st
     teacher, tokenizer, rows = *load_teacher(model), []
     made_from = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     for budget in BUDGETS:
-        student = dofla.fade(teacher, made_from, budget=budget)
+        student = dofla.compress(teacher, made_from, budget * feature_bytes(teacher))
         held = plan_of(student).state_bytes(teacher.dtype)
         for length, (_, pool, others) in WINDOWS.items():
             for n, (kind, where) in enumerate(texts.items()):

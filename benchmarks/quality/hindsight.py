@@ -1,4 +1,4 @@
-"""How far a memory that fades could go: as many tokens as it holds, unrounded, chosen by age, by the attention that
+"""How far a compressed cache could go: as many tokens as it holds, unrounded, chosen by age, by the attention that
 they drew, and by that which they are going to draw.
 
     python benchmarks/quality/hindsight.py --model models/smollm2-135m --length 512 --length 2048 \\
@@ -8,11 +8,11 @@ The second row is what a memory does: what it has let go draws nothing any more,
 tokens go that never return either, but knows what all later queries attend to: a bound on what a better score would
 bring. The last two have all tokens at hand and choose anew for every query, by what those before it attended to, and
 by what it attends to itself: what a memory that can look again could have. What rounding costs is the distance of a
-student's figure (``fading.py --student even``) from the second row.
+student's figure (``compressed.py --student even``) from the second row.
 
-Scores are sums over queries of squared attention, those of the past faded by a 64th a token, as in
-:mod:`dofla.attention.coding.kept`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in nats. A window
-of 2,048 tokens takes some minutes for each row.
+Scores are sums over queries of squared attention, those of the past decaying by a 64th a token, as in
+:mod:`dofla.attention.coding.heavy_hitters`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in nats.
+A window of 2,048 tokens takes some minutes for each row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dofla
-from dofla.attention.coding.kept import FADES
+from dofla.attention.coding.heavy_hitters import FADES
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.fading import fading_plan
+from dofla.integration.compressed import compressed_plan
 from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.sites import attention_implementation
 from dofla.plans.plan import LayerPlan
@@ -153,7 +153,7 @@ def main(
     windows: Annotated[int, typer.Option(help="Of each text.")] = 6,
 ) -> None:
     teacher, tokenizer = load_teacher(model)
-    plan = fading_plan(teacher, budget)
+    plan = compressed_plan(teacher, budget)
     names = {path.name.partition(".")[0]: path for path in text}
     shown = table("tokens", "chosen", *names, gap=2)
     for each in length or [512]:

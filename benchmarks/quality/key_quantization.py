@@ -6,7 +6,7 @@
 
 Softmax attention to all tokens; keys are in eight bits, or in eight and then three. Python source, the modules of the
 standard library of the interpreter that runs this, is always among the texts. Of each text: nats per token, and
-KL(original ‖ quantized). ``outliers`` is what :func:`dofla.fade` does.
+KL(original ‖ quantized). ``outliers`` is what :func:`dofla.compress` does.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def main(
         for kind, where in sources.items()
     }
     measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=teacher)
-    found = directions_of(teacher, measured, list(attention_sites(teacher)), reach=length)
+    found = directions_of(teacher, measured, list(attention_sites(teacher)), context=length)
     shown = table("keys", "bits", *texts, gap=2)
     before = {kind: logs(teacher, own) for kind, own in texts.items()}
     for name, way in WAYS.items():

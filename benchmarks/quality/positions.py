@@ -1,4 +1,4 @@
-"""What a memory that fades loses of the same windows when they stand further back in a text: KL(teacher ‖ student) of
+"""What a compressed cache loses of the same windows when they stand further back in a text: KL(teacher ‖ student) of
 the next tokens by the position of the first, for memories measured over more or fewer positions.
 
     python benchmarks/quality/positions.py --model models/smollm2-135m \\
@@ -23,7 +23,8 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.places import placed
+from dofla.integration.compressed import feature_bytes
+from dofla.integration.placement import placed
 from dofla.runs.teacher import load_teacher
 
 
@@ -42,7 +43,7 @@ def main(
     budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,
     windows: Annotated[int, typer.Option(help="Of 512 tokens, of each text.")] = 8,
     first: Annotated[list[int] | None, typer.Option(help="Positions; repeatable; default 0, 1500, 6000.")] = None,
-    reach: Annotated[list[int] | None, typer.Option(help="Default 512, 2048 and all that the model has.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Default 512, 2048 and all that the model has.")] = None,
 ) -> None:
     teacher, tokenizer = load_teacher(model)
     tokens = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=teacher)
@@ -51,8 +52,9 @@ def main(
         for path in text
     }
     shown = table("measured over", "windows begin at", *judged, gap=2)
-    for each in reach or [512, 2048, None]:
-        student = dofla.fade(teacher, tokens, budget=budget, shares="even", reach=each)
+    size = budget * feature_bytes(teacher)
+    for each in context or [512, 2048, None]:
+        student = dofla.compress(teacher, tokens, size, head_budgets="even", context=each)
         loss = Objective(student, partial(dofla.softmax, student))
         for place in first or [0, 1500, 6000]:
             cells = (f"{divergence(loss, own, place):.4f}" for own in judged.values())

@@ -5,8 +5,8 @@
         --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
         --text ../shared/data/books-val.txt.gz --hay ../shared/data/books-val.txt.gz --seeds 3
 
-A student of ``dofla.fade``, as it is made, and trained on as many windows of prose (``--share 0``), or with a share of
-documents in their place: prose in which four needles are hidden, which are then all asked for and told again
+A student of ``dofla.compress``, as it is made, and trained on as many windows of prose (``--share 0``), or with a share
+of documents in their place: prose in which four needles are hidden, which are then all asked for and told again
 (benchmarks/peers/needles.py, by the template *magic numbers*). Each is judged by its loss on windows of each kind of
 text, where Python source is always among them, and by the needles it finds in the prose of ``--hay``, written by
 another template, *pass codes*: by generation, as benchmarks/peers/lookups.py asks. With several seeds, the student is
@@ -25,21 +25,21 @@ from typing import Annotated
 
 import torch
 import typer
-from fading import MEASURED, sources
+from compressed import MEASURED, sources
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
-from dofla.distillation.faded import FadedStudents
+from dofla.distillation.compressor import Compressor
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("peers", "speed")]
-from faded import shares_of
+from latency import head_budgets_of
 from lookups import ASKING, all_tokens, answer
 from needles import NEEDLES, Writer
 from questions import Task
@@ -104,7 +104,7 @@ def main(
         bool, typer.Option("--gradient-checkpointing", help="Compute layers twice instead of keeping what they saw.")
     ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Draws of the windows trained on.")] = 1,
-    plan: Annotated[Path | None, typer.Option(help="Of a student whose KV heads' shares to take.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Of a student whose head budgets to take.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 8,
     questions: Annotated[int, typer.Option(help="Of each length, at least.")] = 50,
     asked_length: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1024 and 2048.")] = None,
@@ -114,8 +114,8 @@ def main(
     teacher, tokenizer = load_teacher(model, "float32")
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=MEASURED)
     prose = dofla.token_windows(calibrate, tokenizer, length=length, windows=steps * seeds)
-    students = FadedStudents(teacher, known)
-    shares = students.shares(budget) if plan is None else shares_of(plan)
+    compressor = Compressor(teacher, known)
+    head_budgets = compressor.head_budgets(budget) if plan is None else head_budgets_of(plan)
     texts = {
         name: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
         for name, where in sources(text or []).items()
@@ -132,7 +132,7 @@ def main(
         if out is not None:
             write_json(out, {"rows": rows})
 
-    with students.made(budget, shares) as student:
+    with compressor.made(budget, head_budgets) as student:
         note("at once", judge(student, tokenizer, texts, tasks))
     for seed in range(seeds):
         for each in share or [0.0, 0.5]:
@@ -140,7 +140,7 @@ def main(
             name = f"{each:.0%} documents"
             options = {"learning_rates": {"weights": rate}, "precision": precision, "seed": seed}
             options |= {"batch_size": 1, "gradient_checkpointing": again}
-            with students.made(budget, shares) as student:
+            with compressor.made(budget, head_budgets) as student:
                 started = time.perf_counter()
                 dofla.distill_end_to_end(student, read, steps=steps, **options)
                 minutes = (time.perf_counter() - started) / 60

@@ -1,6 +1,6 @@
 """One stream of text, far longer than the model has positions: loss of a student by block of it, and its bytes.
 
-    python benchmarks/quality/stream.py docs/students/smollm2-135m-fading --base-model models/smollm2-135m \\
+    python benchmarks/quality/stream.py docs/students/smollm2-135m-compressed --base-model models/smollm2-135m \\
         --text ../shared/data/books-val.txt.gz
 
 Text is not equally hard everywhere, so beside the student stands its original on the same tokens, each of them read

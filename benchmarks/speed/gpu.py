@@ -1,4 +1,4 @@
-"""Seconds of linear attention, and of a memory that fades, beside softmax attention on a GPU: prefill, and decoding
+"""Seconds of linear attention, and of a compressed cache, beside softmax attention on a GPU: prefill, and decoding
 beside a long key-value cache.
 
     python benchmarks/speed/gpu.py
@@ -42,7 +42,7 @@ def main(
     torch.manual_seed(0)
     layers = {
         "linear": LinearAttention("prf", [FEATURES] * HEADS, DIM),
-        "fading": LinearAttention("none", [0] * HEADS, DIM, **MEMORY),
+        "compressed": LinearAttention("none", [0] * HEADS, DIM, **MEMORY),
     }
     for layer in layers.values():
         layer.reset_parameters()

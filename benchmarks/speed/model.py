@@ -1,12 +1,12 @@
 """Whole models with linear attention beside softmax attention: prefill, decoding, peak memory and cache, by prompt.
 
     python benchmarks/speed/model.py
-    python benchmarks/speed/model.py --fading 64 --models smollm2-135m --batches 1      # what dofla.fade makes
+    python benchmarks/speed/model.py --compressed 64 --models smollm2-135m --batches 1      # what dofla.compress makes
 
 Models in the shapes of GPT-2-small, SmolLM2-135M and Llama-3.2-1B, with random weights, once as they are (transformers'
 "sdpa" attention and its default dynamic cache) and once linearised: the same number of prf features for every KV head
-of every layer, or, with --fading, a memory that fades of as many bytes as so many features take. For each model, batch
-and prompt, in turn:
+of every layer, or, with --compressed, a compressed cache of as many bytes as so many features take. For each model,
+batch and prompt, in turn:
 
 - prefill: prompt tokens per second, over all sequences, read through the cache --chunk tokens at a time (again over all
   sequences, for both kinds alike), so that activations do not dominate memory; logits of the last position only. From
@@ -45,6 +45,7 @@ from transformers.initialization import no_init_weights
 
 import dofla
 from dofla.integration.cache import cache_bytes
+from dofla.integration.compressed import feature_bytes
 from dofla.plans.plan import LayerPlan, Plan
 
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -86,7 +87,7 @@ class Job:
     features: int = 0
     window: int = 0
     sinks: int = 0
-    fading: int = 0
+    compressed: int = 0
 
 
 def main(
@@ -98,7 +99,7 @@ def main(
     features: Annotated[int, typer.Option(help="Per KV head.")] = 64,
     window: int = 0,
     sinks: int = 0,
-    fading: Annotated[int, typer.Option(help="Budget of a memory that fades, instead of features; 0 for none.")] = 0,
+    compressed: Annotated[int, typer.Option(help="Budget of a compressed cache, instead of features; 0 for none.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (bf16).")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Limit of one measurement, building the model not included.")] = 60,
@@ -112,7 +113,7 @@ def main(
         raise typer.BadParameter(f"no model {sorted(unknown)[0]!r}: there are {', '.join(MODELS)}")
     dtype = {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype)
     shared = {"new_tokens": new_tokens, "chunk": chunk, "features": features, "window": window, "sinks": sinks}
-    shared |= {"fading": fading, "dtype": dtype, "device": device, "seconds": seconds, "memory_gib": memory_gib}
+    shared |= {"compressed": compressed, "dtype": dtype, "device": device, "seconds": seconds, "memory_gib": memory_gib}
     report: dict[str, Any] = {"machine": machine(device), "settings": shared, "rows": [], "crossings": []}
     print(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for model in models or MODELS:
@@ -244,8 +245,10 @@ def build(job: Job) -> PreTrainedModel:
     model.to(job.device)
     if job.kind == "softmax":
         return model
-    if job.fading:
-        return dofla.fade(model, random_tokens(model, job, 256)[:1], budget=job.fading, shares="even")
+    if job.compressed:
+        return dofla.compress(
+            model, random_tokens(model, job, 256)[:1], job.compressed * feature_bytes(model), head_budgets="even"
+        )
     return dofla.linearize(model, uniform_plan(config, job))
 
 
@@ -340,7 +343,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def print_head(job: Job) -> None:
     beside = f", window {job.window}, {job.sinks} sinks" if job.window or job.sinks else ""
-    state = f"a memory that fades of {job.fading} features' bytes" if job.fading else f"{job.features} features{beside}"
+    state = (
+        f"a compressed cache of {job.compressed} features' bytes"
+        if job.compressed
+        else f"{job.features} features{beside}"
+    )
     print(f"\n{job.model}, batch {job.batch}, {job.dtype}, {state}")
     print(f"{'':6}{'prefill, tokens/s':>22}{'decode, tokens/s':>22}{'peak, MiB':>15}{'cache, MiB':>15}")
     titles = f"{'linear':>7}{'softmax':>8}{'ratio':>7}"

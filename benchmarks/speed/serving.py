@@ -1,7 +1,7 @@
 """Several clients of ``dofla serve`` at once: tokens a second with requests answered side by side, one after the other,
 and by the same server with the model as it was, one after the other as well.
 
-    python benchmarks/speed/serving.py docs/students/smollm2-135m-fading --base-model models/smollm2-135m
+    python benchmarks/speed/serving.py docs/students/smollm2-135m-compressed --base-model models/smollm2-135m
 
 Each client asks once, for a text of its own to be gone on with; what is timed is from the first request to the last
 answer, prompts and all, of OpenAI's client over HTTP. All of it takes turns in one process; the best of a few rounds.

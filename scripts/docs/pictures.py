@@ -9,7 +9,7 @@ from random import Random
 from dofla.attention import stage_bytes
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import UNIT, levels
-from dofla.plans.fading import fade_evenly
+from dofla.plans.compressed import even_counts
 from dofla.plans.hybrid import HeadCost
 
 OUT = Path(__file__).parents[2] / "docs" / "maths"
@@ -214,7 +214,7 @@ def memory() -> None:
     """What a KV head keeps of a long text: as wide as there are tokens, as high as they have bits."""
     dim, floor, per_token, per_bit = 64, 200, 1.55, 12
     cost = HeadCost.of(dim, dim, 4, "int8")
-    found = fade_evenly(64, dim, dim, cost)
+    found = even_counts(64, dim, dim, cost)
     ((newest, far),) = found.stages
     old = stage_bytes(dim, dim, far, scored=True)
     parts = [text(20, 26, "A token loses bits as it ages, and its bytes make room for others", "title")]

@@ -1,9 +1,9 @@
 # What `import dofla` exports, and where it lives: read by dofla itself, and by editors.
 from .data.windows import TokenWindows
 from .distillation.end_to_end import distill_end_to_end
-from .distillation.fading import fade, measure_shares
 from .distillation.loop import distill
 from .distillation.tracking import tracked
+from .distillation.training_free import compress, measure_head_budgets
 from .distillation.trials import measure_curves
 from .errors import DoflaError
 from .evaluation.run import evaluate
@@ -20,8 +20,8 @@ from .integration.stream import Stream
 from .integration.surgery import linearize, restore, softmax
 from .plans.allocate import allocate
 from .plans.curves import Curves
+from .plans.head_budgets import HeadBudgets
 from .plans.plan import LayerPlan, Plan
-from .plans.shares import Shares
 from .profiles.profile import Profile
 from .runs.check import check
 from .runs.frontier import frontier
@@ -31,27 +31,27 @@ __version__: str
 __all__ = [
     "Curves",
     "DoflaError",
+    "HeadBudgets",
     "LayerPlan",
     "Plan",
     "Profile",
-    "Shares",
     "Stream",
     "TokenWindows",
     "allocate",
     "check",
     "compile_generate",
+    "compress",
     "continuous_batching",
     "distill",
     "distill_end_to_end",
     "evaluate",
-    "fade",
     "frontier",
     "keep_sessions",
     "linearize",
     "load",
     "load_state",
     "measure_curves",
-    "measure_shares",
+    "measure_head_budgets",
     "merge_lora",
     "note",
     "profile",

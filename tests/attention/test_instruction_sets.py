@@ -14,7 +14,7 @@ import torch
 
 from dofla.attention import Coder
 from dofla.attention.coding.coder import Moments
-from dofla.attention.coding.kept import OCTAVE, WEIGHTS
+from dofla.attention.coding.heavy_hitters import OCTAVE, WEIGHTS
 from dofla.attention.coding.levels import tables
 from dofla.attention.compiled import build
 from dofla.attention.eight_bits import pack

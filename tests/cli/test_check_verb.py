@@ -8,14 +8,14 @@ from command_line import call
 
 
 def test_a_model_is_told_of_for_people_and_for_programs(capsys):
-    assert call("check", "demo", "--budget", 24, "--budget", 64) == 0
+    assert call("check", "demo", "--size", "102KiB", "--size", "272KiB") == 0
     shown = capsys.readouterr().out
     assert "LlamaForCausalLM, 4.07 M parameters: supported" in shown
     assert "an estimate" in shown
-    assert call("check", "demo", "--json") == 0
+    assert call("check", "demo", "--size", "272KiB", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["supported"]
-    assert [(x["tokens"], x["budget"]) for x in found["cache"]] == [(2048, 64), (8192, 64), (32768, 64)]
+    assert [(x["tokens"], x["size"]) for x in found["cache"]] == [(n, 278_528) for n in (2048, 8192, 32768)]
     assert found["cache"][0]["factor"] > 10
 
 

@@ -26,17 +26,20 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
-    texts = ["--data", folder / "text.txt", "--judge", folder / "text.txt", "--judge", folder / "other.txt"]
+    texts = ["--data", folder / "text.txt", "--text", folder / "text.txt", "--text", folder / "other.txt"]
     out = tmp_path / "out"
-    assert call("frontier", "demo", *texts, *OPTIONS, "--budgets", 12, "--budgets", 24, "--out", out) == 0
+    assert call("frontier", "demo", *texts, *OPTIONS, "--sizes", "51KiB", "--sizes", "102KiB", "--out", out) == 0
     found = json.loads((out / "frontier.json").read_text())
-    tried = [(x["budget"], x["text"], x["length"]) for x in found["points"]]
-    assert tried == [(b, text, n) for b in (12, 24) for text in ("text", "other") for n in (32, 48)]
+    tried = [(x["size"], x["text"], x["length"]) for x in found["points"]]
+    assert tried == [(b, text, n) for b in (51 * 1024, 102 * 1024) for text in ("text", "other") for n in (32, 48)]
     assert found["made_from"]["length"] == 512
-    assert found["judged"] == {"text": f"{folder / 'text.txt'} (validation)", "other": f"{folder / 'other.txt'} (all)"}
+    assert found["evaluated"] == {
+        "text": f"{folder / 'text.txt'} (validation)",
+        "other": f"{folder / 'other.txt'} (all)",
+    }
     said = capsys.readouterr().out
     assert "gap to the original" in said
-    assert "report.html, students/12, students/24" in " ".join(said.split())
+    assert "report.html, compressed/52224, compressed/104448" in " ".join(said.split())
     assert (out / "report.html").exists()
     assert call("report", out) == 0  # and again
     assert call("frontier", "demo", "--data", folder / "text.txt", "--out", out) == 2
@@ -44,18 +47,18 @@ def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command_that_is_said_makes_the_student(folder, tmp_path, capsys, monkeypatch):
-    texts = ["--data", folder / "text.txt", "--judge", folder / "other.txt"]
-    asked = [*texts, *OPTIONS, "--reach", 520, "--budgets", 12, "--target", 50]
+    texts = ["--data", folder / "text.txt", "--text", folder / "other.txt"]
+    asked = [*texts, *OPTIONS, "--context", 520, "--sizes", "51KiB", "--target", 50]
     assert call("frontier", "demo", *asked, "--out", tmp_path / "out") == 0
     capsys.readouterr()
     assert call("frontier", "demo", *asked) == 0
     said = " ".join(capsys.readouterr().out.split())
-    command = shlex.split(said[said.index("dofla fade") :])
-    assert command[:5] == ["dofla", "fade", "demo", "--budget", "12"]
-    assert command[command.index("--reach") + 1] == "520"
+    command = shlex.split(said[said.index("dofla compress") :])
+    assert command[:5] == ["dofla", "compress", "demo", "--size", "52224"]
+    assert command[command.index("--context") + 1] == "520"
     monkeypatch.chdir(tmp_path)
     assert call(*command[1:]) == 0
-    made, kept = tmp_path / "faded-12", tmp_path / "out" / "students" / "12"
+    made, kept = tmp_path / "compressed-52224", tmp_path / "out" / "compressed" / "52224"
     assert Plan.load(made).to_dict() == Plan.load(kept).to_dict()
     (weights,) = kept.glob("*.safetensors")
     assert (made / weights.name).read_bytes() == weights.read_bytes()

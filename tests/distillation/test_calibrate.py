@@ -270,7 +270,7 @@ def test_distillation_starts_from_data_unless_told_not_to(tiny, name):
 def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
     tokens = tiny.tokens(8, LENGTH)
     student, other = student_of(tiny, window=2), student_of(tiny, window=2)
-    distill(student, tokens, seed=3, reach=LENGTH, **OPTIONS)
+    distill(student, tokens, seed=3, context=LENGTH, **OPTIONS)
     order = torch.randperm(8, generator=generator_of(3, 0))
     calibrate(other, [{"input_ids": tokens[order[:2]]}])
     assert equal(statistics(student), statistics(other))

@@ -73,7 +73,7 @@ def stop_after(step):
 @pytest.mark.parametrize("plan", [{"features": 8}, {"features": [10, 4], "window": 2, "sinks": 1}])
 def test_the_loss_of_every_layer_falls(tiny, loss, plan):
     student, tokens = student_of(tiny, **plan), tiny.tokens(WINDOWS, LENGTH)
-    history = distill(student, tokens, loss=loss, steps=40, batch_size=WINDOWS, reach=LENGTH)
+    history = distill(student, tokens, loss=loss, steps=40, batch_size=WINDOWS, context=LENGTH)
     assert history.layers == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert history.losses.shape == (40, 2)
     assert torch.isfinite(history.losses).all()

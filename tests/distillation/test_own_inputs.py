@@ -56,7 +56,7 @@ def projections(student, tokens):
 def test_losses_see_the_students_own_calls_and_the_teachers(tiny, seen, plan, padded):
     student = student_of(tiny, **plan)
     tokens = tiny.padded(WINDOWS, LENGTH) if padded else {"input_ids": tiny.tokens(WINDOWS, LENGTH)}
-    options = {"steps": 1, "batch_size": WINDOWS, "from_data": False, "reach": LENGTH}
+    options = {"steps": 1, "batch_size": WINDOWS, "from_data": False, "context": LENGTH}
     own = projections(student, tokens)
     with dofla.softmax(student):
         theirs = projections(student, tokens)

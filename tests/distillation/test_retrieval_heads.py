@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_budget import compress, measure_head_budgets
 
 import dofla
 from dofla.data.facts import Facts
 from dofla.distillation import retrieval
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
-from dofla.integration.fading import fading_plan
+from dofla.integration.compressed import compressed_plan
 from dofla.integration.surgery import linear_layers, plan_of
+from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
-from dofla.plans.shares import Shares
 
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
 REACH, BUDGET = 192, 32
@@ -35,24 +36,24 @@ def places(plan):
 
 def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     model, tokens, seen = reader(tiny), windows(tiny), []
-    options = {"budget": BUDGET, "reach": REACH}
-    without = dofla.measure_shares(model, tokens, **options)
-    shares = dofla.measure_shares(
+    options = {"budget": BUDGET, "context": REACH}
+    without = measure_head_budgets(model, tokens, **options)
+    head_budgets = measure_head_budgets(
         model, tokens, **options, retrieval_heads=1, tokenizer=tokenizer, progress=lambda *x: seen.append(x)
     )
     assert seen[-1][1] == seen[-1][2] == 3 * (4 + 2) + 2  # windows, text that stands twice, both tried; facts
-    assert (shares.layers, shares.costs) == (without.layers, without.costs)
+    assert (head_budgets.layers, head_budgets.costs) == (without.layers, without.costs)
     assert not hasattr(model, "_dofla_softmax_implementation")
-    ((name, (head,)),) = shares.whole.items()
-    assert f"KV heads that hold every token: {name} {head}" in str(shares)
-    before, plan = (fading_plan(model, BUDGET, shares=x, reach=REACH) for x in (without, shares))
+    ((name, (head,)),) = head_budgets.full_heads.items()
+    assert f"KV heads that hold every token: {name} {head}" in str(head_budgets)
+    before, plan = (compressed_plan(model, BUDGET, head_budgets=x, context=REACH) for x in (without, head_budgets))
     held, held_before = places(plan), places(before)
     assert held[name, head] == REACH
     others = held.keys() - {(name, head)}
     assert all(held[place] <= held_before[place] for place in others)
     assert plan.state_bytes(model.dtype) <= 4 * BUDGET * HeadCost.of(8, 8, 4).feature
-    assert plan.made_by["retrieval_heads"] == shares.whole
-    student = dofla.fade(model, tokens, **options, retrieval_heads=1, tokenizer=tokenizer)
+    assert plan.made_by["retrieval_heads"] == head_budgets.full_heads
+    student = compress(model, tokens, **options, retrieval_heads=1, tokenizer=tokenizer)
     assert plan_of(student) == plan
     assert student.generate(tokens.input_ids[:1, :8], max_new_tokens=4).shape == (1, 12)
 
@@ -60,23 +61,23 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
 def test_what_costs_most_of_text_or_of_facts_comes_first(tiny, tokenizer, monkeypatch):
     model, tokens = reader(tiny), windows(tiny)
     # As much as half of what text costs and nothing of facts; or with twice the bytes a third of what facts cost.
-    shares = Shares({FIRST: [1.0, 1.0], SECOND: [2.0, 1.0]}, {FIRST: [0.5, 0.3], SECOND: [0.2, 0.0]})
+    head_budgets = HeadBudgets({FIRST: [1.0, 1.0], SECOND: [2.0, 1.0]}, {FIRST: [0.5, 0.3], SECOND: [0.2, 0.0]})
     facts = Facts.among(tokens, tokenizer, REACH)
     found = {FIRST: torch.tensor([0.0, 0.1]), SECOND: torch.tensor([0.4, 0.1])}
     asked = []
 
     def costs(student, parts, report, last):
-        asked.append((len(parts), last, plan_of(student).made_by["shares"]))
+        asked.append((len(parts), last, plan_of(student).made_by["head_budgets"]))
         return found
 
     monkeypatch.setattr(retrieval, "costs_of_heads", costs)
-    student = dofla.linearize(model, fading_plan(model, 24, shares=shares))
+    student = dofla.linearize(model, compressed_plan(model, 24, head_budgets=head_budgets))
     order = [(SECOND, 0), (FIRST, 0), (FIRST, 1), (SECOND, 1)]  # 1.0, .5, .4, .1
     for heads in range(1, 5):
-        whole = retrieval.with_retrieval_heads(student, shares, heads, facts, lambda: None).whole
+        whole = retrieval.with_retrieval_heads(student, head_budgets, heads, facts, lambda: None).full_heads
         assert {(name, head) for name, own in whole.items() for head in own} == set(order[:heads])
         assert list(whole) == sorted(whole)
-    assert asked[0] == (2, facts.asked, shares.layers)
+    assert asked[0] == (2, facts.asked, head_budgets.layers)
 
 
 def test_only_what_is_asked_counts(tiny):
@@ -102,16 +103,18 @@ def test_refusals(tiny, tokenizer, monkeypatch):
 
     def refused(message, **options):
         with pytest.raises(DoflaError, match=message):
-            dofla.fade(model, tokens, **{"budget": 24, "reach": REACH, "tokenizer": tokenizer} | options)
+            compress(model, tokens, **{"budget": 24, "context": REACH, "tokenizer": tokenizer} | options)
         assert not hasattr(model, "_dofla_softmax_implementation")
 
     refused("retrieval_heads is -1: give how many", retrieval_heads=-1)
     refused("retrieval_heads is 5: the model has 4 KV heads", retrieval_heads=5)
     refused("retrieval_heads is 1: give the tokenizer too", retrieval_heads=1, tokenizer=None)
     refused(
-        "4 of the KV heads to hold every token would take more than 50% of the bytes: give more, fewer of them",
+        "4 retrieval heads would take more than 50% of the bytes: give a larger size, fewer of them",
         retrieval_heads=4,
     )
-    refused("retrieval_heads is 1: they are found when shares are measured", retrieval_heads=1, shares="even")
-    monkeypatch.setattr("dofla.integration.fading.positions_of", lambda _: None)
-    refused("any number of positions: say by reach how many heads are to hold", retrieval_heads=1, reach=None)
+    refused(
+        "retrieval_heads is 1: they are found when head budgets are measured", retrieval_heads=1, head_budgets="even"
+    )
+    monkeypatch.setattr("dofla.integration.compressed.positions_of", lambda _: None)
+    refused("states no number of positions: give context", retrieval_heads=1, context=None)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from by_budget import compress
 from students import student_of
 
 import dofla
@@ -66,7 +67,7 @@ def test_the_figures_are_shown_as_tables(tiny, kind):
 
 
 def test_attention_that_lets_tokens_go_diverges_endlessly(tiny):
-    model = dofla.fade(tiny.llama(), tiny.tokens(2, 48), budget=4, shares="even")
+    model = compress(tiny.llama(), tiny.tokens(2, 48), budget=4, head_budgets="even")
     text = str(dofla.evaluate(model, tiny.tokens(2, 128), batch_size=2))
     assert re.search(r"^model\.layers\.0\.self_attn +∞ +\d\.\d{4}$", text, re.M)
 

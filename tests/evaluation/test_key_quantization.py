@@ -19,7 +19,7 @@ def module():
 
 def divergences(module, model, tokens, bits):
     """KL to the original, by way."""
-    found = directions_of(model, tokens, list(attention_sites(model)), reach=tokens.length)
+    found = directions_of(model, tokens, list(attention_sites(model)), context=tokens.length)
     before, kl = module.logs(model, tokens), {}
     for name, way in module.WAYS.items():
         with module.quantized(model, {x: module.QuantizedKeys(own, way, bits) for x, own in found.items()}):

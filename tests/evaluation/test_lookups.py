@@ -148,20 +148,20 @@ def test_a_quantised_cache_has_coded_the_context_when_it_is_asked(tiny, modules,
 def test_what_was_found_is_not_measured_again_and_intervals_are_over_contexts(modules, writer, tmp_path):
     _, lookups, questions = modules
     task = writer.task("single", "pass codes", 150, 2, seed=0)
-    found = lookups.ask(tmp_path, "dofla.fade", 900, lambda context: ([0.5] * len(context.questions), 7), task)
+    found = lookups.ask(tmp_path, "dofla.compress", 900, lambda context: ([0.5] * len(context.questions), 7), task)
     assert (found.scores, found.bytes, found.limit) == ([[0.5], [0.5]], 7, 900)
 
     def never(_):
         raise AssertionError
 
-    assert lookups.ask(tmp_path, "dofla.fade", 900, never, task) == found
+    assert lookups.ask(tmp_path, "dofla.compress", 900, never, task) == found
     for other in (
         writer.task("single", "pass codes", 150, 3, seed=0),
         writer.task("single", "pass codes", 140, 2, seed=0),
         writer.task("single", "magic numbers", 150, 2, seed=0),
     ):
         assert questions.read_found(tmp_path, other) == {}
-    assert questions.read_found(tmp_path, task) == {("dofla.fade", 900): found}
+    assert questions.read_found(tmp_path, task) == {("dofla.compress", 900): found}
     other = questions.Found("x", 0, "multi-key", "pass codes", 150, 1024, [[1, 1, 1, 0], [0, 0, 0, 1]])
     assert lookups.cell(other) == "0.50 (0.25 to 0.75)"
 
@@ -197,10 +197,10 @@ def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenize
     monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 2}
-    lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, reach=160, retrieval_heads=1)
+    lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, context=160, retrieval_heads=1)
     printed = capsys.readouterr().out
-    ours = ("dofla.fade, reach 160", "dofla.fade, 1 retrieval heads, reach 160")
-    for row in (lookups.SOFTMAX, *ours, "window and sinks, 8 bits, reach 160", "single, 150 (2)"):
+    ours = ("dofla.compress, context 160", "dofla.compress, 1 retrieval heads, context 160")
+    for row in (lookups.SOFTMAX, *ours, "window and sinks, 8 bits, context 160", "single, 150 (2)"):
         assert row in printed
     assert lookups.TRIED not in printed
     with pytest.raises(DoflaError, match=r"the original scores below 1\.1 on every kind"):

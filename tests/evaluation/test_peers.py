@@ -7,6 +7,7 @@ import torch
 import typer
 from arithmetic import sum_error
 from benches import scripts
+from by_budget import compress
 from transformers import DynamicCache, QuantizedCache
 
 import dofla
@@ -42,7 +43,7 @@ def model(tiny):
     return tiny.llama(head_dim=64, max_position_embeddings=512).double()
 
 
-def row(judging, name="dofla.fade", limit=1000, losses=(1.0, 2.0), **bytes_of_it):
+def row(judging, name="dofla.compress", limit=1000, losses=(1.0, 2.0), **bytes_of_it):
     known = {"prompt_bytes": limit, "end_bytes": limit, **bytes_of_it}
     return judging.Row(name, "constant", limit, losses={"books": list(losses)}, **known)
 
@@ -100,8 +101,8 @@ def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_t
     model = tiny.llama(max_position_embeddings=512)
     limit = continuation.limit_of(model, 24)
     texts = {"books": tiny.tokens(2, WRITTEN + 40), "stories": tiny.tokens(1, WRITTEN + 40, seed=1)}
-    student = dofla.fade(model, tiny.tokens(2, 48), budget=24, shares="even")
-    found = continuation.student_row("dofla.fade", limit, student, texts)
+    student = compress(model, tiny.tokens(2, 48), budget=24, head_budgets="even")
+    found = continuation.student_row("dofla.compress", limit, student, texts)
     assert found.prompt_bytes == found.end_bytes == limit
     loss, _ = continuation.judge_student(student, texts["stories"])
     assert [len(found.losses[name]) for name in texts] == [2, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benches import scripts
-from students import FADING
+from students import COMPRESSED
 from torch.nn.functional import cross_entropy
 
 import dofla
@@ -29,7 +29,7 @@ def stream(module, monkeypatch):
 @pytest.fixture
 def student(tiny):
     model = tiny.llama(max_position_embeddings=64).double()
-    return dofla.linearize(model, tiny.plan(model, **FADING))
+    return dofla.linearize(model, tiny.plan(model, **COMPRESSED))
 
 
 def read(stream, way, student, ids, **options):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from by_budget import compress
 from family_models import POSITIONS
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-import dofla
 from dofla.integration.surgery import plan_of
 
 LENGTH, PADDING, NEW = 120, 20, 2
@@ -67,9 +67,9 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     return model.double()
 
 
-def fade(model: PreTrainedModel, budget: int, shares: str) -> PreTrainedModel:
+def fade(model: PreTrainedModel, budget: int, head_budgets: str) -> PreTrainedModel:
     """The model with a compressed cache."""
-    return dofla.fade(model, texts(model, 3, POSITIONS // 2), budget=budget, shares=shares)
+    return compress(model, texts(model, 3, POSITIONS // 2), budget=budget, head_budgets=head_budgets)
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ a cache (`pytest -m long tests/families`). Names are those of `model_type` in `c
 _REFUSED = """
 ## Refused
 
-`dofla.fade` raises an error of one line before anything is changed. Where the reason names a layer, the others can be
-compressed: `keep_softmax` (`--keep-softmax`) leaves that layer as it is.
+`dofla.compress` raises an error of one line before anything is changed. Where the reason names a layer,
+the others can be compressed: `keep_softmax` (`--keep-softmax`) leaves that layer as it is.
 
 | reason | families |
 |---|---|

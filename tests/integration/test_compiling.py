@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from arithmetic import LOGITS
+from by_budget import compress
 from families import own_student, teacher, tokens
 from torch._dynamo import lookup_backend
 from transformers import (
@@ -45,9 +46,9 @@ class Graphs:
         return self  # transformers copies configurations
 
 
-def faded(family: str = "llama", dtype: torch.dtype = torch.float32, shares: str = "even"):
-    """A call of our operator per layer, or with measured shares one per size of a head."""
-    return dofla.fade(teacher(family).to(dtype), tokens(4, 48), budget=24, shares=shares)
+def faded(family: str = "llama", dtype: torch.dtype = torch.float32, head_budgets: str = "even"):
+    """A call of our operator per layer, or with measured head budgets one per size of a head."""
+    return compress(teacher(family).to(dtype), tokens(4, 48), budget=24, head_budgets=head_budgets)
 
 
 def cache_of(student, kind: str):
@@ -98,7 +99,7 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
 @needs_kernels
 @torch.no_grad()
 def test_padding_and_heads_of_several_sizes_go_through():
-    student, ids = faded(shares="measured"), tokens(3, 40)
+    student, ids = faded(head_budgets="measured"), tokens(3, 40)
     mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
     mask[0, 5:9], mask[1, 21] = 0, 0
     wanted, before = read(student, student, "static", ids, [20, 1, 1, 1], mask)
@@ -144,7 +145,7 @@ def test_students_with_features_are_one_graph_as_well(kind):
 @torch.no_grad()
 def test_a_window_as_long_as_all_positions_is_no_pattern_in_a_graph():
     config = MistralConfig(**teacher("llama").config.to_dict() | {"sliding_window": 512, "model_type": "mistral"})
-    student = dofla.fade(MistralForCausalLM(config).eval(), tokens(4, 48), budget=24, shares="even")
+    student = compress(MistralForCausalLM(config).eval(), tokens(4, 48), budget=24, head_budgets="even")
     ids, cuts = tokens(2, 40), [20, *[1] * 6]
     wanted, before = read(student, student, "dynamic", ids, cuts)
     step = torch.compile(student, fullgraph=True, backend=Graphs())
@@ -205,7 +206,7 @@ def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
 
 
 def test_generate_beside_softmax_layers_is_not_compiled():
-    student = dofla.fade(teacher("llama"), tokens(4, 48), budget=24, keep_softmax=["model.layers.0.self_attn"])
+    student = compress(teacher("llama"), tokens(4, 48), budget=24, keep_softmax=["model.layers.0.self_attn"])
     with pytest.raises(DoflaError, match="some layers are softmax"):
         dofla.compile_generate(student)
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from by_budget import compress
 from families import CAUSAL, own_student, plan_for, teacher, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, apply_rotary_pos_emb
@@ -81,8 +82,8 @@ def llama(*kinds, layers=3):
 
 MAKE = {
     "linearize": lambda model, **options: dofla.linearize(model, plan_for(model, **options)),
-    "fade": lambda model: dofla.fade(model, tokens(12, 64), budget=24, shares="even"),
-    "fade_measured": lambda model: dofla.fade(model, tokens(12, 64), budget=48),
+    "fade": lambda model: compress(model, tokens(12, 64), budget=24, head_budgets="even"),
+    "fade_measured": lambda model: compress(model, tokens(12, 64), budget=48),
 }
 
 

@@ -14,12 +14,13 @@ import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 
-FADING = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8"}
+COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8"}
 SIZES = {
     "features": {"features": 4},
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},
-    "fading": FADING | {"stages": [[[5, 4.0], [4, 3.0]], [[3, 3.0]]], "kept": [6, 0]},
-    "features behind stages": FADING | {"features": 3, "feature_map": "exponential", "stages": [[5, 3.0]], "kept": 4},
+    "fading": COMPRESSED | {"stages": [[[5, 4.0], [4, 3.0]], [[3, 3.0]]], "kept": [6, 0]},
+    "features behind stages": COMPRESSED
+    | {"features": 3, "feature_map": "exponential", "stages": [[5, 3.0]], "kept": 4},
 }
 
 

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from students import FADING
+from students import COMPRESSED
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaForCausalLM, pipeline
 
 import dofla
@@ -53,7 +53,7 @@ COPIES = {
 
 def student_of(tiny):
     model = tiny.llama().double()
-    return dofla.linearize(model, tiny.plan(model, **FADING))
+    return dofla.linearize(model, tiny.plan(model, **COMPRESSED))
 
 
 @pytest.mark.parametrize("made", COPIES)
@@ -86,7 +86,7 @@ def test_sessions_of_a_copy_are_its_own(tiny):
 @pytest.mark.parametrize("how", ALL_WAYS)
 def test_the_model_is_what_it_was_to_others(tiny, tmp_path, tokenizer, how):
     model = tiny.llama(vocab_size=2048)
-    student = dofla.linearize(model, tiny.plan(model, **FADING))
+    student = dofla.linearize(model, tiny.plan(model, **COMPRESSED))
     forward = inspect.signature(student.forward)
     HOW[how](student)
     assert type(student).__name__ == type(student).__qualname__ == "LlamaForCausalLM"

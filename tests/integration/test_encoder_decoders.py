@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_budget import compress
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import dofla
@@ -38,13 +39,13 @@ def to_keep(model):
     return [name for name, site in attention_sites(model).items() if site.refusal or not site.causal]
 
 
-@pytest.mark.parametrize("shares", ["even", "measured"])
-def test_a_decoder_fades_and_the_model_is_given_back(model, shares, tiny):
+@pytest.mark.parametrize("head_budgets", ["even", "measured"])
+def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
     ids = tiny.tokens(2, 40) % 90 + 3
     with torch.no_grad():
         before = model(input_ids=ids, decoder_input_ids=ids).logits
-    student = dofla.fade(
-        model, tiny.tokens(6, 64, seed=1) % 90 + 3, budget=24, shares=shares, keep_softmax=to_keep(model)
+    student = compress(
+        model, tiny.tokens(6, 64, seed=1) % 90 + 3, budget=24, head_budgets=head_budgets, keep_softmax=to_keep(model)
     )
     assert len(linear_layers(student)) == 2
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -57,12 +58,12 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, shares, tiny):
 
 def test_where_all_is_kept_nothing_is_left(model, tiny):
     with pytest.raises(dofla.DoflaError, match="no layer is left to linearise"):
-        dofla.fade(model, tiny.tokens(6, 64), budget=24, keep_softmax=list(attention_sites(model)))
+        compress(model, tiny.tokens(6, 64), budget=24, keep_softmax=list(attention_sites(model)))
 
 
 @torch.no_grad()
 def test_a_decoder_that_writes_more_than_the_encoder_read_sees_its_padding(model, tiny):
-    dofla.fade(model, tiny.tokens(6, 64) % 90 + 3, budget=24, shares="even", keep_softmax=to_keep(model))
+    compress(model, tiny.tokens(6, 64) % 90 + 3, budget=24, head_budgets="even", keep_softmax=to_keep(model))
     ids, written = tiny.tokens(1, 9) % 90 + 3, tiny.tokens(1, 20, seed=1) % 90 + 3
     mask = (torch.arange(14) < 9).long()[None]
     padded = model(torch.nn.functional.pad(ids, (0, 5)), attention_mask=mask, decoder_input_ids=written).logits

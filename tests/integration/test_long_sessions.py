@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import FADING
+from students import COMPRESSED
 from transformers import GenerationConfig
 
 import dofla
@@ -12,7 +12,7 @@ from dofla.integration.cache import cache_bytes
 from dofla.integration.positions import beginning
 
 POSITIONS, AGAIN, ANSWER = 64, 16, 6
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": FADING}
+SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": COMPRESSED}
 
 
 @pytest.fixture(params=SIZES)
@@ -130,7 +130,7 @@ def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     """As one of a model that has no more."""
     few, more = tiny.llama(max_position_embeddings=POSITIONS), tiny.llama(max_position_embeddings=4 * POSITIONS)
     plan = tiny.plan(more, **SIZES["fading"])
-    plan.reach = POSITIONS
+    plan.context = POSITIONS
     plain, student = dofla.linearize(few, tiny.plan(few, **SIZES["fading"])), dofla.linearize(more, plan)
     answer(student, tiny.tokens(1, POSITIONS - 1), 6)
     (record,) = (record for record in caplog.records if record.name.startswith("dofla"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from by_budget import compress
 from families import own_student, plan_for, student, teacher, tokens
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
@@ -113,17 +114,19 @@ def test_the_table_is_the_plan(tmp_path):
 
 
 def test_shares_of_kv_heads_are_one_line(tmp_path):
-    shares = dofla.Shares({"model.layers.0.self_attn": [0.75, 1.5], "model.layers.1.self_attn": [1.0, 0.75]})
-    model = dofla.fade(teacher("llama"), tokens(4, 48), budget=24, shares=shares)
+    head_budgets = dofla.HeadBudgets({"model.layers.0.self_attn": [0.75, 1.5], "model.layers.1.self_attn": [1.0, 0.75]})
+    model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets=head_budgets)
     text = text_of(saved(model, tmp_path, "standalone"))
-    words = "Allotted with strategy fading, budget 24, KV heads have 0.75 to 1.50 times the bytes of an even split."
+    words = (
+        "Allotted with strategy compressed, size 3.8 KiB, KV heads have 0.75 to 1.50 times the bytes of an even split."
+    )
     assert words in text
-    assert "It was made for" not in text
+    assert "calibrated for a context of" not in text
 
 
 def test_positions_that_a_memory_was_made_for_are_said(tmp_path):
-    model = dofla.fade(teacher("llama"), tokens(4, 48), budget=24, shares="even", reach=48)
-    assert "It was made for 48 positions" in text_of(saved(model, tmp_path, "standalone"))
+    model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets="even", context=48)
+    assert "calibrated for a context of 48 tokens" in text_of(saved(model, tmp_path, "standalone"))
 
 
 @pytest.mark.parametrize(("family", "auto_class", "task"), [
@@ -141,8 +144,8 @@ def test_a_card_names_the_class_and_the_pipeline_of_its_model(family, auto_class
 def test_training_is_put_on_record(base, tmp_path):
     model = student_of(base)
     windows = TokenWindows(tokens(8, 24), source="owner/stories@train (train)")
-    dofla.distill(model, windows, steps=2, rows=8, reach=24)
-    dofla.distill_end_to_end(model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, reach=64)
+    dofla.distill(model, windows, steps=2, rows=8, context=24)
+    dofla.distill_end_to_end(model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, context=64)
     layerwise, whole = record_of(model).training
     assert (layerwise.steps, layerwise.positions, layerwise.weights) == (2, 24, False)
     assert layerwise.command.startswith("dofla.distill(student, tokens, loss='output', steps=2, batch_size=2")
@@ -213,7 +216,7 @@ def test_a_licence_can_be_given(base, tmp_path):
     assert front_matter(saved(model, tmp_path / "out", "adapter"))["license"] == "cc-by-4.0"
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m-measured", "smollm2-135m-fading", "smollm2-135m-fading-256"])
+@pytest.mark.parametrize("name", ["smollm2-135m-measured", "smollm2-135m-compressed", "smollm2-135m-compressed-256"])
 def test_students_in_the_repository_have_cards_made_of_their_plan_and_record(tmp_path, name):
     folder = Path(__file__).parents[2] / "docs" / "students" / name
     assert not by_hand(folder / "README.md")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_budget import compress
 from transformers import AutoModelForCausalLM, QuantoConfig
 
 import dofla
@@ -22,7 +23,7 @@ def test_quantised_weights_stay_quantised_and_are_not_saved_beside_a_plan(base, 
     ids, quantised = tiny.tokens(1, 60), QuantoConfig(weights="int8")
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised)
     before, own = model(ids).logits, (model.hf_quantizer, model.config.quantization_config)
-    student = dofla.fade(model, tiny.tokens(6, 48), budget=24)
+    student = compress(model, tiny.tokens(6, 48), budget=24)
     answer = student(ids).logits
     for part in (student, student.model):  # the body has the same weights
         with pytest.raises(DoflaError, match=r"the weights are quantised \(quanto\).*dofla.save_adapter"):

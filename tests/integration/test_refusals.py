@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from by_budget import compress, measure_head_budgets
 from families import own_student, plan_for, student, teacher, tokens
 from transformers import (
     LlamaForCausalLM,
@@ -67,7 +68,7 @@ def test_a_model_that_needs_masks_of_its_own_is_refused():
     with pytest.raises(
         dofla.DoflaError, match="DeepseekV32ForCausalLM does not run without attention masks of its own"
     ):
-        dofla.fade(model, tokens(12, 32), budget=24)
+        compress(model, tokens(12, 32), budget=24)
     assert torch.equal(model(tokens(2, 32)).logits, before)
 
 
@@ -86,11 +87,11 @@ def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [
-    lambda model: dofla.fade(model, tokens(12, 32), budget=24),
-    lambda model: dofla.fade(model, tokens(12, 32), budget=24, shares="even"),
+    lambda model: compress(model, tokens(12, 32), budget=24),
+    lambda model: compress(model, tokens(12, 32), budget=24, head_budgets="even"),
     lambda model: dofla.linearize(model, budget=8),
     lambda model: dofla.measure_curves(model, tokens(12, 32), budget=8),
-    lambda model: dofla.measure_shares(model, tokens(12, 32), 24),
+    lambda model: measure_head_budgets(model, tokens(12, 32), 24),
 ])  # fmt: skip
 def test_where_all_windows_are_bounded_nothing_is_begun(make):
     model = teacher("mistral_sliding")
@@ -105,7 +106,7 @@ def test_where_all_windows_are_bounded_nothing_is_begun(make):
 def test_opened_without_its_window_such_a_model_is_linearised():
     config = copy.deepcopy(teacher("mistral_sliding").config)
     config.sliding_window = None
-    model = dofla.fade(MistralForCausalLM(config).eval(), tokens(12, 32), budget=24, shares="even")
+    model = compress(MistralForCausalLM(config).eval(), tokens(12, 32), budget=24, head_budgets="even")
     assert len(plan_of(model).layers) == 2
 
 
@@ -114,14 +115,14 @@ def test_opened_without_its_window_such_a_model_is_linearised():
     [
         ({"keep_softmax": "model.layers.1.self_attn"}, r"keep_softmax is 'model.layers.1.self_attn': give a list of"),
         ({"keep_softmax": [f"model.layers.{n}.self_attn" for n in range(2)]}, "no layer is left to linearise"),
-        ({"budget": "64"}, "budget is '64': give a number"),
+        ({"ratio": 8}, "size is .* and ratio is 8: give one of them"),
     ],
 )
-@pytest.mark.parametrize("shares", ["measured", "even"])
-def test_what_fade_is_told_is_checked_first(change, match, shares):
+@pytest.mark.parametrize("head_budgets", ["measured", "even"])
+def test_options_of_compress_are_checked_first(change, match, head_budgets):
     model = teacher("llama")
     with pytest.raises(dofla.DoflaError, match=match):
-        dofla.fade(model, tokens(12, 64), **{"budget": 48, "shares": shares} | change)
+        compress(model, tokens(12, 64), **{"budget": 48, "head_budgets": head_budgets} | change)
     assert not is_linearized(model)
 
 
@@ -131,10 +132,10 @@ def test_a_budget_of_linearize_is_a_number():
 
 
 def test_within_inference_mode_students_are_made_as_ever():
-    outside = dofla.fade(teacher("llama"), tokens(12, 64), budget=48)
+    outside = compress(teacher("llama"), tokens(12, 64), budget=48)
     model = teacher("llama")
     with torch.inference_mode():
-        inside = dofla.fade(model, tokens(12, 64), budget=48)
+        inside = compress(model, tokens(12, 64), budget=48)
     assert plan_of(inside) == plan_of(outside)
     assert torch.equal(inside(tokens(1, 60)).logits, outside(tokens(1, 60)).logits)
     assert not any(x.is_inference() for x in (*inside.parameters(), *inside.buffers()))
@@ -143,13 +144,13 @@ def test_within_inference_mode_students_are_made_as_ever():
 def test_a_model_made_within_inference_mode_has_no_gradients_to_measure_with():
     with torch.inference_mode():
         model = copy.deepcopy(teacher("llama"))
-    with pytest.raises(dofla.DoflaError, match=r"made within torch\.inference_mode\(\).*or split evenly"):
-        dofla.fade(model, tokens(12, 64), budget=48)
+    with pytest.raises(dofla.DoflaError, match=r"made within torch\.inference_mode\(\).*or give head_budgets='even'"):
+        compress(model, tokens(12, 64), budget=48)
 
 
 @pytest.mark.parametrize("make", [
-    lambda model: dofla.fade(model, tokens(12, 64), budget=24),
-    lambda model: dofla.fade(model, tokens(12, 64), budget=24, shares="even"),
+    lambda model: compress(model, tokens(12, 64), budget=24),
+    lambda model: compress(model, tokens(12, 64), budget=24, head_budgets="even"),
     lambda model: dofla.linearize(model, budget=24),
     lambda model: dofla.profile(model, tokens(2, 16)),
 ])  # fmt: skip
@@ -170,7 +171,7 @@ def test_a_model_with_several_tokens_at_a_place_is_refused():
     )
     model = MusicgenForCausalLM(config).eval()
     with pytest.raises(dofla.DoflaError, match="MusicgenForCausalLM reads several tokens at each place"):
-        dofla.fade(model, tokens(12, 64), budget=24)
+        compress(model, tokens(12, 64), budget=24)
 
 
 def test_whatever_fails_without_its_own_masks_is_refused(monkeypatch):

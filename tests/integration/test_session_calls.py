@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
+from by_budget import compress
 from families import own_student
 from peft import LoraConfig, get_peft_model
-from students import FADING
+from students import COMPRESSED
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -36,7 +37,7 @@ SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer
 def pair(tiny):
     """A student with sessions and one without, in float64, where reading in two calls is the same to the token."""
     model = tiny.llama().double()
-    plain = dofla.linearize(model, tiny.plan(model, **FADING))
+    plain = dofla.linearize(model, tiny.plan(model, **COMPRESSED))
     student = copy.deepcopy(plain)
     return student, plain, dofla.keep_sessions(student)
 
@@ -91,7 +92,7 @@ def test_the_cache_that_is_returned_is_the_callers_own(pair, tiny):
 
 def test_past_the_positions_no_cache_is_returned(tiny):
     model = tiny.llama(max_position_embeddings=32)
-    student = dofla.linearize(model, tiny.plan(model, **FADING))
+    student = dofla.linearize(model, tiny.plan(model, **COMPRESSED))
     dofla.keep_sessions(student)
     short, long = (student.generate(tiny.tokens(1, n), return_dict_in_generate=True, **ANSWER) for n in (20, 40))
     assert isinstance(short.past_key_values, DynamicCache)
@@ -179,7 +180,7 @@ def test_adapters_that_are_switched_scaled_or_merged_are_noticed(pair, tiny):
 @pytest.mark.slow
 def test_looking_for_other_weights_costs_little(tiny):
     model = tiny.llama(num_hidden_layers=30)
-    student, watch = dofla.linearize(model, tiny.plan(model, **FADING)), WeightsWatch()
+    student, watch = dofla.linearize(model, tiny.plan(model, **COMPRESSED)), WeightsWatch()
     assert watch.changed(student)
 
     def look():
@@ -229,7 +230,7 @@ def qwen():
 @pytest.mark.parametrize("together", [False, True])
 def test_pictures_pass_through_and_texts_beside_them_go_on(tiny, family, together):
     model, pictures = family()
-    student = dofla.linearize(model, tiny.plan(model, **FADING))
+    student = dofla.linearize(model, tiny.plan(model, **COMPRESSED))
     plain = copy.deepcopy(student)
     if together:
         dofla.continuous_batching(student)
@@ -251,7 +252,7 @@ def test_pictures_pass_through_and_texts_beside_them_go_on(tiny, family, togethe
 
 def test_text_is_read_at_its_own_places_after_a_picture(tiny):
     model, pictures = qwen()
-    student, text = dofla.linearize(model, tiny.plan(model, **FADING)), tiny.tokens(2, 30, seed=2) % IMAGE
+    student, text = dofla.linearize(model, tiny.plan(model, **COMPRESSED)), tiny.tokens(2, 30, seed=2) % IMAGE
     with torch.no_grad():
         wanted = student(text, use_cache=False).logits[:, -1]
     ids = tiny.tokens(1, 40) % IMAGE
@@ -283,7 +284,7 @@ def test_a_model_with_a_cache_of_its_own_kind_has_no_sessions(tiny):
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    student, ids = dofla.fade(model, tiny.tokens(6, 64), budget=24, shares="even"), tiny.tokens(1, 20)
+    student, ids = compress(model, tiny.tokens(6, 64), budget=24, head_budgets="even"), tiny.tokens(1, 20)
     wanted = student.generate(ids, **ANSWER)
     sessions = dofla.keep_sessions(student)
     assert torch.equal(student.generate(ids, **ANSWER), wanted)

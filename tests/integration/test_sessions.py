@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import FADING
+from students import COMPRESSED
 from transformers import GenerationConfig
 
 import dofla
@@ -14,7 +14,7 @@ from dofla.integration.sessions import Sessions, keep_sessions
 
 SIZES = {
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},
-    "fading": FADING,
+    "fading": COMPRESSED,
 }
 ANSWER = 6
 

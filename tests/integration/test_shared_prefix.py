@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from by_budget import compress
 from families import own_student, teacher, tokens
 from transformers import DynamicCache
 
@@ -15,7 +16,7 @@ LENGTHS = (20, 7, 13)
 
 
 def students():
-    yield "faded", dofla.fade(teacher("llama").double(), tokens(4, 48), budget=24, shares="even")
+    yield "faded", compress(teacher("llama").double(), tokens(4, 48), budget=24, head_budgets="even")
     yield "hybrid", dofla.linearize(teacher("llama").double(), budget=24)
     yield "ragged", own_student("llama", "ragged").double()
     yield "beside_softmax", own_student("llama", "softmax_first").double()

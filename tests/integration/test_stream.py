@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import FADING
+from students import COMPRESSED
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 
 POSITIONS, OVERLAP = 32, 8
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": FADING}
+SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": COMPRESSED}
 
 
 @pytest.fixture(params=SIZES)
@@ -65,7 +65,7 @@ def test_a_memory_for_fewer_positions_begins_anew_before_they_end(tiny, tmp_path
     base = tiny.llama()
     base.save_pretrained(tmp_path / "base")
     plan = tiny.plan(base, **SIZES["fading"])
-    plan.reach = POSITIONS
+    plan.context = POSITIONS
     dofla.save_adapter(dofla.linearize(base, plan), tmp_path / "adapter")
     student = dofla.load(tmp_path / "adapter", base_model=tmp_path / "base")
     assert dofla.Stream(student).positions == POSITIONS

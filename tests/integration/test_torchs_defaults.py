@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_budget import compress, frontier
 
 import dofla
 from dofla.integration.surgery import plan_of
 
 
 def faded(model, samples):
-    return plan_of(dofla.fade(model, samples, budget=24)).to_dict()
+    return plan_of(compress(model, samples, budget=24)).to_dict()
 
 
 def features(model, samples):
@@ -25,11 +26,11 @@ def profiled(model, samples):
 
 
 def judged(model, samples):
-    return dofla.frontier(model, samples, {"own": [dofla.TokenWindows(samples)]}, budgets=[24]).to_dict()
+    return frontier(model, samples, {"own": [dofla.TokenWindows(samples)]}, budgets=[24]).to_dict()
 
 
 def written(model, samples):
-    student = dofla.fade(model, samples, budget=24, shares="even")
+    student = compress(model, samples, budget=24, head_budgets="even")
     options = {"attention_mask": torch.ones_like(samples), "max_new_tokens": 4, "do_sample": False}
     return student.generate(samples, **options).tolist(), dofla.Stream(student).read(samples).tolist()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_budget import compress
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -30,10 +31,10 @@ WRAPPED = {
 @pytest.mark.parametrize("how", WRAPPED)
 def test_a_wrapped_model_is_linearised_judged_and_restored(tiny, how):
     samples = tiny.tokens(6, 48)
-    plain = dofla.fade(tiny.llama(), samples, budget=24)
+    plain = compress(tiny.llama(), samples, budget=24)
     model = tiny.llama()
     wrapped = WRAPPED[how](model)
-    assert dofla.fade(wrapped, samples, budget=24) is wrapped
+    assert compress(wrapped, samples, budget=24) is wrapped
     assert plan_of(model).layers == plan_of(plain).layers
     figures, expected = (dofla.evaluate(x, samples) for x in (wrapped, plain))
     assert figures.gap == pytest.approx(expected.gap, abs=1e-6)
@@ -41,7 +42,9 @@ def test_a_wrapped_model_is_linearised_judged_and_restored(tiny, how):
     assert not is_linearized(model)
 
 
-@pytest.mark.parametrize("verb", [dofla.fade, dofla.linearize, dofla.profile, dofla.measure_shares, dofla.distill])
+@pytest.mark.parametrize(
+    "verb", [dofla.compress, dofla.linearize, dofla.profile, dofla.measure_head_budgets, dofla.distill]
+)
 @pytest.mark.parametrize("model", ["my-model", None, nn.Linear(2, 2)])
 def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
     with pytest.raises(DoflaError, match=f"is of {type(model).__name__}, no model of transformers: open one"):
@@ -51,9 +54,9 @@ def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
 @pytest.mark.parametrize(
     "verb",
     [
-        lambda model, ids: dofla.fade(model, ids, budget=24),
-        lambda model, ids: dofla.fade(model, ids, budget=24, shares="even"),
-        dofla.measure_shares,
+        lambda model, ids: compress(model, ids, budget=24),
+        lambda model, ids: compress(model, ids, budget=24, head_budgets="even"),
+        dofla.measure_head_budgets,
         dofla.profile,
         dofla.measure_curves,
         lambda model, ids: dofla.frontier(model, ids, {"own": [dofla.TokenWindows(ids)]}),
@@ -70,6 +73,6 @@ def test_tokens_of_another_tokenizer_are_refused(tiny, verb):
 
 def test_a_memory_that_fades_is_judged_in_float16(tiny):
     samples = tiny.tokens(4, 64)
-    student = dofla.fade(tiny.llama().half(), samples, budget=24)
+    student = compress(tiny.llama().half(), samples, budget=24)
     figures = dofla.evaluate(student, samples)
     assert all(layer.output_error < 1 for layer in figures.layers.values())

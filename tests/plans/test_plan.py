@@ -133,10 +133,10 @@ def layer_plans(draw):
     layers=st.lists(layer_plans(), min_size=1, max_size=5, unique_by=lambda x: x.name),
     model=st.text(max_size=5),
     made_by=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5))),
-    reach=st.none() | st.integers(min_value=1),
+    context=st.none() | st.integers(min_value=1),
 )
-def test_a_plan_round_trips_through_json(layers, model, made_by, reach):
-    plan = Plan(layers, model, made_by, reach)
+def test_a_plan_round_trips_through_json(layers, model, made_by, context):
+    plan = Plan(layers, model, made_by, context)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
@@ -240,9 +240,9 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, e
         (lambda data: data.update(layers={"a": 5}), "layer a has wrong fields"),
         (lambda data: data.update(layers={"a": {"kv_heads": 1}}), "layer a has wrong fields: .*head_dim"),
         (lambda data: data.update(made_by="me"), "made_by is 'me'"),
-        (lambda data: data.update(reach=0), "reach is 0: give a number of positions"),
-        (lambda data: data.update(reach=True), "reach is True"),
-        (lambda data: data.update(reach="512"), "reach is '512'"),
+        (lambda data: data.update(context=0), "context is 0: give a number of positions"),
+        (lambda data: data.update(context=True), "context is True"),
+        (lambda data: data.update(context="512"), "context is '512'"),
     ],
 )
 def test_a_plan_of_another_form_is_one_line_naming_the_file(tmp_path, change, message):
@@ -271,6 +271,6 @@ def test_a_memory_that_fades_of_the_earlier_format_is_to_be_made_again(tiny, tmp
         data["format"] = 1
     Plan.from_dict(without)
     with pytest.raises(
-        DoflaError, match=r"plan\.json: its tokens were coded by an earlier version: .* \(dofla fade\)$"
+        DoflaError, match=r"plan\.json: its tokens were coded by an earlier version: .* \(dofla compress\)$"
     ):
         Plan.from_dict(faded, "plan.json")

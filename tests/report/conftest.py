@@ -73,7 +73,7 @@ def llama_run(home) -> Path:
         {"name": "Performer", "strategy": "fixed", "trained": False},
         {"name": "DoF", "strategy": "dof", "window": 4, "sinks": 1},
         {"name": "Measured"},
-        {"name": "Fading", "strategy": "fading", "trained": False, "budget": 6},
+        {"name": "Compressed", "strategy": "compressed", "trained": False, "budget": 6},
         {"name": "One softmax", "strategy": "hybrid", "keep_softmax": ["model.layers.0.self_attn"]},
     ]
     data = {"source": str(home / "text.txt"), "length": 64, "windows": 12}

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 import yaml
+from by_budget import compress
 from command_line import call
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +47,7 @@ def forget(folder):
 @pytest.mark.slow
 def test_a_run_measures_what_its_page_needs(llama_run):
     run = read_run(llama_run)
-    assert [student.name for student in run.students] == ["Performer", "DoF", "Measured", "Fading", "One softmax"]
+    assert [student.name for student in run.students] == ["Performer", "DoF", "Measured", "Compressed", "One softmax"]
     data = run_data(run)
     assert data["students"][data["best"]]["lost"] == min(student["lost"] for student in data["students"])
     kept = run.record(LOOK)
@@ -252,7 +253,7 @@ def test_before_it_is_trained_a_memory_that_fades_is_one_already(home, tmp_path)
         "data": {"source": text, "length": 64, "windows": 8},
         "validation": {"source": text, "length": 64, "windows": 8, "split": "all"},
         "profile": {"samples": 32, "windows": 4},
-        "students": [{"name": "Old", "strategy": "fading", "trained": False, "end_to_end": True}],
+        "students": [{"name": "Old", "strategy": "compressed", "trained": False, "end_to_end": True}],
         "end_to_end": {"steps": 1},
         "evaluate": {"batch_size": 2, "fidelity_windows": 2},
     }
@@ -260,6 +261,6 @@ def test_before_it_is_trained_a_memory_that_fades_is_one_already(home, tmp_path)
     run_recipe(Recipe.from_dict(given), folder, finish=report_on)
     (student,) = read_run(folder).students
     windows = Workshop(read_run(folder).recipe, folder).validation().take(2)
-    untrained = dofla.fade(AutoModelForCausalLM.from_pretrained(model), windows, budget=12, batch_size=2)
+    untrained = compress(AutoModelForCausalLM.from_pretrained(model), windows, budget=12, batch_size=2)
     expected = attention_fidelity(untrained, windows, batch_size=2, seed=0)
     assert student.record(LOOK)["before"] == {name: asdict(layer) for name, layer in expected.items()}

@@ -17,11 +17,11 @@ import torch
 import dofla
 from dofla.cli import main
 from dofla.errors import DoflaError
+from dofla.plans.compressed import PER_HEAD, even_counts, fillable
 from dofla.plans.curves import Curves, LayerCurve, Point
-from dofla.plans.fading import PER_HEAD, fade_evenly, fillable
+from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import LayerPlan, Plan
-from dofla.plans.shares import Shares
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
 from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
@@ -92,7 +92,7 @@ def test_several_runs_share_a_page(browser, both_runs):
     with opened(browser, both_runs, 400) as page:
         options = page.locator("#student option").all_inner_texts()
         assert options == [
-            *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "Fading", "One softmax")),
+            *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "Compressed", "One softmax")),
             *(f"{name} (bert-run)" for name in ("DoF", "Even")),
         ]
         assert page.locator("#frontier figure").count() == 2  # a gap is no cosine
@@ -128,28 +128,34 @@ def plans_agree(page, profile, curves, lambdas, budgets):
     assert compared > len(settings) / 2
 
 
-def fading_agrees(page, profile, budgets, shares=None, reach=None, whole=None):
-    """Strategy fading at every budget: the page's plan is that of fade_evenly, or both say that there is none."""
-    shares, shapes, positions = Shares(shares or {}, whole=whole or {}), {}, reach or profile.positions
+def compressed_agrees(page, profile, budgets, head_budgets=None, context=None, full_heads=None):
+    """Strategy compressed at every budget: the page's plan is that of even_counts, or both say that there is none."""
+    head_budgets, shapes, positions = (
+        HeadBudgets(head_budgets or {}, full_heads=full_heads or {}),
+        {},
+        context or profile.positions,
+    )
     for x in profile.layers:
         cost = HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8")
         shapes[x.name] = x.head_dim, x.value_dim, cost
-    for budget, found in zip(budgets, page.evaluate(script("sweep"), [["fading", b, 0] for b in budgets]), strict=True):
+    for budget, found in zip(
+        budgets, page.evaluate(script("sweep"), [["compressed", b, 0] for b in budgets]), strict=True
+    ):
         try:
-            known = fillable(shares, budget, positions, shapes) if positions else shares
+            known = fillable(head_budgets, budget, positions, shapes) if positions else head_budgets
         except DoflaError:
-            assert found["words"].endswith("heads that hold every token would take more than half of the bytes.")
+            assert found["words"].endswith("etrieval heads would take more than half of the bytes.")
             continue
         try:
             sizes = [
                 [
-                    asdict(fade_evenly(own, *shapes[x.name], positions))
+                    asdict(even_counts(own, *shapes[x.name], positions))
                     for own in known.budgets(x.name, x.kv_heads, budget)
                 ]
                 for x in profile.layers
             ]
         except DoflaError:
-            assert found["words"] == "No such planThe budget is too small for a memory that fades."
+            assert found["words"] == "No such planThe budget is too small for a token of each kind."
             continue
         layers = [
             LayerPlan(
@@ -164,20 +170,21 @@ def fading_agrees(page, profile, budgets, shares=None, reach=None, whole=None):
         assert found["stages"] == [layer.coded_per_head for layer in layers]
         assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
         assert int(found["total"]) == sum(found["bytes"])
-        options = [f" --reach {reach}"] * bool(reach) + [" --retrieval-heads 1"] * bool(whole)
-        assert found["command"].startswith("dofla fade ")
-        assert f"--budget {budget}{''.join(options)} --out" in found["command"].replace(" --shares even", "")
+        options = [f" --context {context}"] * bool(context) + [" --retrieval-heads 1"] * bool(full_heads)
+        assert found["command"].startswith("dofla compress ")
+        full = budget * sum(x.kv_heads * shapes[x.name][2].feature for x in profile.layers)
+        assert f"--size {full}{''.join(options)} --out" in found["command"].replace(" --head-budgets even", "")
 
 
 def test_sliders_make_the_plans_of_allocate(browser, llama_run):
     profile, curves = Profile.load(llama_run / "profile"), Curves.load(llama_run / "curves-mlp.json")
     with opened(browser, llama_run / "report.html") as page:
         plans_agree(page, profile, curves, [0, 17, 30], [1, 2, 12, 33, 128])
-        fading_agrees(page, profile, [1, 2, 12, 33, 128])
+        compressed_agrees(page, profile, [1, 2, 12, 33, 128])
 
 
 @pytest.mark.parametrize(
-    ("reach", "whole", "budgets"),
+    ("context", "full_heads", "budgets"),
     [
         (None, None, [1, 2, 12, 33, 90]),
         (96, None, [2, 12, 33, 90]),
@@ -185,24 +192,29 @@ def test_sliders_make_the_plans_of_allocate(browser, llama_run):
         (None, {"model.layers.0.self_attn": [1]}, [12, 90, 128]),
     ],
 )
-def test_sliders_know_the_shares_of_heads(browser, llama_run, tmp_path, reach, whole, budgets):
-    shares = {"model.layers.0.self_attn": [0.6, 2.0], "model.layers.1.self_attn": [0.7, 0.7]}  # its own may be even
+def test_sliders_know_the_shares_of_heads(browser, llama_run, tmp_path, context, full_heads, budgets):
+    head_budgets = {
+        "model.layers.0.self_attn": [0.6, 2.0],
+        "model.layers.1.self_attn": [0.7, 0.7],
+    }  # its own may be even
     profile = Profile.load(llama_run / "profile")
     before, rest = (llama_run / "report.html").read_text().split('id="data">')
     data, after = rest.split("</script>", 1)
     data = json.loads(data)
     run = data["runs"][0]
-    student = next(x for x in run["students"] if x["name"] == "Fading")
-    student["reach"], student["made_by"]["shares"] = reach, shares
-    if whole:
-        student["made_by"]["retrieval_heads"] = whole
+    student = next(x for x in run["students"] if x["name"] == "Compressed")
+    student["context"], student["made_by"]["head_budgets"] = context, head_budgets
+    if full_heads:
+        student["made_by"]["retrieval_heads"] = full_heads
     start = {"budget": run["sliders"]["budget"], "lam": run["sliders"]["lambda"]}
-    run["sliders"] |= slider_tables(profile, {}, **start, largest_share=2.0, reaches=[reach], whole=bool(whole))
+    run["sliders"] |= slider_tables(
+        profile, {}, **start, largest_share=2.0, contexts=[context], full_heads=bool(full_heads)
+    )
     path = tmp_path / "report.html"
     path.write_text(before + 'id="data">' + json.dumps(data).replace("</", "<\\/") + "</script>" + after)
     with opened(browser, path) as page:
-        page.locator("#student").select_option(label="Fading")
-        fading_agrees(page, profile, budgets, shares, reach, whole)
+        page.locator("#student").select_option(label="Compressed")
+        compressed_agrees(page, profile, budgets, head_budgets, context, full_heads)
 
 
 def synthetic(layers=13, seed=0):
@@ -238,7 +250,7 @@ def test_sliders_of_a_plan_of_many_layers(browser, tmp_path):
     with opened(browser, path) as page:
         assert shown(page) == ["answer", "bytes", "layers"]
         plans_agree(page, profile, curves, [0, 18, 29], [1, 2, 3, 5, 8, 17, 40, 41, 99, 160])
-        fading_agrees(page, profile, [1, 2, 3, 5, 8, 17, 40, 160])
+        compressed_agrees(page, profile, [1, 2, 3, 5, 8, 17, 40, 160])
 
 
 def test_the_page_of_a_profile_alone(browser, tmp_path):
@@ -276,36 +288,36 @@ def test_the_command_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypa
 
 def test_the_command_of_a_memory_that_fades_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypatch):
     with opened(browser, llama_run / "report.html") as page:
-        (found,) = page.evaluate(script("sweep"), [["fading", 17, 0]])
+        (found,) = page.evaluate(script("sweep"), [["compressed", 17, 0]])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*shlex.split(found["command"]), "--length", "32", "--windows", "2"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code
-    plan = Plan.load(tmp_path / "faded")
+    plan = Plan.load(tmp_path / "compressed")
     assert [layer.coded_per_head for layer in plan.layers] == found["stages"]
     assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
 
 
 def test_no_memory_fades_where_tokens_are_not_kept_or_heads_do_not_fit(browser, bert_run, tmp_path):
     with opened(browser, bert_run / "report.html") as page:
-        assert page.locator("input[value=fading]").is_disabled()
+        assert page.locator("input[value=compressed]").is_disabled()
     profile, _ = synthetic()
     odd = replace(profile, layers=[replace(layer, head_dim=12) for layer in profile.layers])
     with opened(browser, write_profile_page(odd, tmp_path / "p.html", folder="p", lam=0.5)) as page:
-        assert page.locator("input[value=fading]").is_disabled()
+        assert page.locator("input[value=compressed]").is_disabled()
         assert page.locator("input[value=hybrid]").is_checked()
 
 
 def test_a_student_whose_memory_fades(browser, llama_run):
-    plan = Plan.load(llama_run / "students" / "fading-seed0").layers[0]
+    plan = Plan.load(llama_run / "students" / "compressed-seed0").layers[0]
     ((_, bits),) = plan.coded_per_head[0]
     _, window, sinks = ("–".join(map(str, sorted(set(sizes)))) for sizes in zip(*plan.sizes, strict=True))
     tokens = "–".join(map(str, sorted({count for ((count, _),) in plan.coded_per_head})))
     bits = f"{bits:g} bits"
     with opened(browser, llama_run / "report.html") as page:
-        page.locator("#student").select_option(label="Fading")
-        assert page.locator("input[value=fading]").is_checked()
+        page.locator("#student").select_option(label="Compressed")
+        assert page.locator("input[value=compressed]").is_checked()
         layers = page.locator("#layers")
         lead = layers.locator(".lead").inner_text()
         assert "What leaves the window is kept in fewer bits." in lead
@@ -474,7 +486,7 @@ def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
         gap, kl = f"{met.gap:.3f}", f"{met.kl:.3f}"
         assert rows[0] == ["512", "11.3 MiB", "1.4 MiB", "7.8 ×", gap, kl, "python & co"]
         assert rows[1][:3] == ["2,048", "45.0 MiB", "none tried"]
-        assert part.locator(".command code").all_inner_texts() == [f"dofla generate '{folder}/students/64'"]
+        assert part.locator(".command code").all_inner_texts() == [f"dofla generate '{folder}/compressed/64'"]
         assert part.locator("table").nth(2).locator("tr").count() == 1 + len(found.points)
         assert page.evaluate(script("contrast"))["poor"] == []
 

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
+from by_budget import measure_head_budgets
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -25,8 +26,8 @@ from dofla.integration.checkpoint import LORA, WEIGHTS, feature_map_tensors
 from dofla.integration.record import RECORD
 from dofla.integration.surgery import plan_of, record_of
 from dofla.plans.curves import Curves
+from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.plan import Plan
-from dofla.plans.shares import Shares
 from dofla.profiles.profile import Profile
 from dofla.report import report_on, write_report
 from dofla.runs.recipe import Recipe
@@ -82,7 +83,7 @@ def make(folder: Path, tiny: Any) -> None:
     profile.save(folder / "profile")
     sizes = {"steps": 1, "held_out": 2, "rows": 8}
     dofla.measure_curves(model, windows, 8, **sizes).save(folder / "curves.json")
-    dofla.measure_shares(model, windows, 8).save(folder / "shares.json")
+    measure_head_budgets(model, windows, 8).save(folder / "head-budgets.json")
     plan = dofla.allocate(profile, 8, "hybrid")
     plan.save(folder / "plan.json")
     dofla.linearize(model, plan)
@@ -211,7 +212,9 @@ READERS: dict[str, Reader] = {
     "plan": Reader(lambda folder: Plan.load(folder / "plan.json").to_dict(), open=("plan.json",)),
     "profile": Reader(_profile, sealed=("profile/profile.json", "profile/spectra.safetensors")),
     "curves": Reader(_curves, sealed=("curves.json",)),
-    "shares": Reader(lambda folder: Shares.load(folder / "shares.json"), sealed=("shares.json",)),
+    "head_budgets": Reader(
+        lambda folder: HeadBudgets.load(folder / "head-budgets.json"), sealed=("head-budgets.json",)
+    ),
     "adapter": Reader(
         _student("adapter"),
         sealed=tuple(f"adapter/{name}" for name in (WEIGHTS, LORA, "plan.json", RECORD)),

@@ -30,8 +30,9 @@ def test_a_model_its_config_and_its_folder_tell_the_same(tiny, tmp_path):
     model = tiny.llama()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    found = dofla.check(model, [24, 64])
-    assert told(found) == told(dofla.check(model.config, [24, 64])) == told(dofla.check(tmp_path, [24, 64]))
+    sizes = ["4KB", "10KiB"]
+    found = dofla.check(model, sizes)
+    assert told(found) == told(dofla.check(model.config, sizes)) == told(dofla.check(tmp_path, sizes))
     assert found.supported
     assert found.reason is None
     assert [(x.name, x.kv_heads, x.head_dim, x.becomes) for x in found.layers] == [
@@ -42,14 +43,13 @@ def test_a_model_its_config_and_its_folder_tell_the_same(tiny, tmp_path):
 
 def test_bytes_are_those_of_the_caches(tiny):
     model = tiny.llama()
-    found = dofla.check(model, [24, 64])
-    assert [(x.tokens, x.budget) for x in found.cache] == [
-        (n, budget) for budget in (24, 64) for n in (2048, 8192, 32768)
-    ]
-    for budget in (24, 64):
-        student = dofla.fade(model, tiny.tokens(2, 32), budget=budget, shares="even")
+    sizes = [4_000, 10_240]
+    found = dofla.check(model, sizes)
+    assert [(x.tokens, x.size) for x in found.cache] == [(n, size) for size in sizes for n in (2048, 8192, 32768)]
+    for size in sizes:
+        student = dofla.compress(model, tiny.tokens(2, 32), size, head_budgets="even")
         for x in found.cache:
-            if x.budget == budget:
+            if x.size == size:
                 assert x.compressed == plan_of(student).state_bytes(torch.bfloat16)
                 assert x.softmax == plan_of(student).softmax_bytes(x.tokens, torch.bfloat16) == x.tokens * 2 * 32 * 2
                 assert x.factor == x.softmax / x.compressed
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_caches(tiny):
 
 
 def test_a_bounded_layer_stays_and_its_cache_counts_in_both():
-    found = dofla.check(Gemma3TextConfig(**GEMMA))
+    found = dofla.check(Gemma3TextConfig(**GEMMA), ["5KB"])
     assert [x.becomes for x in found.layers] == ["already bounded", "compressed"]
     assert found.layers[0].reason == "it attends to a window of 16 tokens"
     for x in found.cache:
@@ -82,12 +82,12 @@ def test_layers_kept_softmax_and_refused_ones_count_whole(tiny):
 
 
 @pytest.mark.parametrize("kind", ["bert", "gemma2", "capped_kept"])
-def test_what_is_refused_is_refused_in_the_words_of_fade(kind, tiny):
+def test_what_is_refused_is_refused_in_the_words_of_compress(kind, tiny):
     options = {"keep_softmax": [NAME.format(1)]} if kind == "capped_kept" else {}
     model = tiny.bert() if kind == "bert" else _gemma2()
     found = dofla.check(model, **options)
     with pytest.raises(DoflaError) as refusal:
-        dofla.fade(model, tiny.tokens(2, 32), shares="even", **options)
+        dofla.compress(model, tiny.tokens(2, 32), head_budgets="even", **options)
     assert not found.supported
     assert found.reason == str(refusal.value)
     assert not found.cache
@@ -152,14 +152,14 @@ def test_a_name_of_nothing_is_refused(name, match):
 
 def test_wrong_options_are_refused(tiny):
     for options, match in [
-        ({"budgets": []}, "no budget to check"),
-        ({"budgets": [1]}, "budget 1 is too small"),
+        ({"sizes": ["5 m"]}, "size is '5 m': give bytes with a unit"),
+        ({"sizes": ["5KB"], "ratio": 16}, "sizes are given and ratio is 16: give one of them"),
         ({"keep_softmax": ["x"]}, "keep_softmax names 'x'"),
     ]:
         with pytest.raises(DoflaError, match=match):
             dofla.check(tiny.llama(), **options)
-    student = dofla.fade(tiny.llama(), tiny.tokens(2, 32), shares="even")
-    with pytest.raises(DoflaError, match="a student already"):
+    student = dofla.compress(tiny.llama(), tiny.tokens(2, 32), head_budgets="even")
+    with pytest.raises(DoflaError, match="compressed or linearized already"):
         dofla.check(student)
 
 
@@ -201,7 +201,7 @@ def test_code_of_a_checkpoint_runs_only_if_allowed(tiny, tmp_path, monkeypatch):
 def test_the_estimate_counts_the_passes_of_calibration(tiny):
     model, read = AutoModelForCausalLM.from_pretrained(teacher_path()), []
     model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out.shape[:-1].numel()))
-    dofla.fade(model, tiny.tokens(12, 512))
+    dofla.compress(model, tiny.tokens(12, 512))
     text = 12 * 512
     each = (calibration_operations(1) - text) / 7  # six times forward, once backward
     assert sum(read) == pytest.approx(text + 6 * each, rel=0.05)

@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+from by_budget import compress, frontier, size_of
 
 import dofla
-from dofla.distillation import faded
+from dofla.distillation import compressor
 from dofla.errors import DoflaError
+from dofla.integration.compressed import feature_bytes
 from dofla.integration.surgery import plan_of
-from dofla.runs.frontier import FRONTIER, STUDENTS, Frontier, Point, _next
+from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
 CACHE = {64: 10**6, 128: 2 * 10**6}
 
@@ -21,19 +23,20 @@ def windows(tiny, count, length, seed=0):
 
 
 def points(losses, length=64, text="a"):
-    return [Point(budget, 100 * budget, text, length, loss, [loss, loss], loss) for budget, loss in losses.items()]
+    return [Point(size, 100 * size, text, length, loss, [loss, loss], loss) for size, loss in losses.items()]
 
 
 def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     model, tokens = tiny.llama(), windows(tiny, 3, 64)
     judged = {text: [windows(tiny, 2, n, seed=n + len(text)) for n in (40, 80)] for text in ("a", "bc")}
     seen = []
-    found = dofla.frontier(model, tokens, judged, budgets=[24, 12], progress=lambda *report: seen.append(report))
-    tried = [(x.budget, x.text, x.length) for x in found.points]
+    found = frontier(model, tokens, judged, budgets=[24, 12], progress=lambda *report: seen.append(report))
+    unit = feature_bytes(model)
+    tried = [(x.size // unit, x.text, x.length) for x in found.points]
     assert tried == [(b, text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
-    assert seen == [("budgets", 1, 2), ("budgets", 2, 2)]
+    assert seen == [("sizes", 1, 2), ("sizes", 2, 2)]
     assert not hasattr(model, "_dofla_softmax_implementation")
-    student = dofla.fade(model, tokens, budget=12)
+    student = compress(model, tokens, budget=12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
         assert (point.gap, point.kl, point.bytes) == (result.gap, result.kl, plan_of(student).state_bytes(model.dtype))
@@ -44,33 +47,36 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
 
 def test_with_a_target_it_stops_where_it_is_met(tiny):
     tokens, judged = windows(tiny, 3, 64), {"a": [windows(tiny, 2, 64, seed=9)]}
-    (only,) = dofla.frontier(tiny.llama(), tokens, judged, budgets=[12, 24, 48], target=100.0).points
-    assert only.budget == 12
+    model = tiny.llama()
+    (only,) = frontier(model, tokens, judged, budgets=[12, 24, 48], target=100.0).points
+    assert only.size == size_of(model, 12)
 
 
 def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_them(tiny, tokenizer):
     model, tokens = tiny.llama(vocab_size=2048), windows(tiny, 4, 96)
-    options = {"reach": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
-    found = dofla.frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[32, 8, 40], **options)
-    assert [x.budget for x in found.points] == [32, 40]
-    assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "reach": 192, "retrieval_heads": 1}
-    assert "KV heads of each student that hold every token: 1;" in str(found)
+    options = {"context": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
+    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[32, 8, 40], **options)
+    assert [x.size for x in found.points] == [size_of(model, 32), size_of(model, 40)]
+    assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "context": 192, "retrieval_heads": 1}
+    assert "retrieval heads: 1;" in str(found)
     for point in found.points:
-        plan = plan_of(dofla.fade(model, tokens, budget=point.budget, **options))
+        plan = plan_of(dofla.compress(model, tokens, point.size, **options))
         assert plan.state_bytes(model.dtype) == point.bytes
         assert plan.made_by["retrieval_heads"]
         dofla.restore(model)
     with pytest.raises(DoflaError, match="would take more than 50% of the bytes"):
-        dofla.frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[8, 10], **options)
+        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[8, 10], **options)
 
 
 def test_directions_are_measured_once_and_shares_once_for_large_budgets(tiny, monkeypatch):
-    calls, real = [], faded.directions_of
-    monkeypatch.setattr(faded, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options))
-    measured, costs = [], faded.costs_of_heads
-    monkeypatch.setattr(faded, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
+    calls, real = [], compressor.directions_of
+    monkeypatch.setattr(
+        compressor, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options)
+    )
+    measured, costs = [], compressor.costs_of_heads
+    monkeypatch.setattr(compressor, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
     model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
-    dofla.frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[16, 48, 64])
+    frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[16, 48, 64])
     assert len(calls) == 1
     assert len(measured) == 4  # text, and text that stands twice; 48 and 64 have them in common
 
@@ -80,19 +86,19 @@ def test_what_was_found_is_kept(tiny, tmp_path):
     model.save_pretrained(tmp_path / "base")
     model = type(model).from_pretrained(tmp_path / "base")
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
-    alone = dofla.frontier(model, tokens, judged, budgets=[12, 24, 48])
+    alone = frontier(model, tokens, judged, budgets=[12, 24, 48])
     losses = sorted(x.loss for x in alone.points)
     assert losses[0] < losses[1]
     target = (losses[0] + losses[1]) / 2  # that the best alone is within
-    found = dofla.frontier(model, tokens, judged, budgets=[12, 24, 48], target=target, out=tmp_path / "out")
+    found = frontier(model, tokens, judged, budgets=[12, 24, 48], target=target, out=tmp_path / "out")
     (kept,) = found.kept
-    assert [path.name for path in (tmp_path / "out" / STUDENTS).iterdir()] == [str(kept)]
+    assert [path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()] == [str(kept)]
     assert Frontier.load(tmp_path / "out") == found
-    student = dofla.load(tmp_path / "out" / STUDENTS / str(kept))
+    student = dofla.load(tmp_path / "out" / ADAPTERS / str(kept))
     assert plan_of(student).state_bytes(student.dtype) == found.smallest(64).bytes
     ids = judged["a"][0].input_ids
     with torch.no_grad():
-        made = dofla.fade(model, tokens, budget=kept)(ids, use_cache=False).logits
+        made = dofla.compress(model, tokens, kept)(ids, use_cache=False).logits
         assert torch.equal(student(ids, use_cache=False).logits, made)
     with pytest.raises(DoflaError, match="out exists already"):
         dofla.frontier(dofla.restore(model), tokens, judged, out=tmp_path / "out")
@@ -100,12 +106,15 @@ def test_what_was_found_is_kept(tiny, tmp_path):
 
 def test_without_a_target_all_students_are_kept(tiny, tmp_path):
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
-    dofla.frontier(tiny.llama(), windows(tiny, 3, 64), judged, budgets=[12, 24], out=tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out" / STUDENTS).iterdir()) == ["12", "24"]
+    model = tiny.llama()
+    frontier(model, windows(tiny, 3, 64), judged, budgets=[12, 24], out=tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()) == sorted(
+        str(size_of(model, budget)) for budget in (12, 24)
+    )
 
 
 @pytest.mark.parametrize(
-    ("losses", "budget"),
+    ("losses", "size"),
     [
         ({16: 0.16, 64: 0.01}, 46),  # 16 · 4^(log 8 / log 16)
         ({16: 0.08, 64: 1e-9}, 23),  # as if a hundredth of the target: 16 · 4^(log 4 / log 400)
@@ -116,10 +125,10 @@ def test_without_a_target_all_students_are_kept(tiny, tmp_path):
         ({16: 0.5, 64: 0.1}, None),
     ],
 )
-def test_between_two_budgets_it_tries_the_one_that_should_meet_the_target(losses, budget):
+def test_between_two_budgets_it_tries_the_one_that_should_meet_the_target(losses, size):
     found = Frontier(points(losses), {64: 1}, 0.02)
-    assert found.between(64) == budget
-    assert _next(found, list(losses)) == budget
+    assert found.between(64) == size
+    assert _next(found, list(losses)) == size
 
 
 def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
@@ -129,7 +138,7 @@ def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
     assert found.smallest(128) is None
     assert _next(found, [16, 32, 64]) == 64
     found.points += points({64: 0.01}) + points({64: 0.01}, 128)
-    assert found.smallest(128).budget == 64
+    assert found.smallest(128).size == 64
     assert _next(found, [16, 32, 64]) == found.between(64) == 27
     found.points += points({27: 0.02}) + points({27: 0.3}, 128)
     assert _next(found, [16, 32, 64]) == found.between(128) == 56
@@ -143,24 +152,24 @@ def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
 def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
     lucky = Point(64, 6400, "b", 64, -0.001, [-0.01, 0.01], 0.03)
     found = Frontier([*points({16: 0.5, 32: 0.2, 64: 0.01}), lucky, *points({32: 0.1}, text="b")], {64: 1}, 0.02)
-    assert [(x.budget, x.text) for x in found.at(64)] == [(16, "a"), (32, "a"), (64, "b")]
+    assert [(x.size, x.text) for x in found.at(64)] == [(16, "a"), (32, "a"), (64, "b")]
     assert found.smallest(64) is None
     found.points += points({128: 0.001}) + points({128: 0.015}, text="b")
-    assert found.smallest(64).budget == 128
+    assert found.smallest(64).size == 128
     assert found.smallest(64).text == "b"
 
 
 def test_what_is_said_of_the_smallest():
     found = Frontier(points({16: 0.3, 64: 0.01}) + points({16: 0.5, 64: 0.2}, 128), CACHE, 0.02)
     text = str(found)
-    assert "within 0.02 at 64 tokens: 6.2 KiB, budget 64" in text
+    assert "within 0.02 at 64 tokens: 6.2 KiB" in text
     assert "within 0.02 at 128 tokens: none tried" in text
 
 
 def test_a_damaged_file(tmp_path):
     with pytest.raises(DoflaError, match=r"frontier\.json"):
         Frontier.load(tmp_path)
-    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"budget": 3}]}))
+    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"size": 3}], "format": 3}))
     with pytest.raises(DoflaError, match="holds no frontier"):
         Frontier.load(tmp_path)
 
@@ -171,11 +180,11 @@ def test_bad_input(tiny):
         dofla.frontier(model, tokens, {"a": [tokens, tokens]})
     with pytest.raises(DoflaError, match=r"'a' of \[32\] tokens, 'b' of \[\] tokens: give each text"):
         dofla.frontier(model, tokens, {"a": [tokens], "b": []})
-    with pytest.raises(DoflaError, match="windows to judge by: none"):
+    with pytest.raises(DoflaError, match="windows to evaluate on: none"):
         dofla.frontier(model, tokens, {})
-    with pytest.raises(DoflaError, match="no budget to try"):
-        dofla.frontier(model, tokens, {"a": [tokens]}, budgets=[])
-    with pytest.raises(DoflaError, match="reach is 16, and texts of 32 tokens are to be read: give as many"):
-        dofla.frontier(model, tokens, {"a": [tokens]}, reach=16)
+    with pytest.raises(DoflaError, match="no size to try"):
+        frontier(model, tokens, {"a": [tokens]}, budgets=[])
+    with pytest.raises(DoflaError, match="context is 16, and texts have 32 tokens: give as many"):
+        dofla.frontier(model, tokens, {"a": [tokens]}, context=16)
     with pytest.raises(DoflaError, match="target is 0: give what may be lost, above 0"):
         dofla.frontier(model, tokens, {"a": [tokens]}, target=0)

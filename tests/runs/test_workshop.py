@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_budget import compress, size_of
 
 import dofla
 from dofla.data import TokenWindows
@@ -15,9 +16,9 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.surgery import is_linearized, linear_layers
 from dofla.plans.curves import Curves
+from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost, split
 from dofla.plans.plan import Plan
-from dofla.plans.shares import Shares
 from dofla.runs import workshop
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
@@ -184,18 +185,21 @@ def test_by_default_a_recipe_has_one_measured_student_that_starts_from_data():
 
 
 def test_a_memory_that_fades_at_once(tmp_path, measurements, tiny):
-    path, folder = Path(workshop.__file__).parent / "recipes" / "instant.yaml", tmp_path / "run"
+    path, folder = Path(workshop.__file__).parent / "recipes" / "compress.yaml", tmp_path / "run"
     asked = Recipe.load(path, ["model=tiny", f"budget={BUDGET}", "profile.windows=4", "evaluate.prompts=0"])
     (row,) = run(asked, folder)["students"]
     assert not measurements
     windows = TokenWindows.of(tiny.tokens(12, 24))
-    student = dofla.fade(tiny.llama(), windows.take(4), budget=BUDGET, batch_size=asked.profile.batch_size)
-    assert plan_of(folder, "fading") == student.config.quantization_config.plan
-    assert plan_of(folder, "fading").made_by["shares"] == Shares.load(folder / f"shares-{BUDGET}.json").layers
+    student = compress(tiny.llama(), windows.take(4), budget=BUDGET, batch_size=asked.profile.batch_size)
+    assert plan_of(folder, "compressed") == student.config.quantization_config.plan
+    assert (
+        plan_of(folder, "compressed").made_by["head_budgets"]
+        == HeadBudgets.load(folder / f"head-budgets-{size_of(tiny.llama(), BUDGET)}.json").layers
+    )
     assert row["runs"][0]["language"]["student_loss"] == dofla.evaluate(student, windows).student_loss
     # What was measured stands in the adapter, and goes with it.
-    opened = dofla.linearize(tiny.llama(), plan_of(folder, "fading"))
-    apply_adapter(opened, folder / "students" / "fading-seed0" / "adapter")
+    opened = dofla.linearize(tiny.llama(), plan_of(folder, "compressed"))
+    apply_adapter(opened, folder / "students" / "compressed-seed0" / "adapter")
     with torch.no_grad():
         assert torch.equal(opened(windows.input_ids).logits, student(windows.input_ids).logits)
 
@@ -206,17 +210,17 @@ def test_a_memory_that_fades_for_so_many_positions_with_heads_that_hold_them_all
     model, tokens = tiny.llama(vocab_size=2048), TokenWindows.of(tiny.tokens(8, 96))
     monkeypatch.setattr(workshop, "load_teacher", lambda *_: (model, tokenizer))
     monkeypatch.setattr(workshop, "windows_of", lambda *_, **__: tokens)
-    folder, options = tmp_path / "run", {"reach": 192, "retrieval_heads": 1}
-    known = {"strategy": "fading", "trained": False, "budget": 32}
-    asked = {"All": {}, "Near": {"reach": 192}, "Facts": options}
+    folder, options = tmp_path / "run", {"context": 192, "retrieval_heads": 1}
+    known = {"strategy": "compressed", "trained": False, "budget": 32}
+    asked = {"All": {}, "Near": {"context": 192}, "Facts": options}
     students = [{"name": name} | known | own for name, own in asked.items()]
     run(recipe(tmp_path, students, ["profile.windows=4", "seeds=[0]"]), folder)
     assert not measurements
     for name, own in asked.items():
-        student = dofla.fade(model, tokens.take(4), budget=32, batch_size=4, tokenizer=tokenizer, **own)
+        student = compress(model, tokens.take(4), budget=32, batch_size=4, tokenizer=tokenizer, **own)
         plan = plan_of(folder, name.lower())
         assert plan == student.config.quantization_config.plan
-        assert plan.reach == own.get("reach")
+        assert plan.context == own.get("context")
         with torch.no_grad():
             expected = student(tokens.input_ids[:2], use_cache=False).logits
         dofla.restore(model)
@@ -225,21 +229,21 @@ def test_a_memory_that_fades_for_so_many_positions_with_heads_that_hold_them_all
             assert torch.equal(model(tokens.input_ids[:2], use_cache=False).logits, expected)
         dofla.restore(model)
     assert plan_of(folder, "facts").made_by["retrieval_heads"]
-    assert sorted(path.name for path in folder.glob("shares-*.json")) == [
-        "shares-32-reach-192-retrieval-1.json",
-        "shares-32-reach-192.json",
-        "shares-32.json",
+    assert sorted(path.name for path in folder.glob("head-budgets-*.json")) == [
+        "head-budgets-5120-context-192-retrieval-1.json",
+        "head-budgets-5120-context-192.json",
+        "head-budgets-5120.json",
     ]
 
 
 def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
-    student = {"name": "A", "strategy": "fading", "trained": False}
+    student = {"name": "A", "strategy": "compressed", "trained": False}
     data = recipe(tmp_path, [student]).to_dict()
     before = copy.deepcopy(data)
-    del before["students"][0]["reach"], before["students"][0]["retrieval_heads"], before["validation"]["windows"]
+    del before["students"][0]["context"], before["students"][0]["retrieval_heads"], before["validation"]["windows"]
     claim(tmp_path / "run", "recipe.yaml", before)
     claim(tmp_path / "run", "recipe.yaml", data)
-    changed = recipe(tmp_path, [student | {"reach": 64}]).to_dict()
+    changed = recipe(tmp_path, [student | {"context": 64}]).to_dict()
     with pytest.raises(DoflaError, match="with another recipe"):
         claim(tmp_path / "run", "recipe.yaml", changed)
 
@@ -250,11 +254,11 @@ def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):
     changes += ["end_to_end.learning_rates={weights: 3.0e-4}"]
     asked = Recipe.load(recipes / "default.yaml", changes)
     (row,) = run(asked, folder)["students"]
-    at_once = Recipe.load(recipes / "instant.yaml", changes[:4])
-    (before,) = run(at_once, tmp_path / "instant")["students"]
+    at_once = Recipe.load(recipes / "compress.yaml", changes[:4])
+    (before,) = run(at_once, tmp_path / "training-free")["students"]
     assert not measurements
     assert row["runs"][0]["language"]["kl"] < before["runs"][0]["language"]["kl"]
-    home = folder / "students" / "fading-seed0"
+    home = folder / "students" / "compressed-seed0"
     assert (home / "adapter").is_dir()
     assert (home / "end_to_end" / "adapter" / "lora.safetensors").exists()
 
@@ -263,17 +267,23 @@ def test_the_default_recipe_trains_it_end_to_end(tmp_path, measurements):
     ("options", "words"),
     [
         ({}, "student Old has no features to train: give trained: false"),
-        ({"trained": False, "shares": "odd"}, "student Old: shares is 'odd': give measured or even"),
-        ({"trained": False, "window": 4}, "student Old: strategy fading knows no window: leave it out"),
-        ({"trained": False, "feature_map": "mlp"}, "student Old: strategy fading knows no feature_map: leave it out"),
+        ({"trained": False, "head_budgets": "odd"}, "student Old: head_budgets is 'odd': give measured or even"),
+        ({"trained": False, "window": 4}, "strategy compressed has no option window: leave it out"),
         (
-            {"trained": False, "shares": "even", "retrieval_heads": 2},
-            "student Old: retrieval_heads is 2: they are found when shares are measured, so leave shares out",
+            {"trained": False, "feature_map": "mlp"},
+            "strategy compressed has no option feature_map: leave it out",
         ),
-        ({"strategy": "hybrid", "reach": 64}, "student Old: strategy hybrid knows no reach: leave it out"),
-        ({"strategy": "dof", "retrieval_heads": 1}, "student Old: strategy dof knows no retrieval_heads: leave it out"),
+        (
+            {"trained": False, "head_budgets": "even", "retrieval_heads": 2},
+            "retrieval_heads is 2: they are found when head budgets are measured, so leave head_budgets out",
+        ),
+        ({"strategy": "hybrid", "size": 64}, "strategy hybrid has no option size: leave it out"),
+        (
+            {"strategy": "dof", "retrieval_heads": 1},
+            "strategy dof has no option retrieval_heads: leave it out",
+        ),
     ],
 )
 def test_a_memory_that_fades_has_no_features(tmp_path, options, words):
     with pytest.raises(DoflaError, match=words):
-        recipe(tmp_path, [{"name": "Old", "strategy": "fading"} | options])
+        recipe(tmp_path, [{"name": "Old", "strategy": "compressed"} | options])

@@ -3,7 +3,7 @@ selected once, at the end of the call.
 
 The score of a token is the sum of its squared attention weights over the queries of the call, as in H2O (Zhang et al.
 2023, arXiv 2306.14048) but for the square and for the queries right after the token, which see it in the local window
-anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.kept`, which decoding
+anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.heavy_hitters`, which decoding
 goes on with.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dofla.attention import gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
-from dofla.attention.coding.kept import FADES, FREE, GAIN, MOST_SCORE, KeptTokens, chosen
+from dofla.attention.coding.heavy_hitters import FADES, FREE, GAIN, MOST_SCORE, KeptTokens, chosen
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout

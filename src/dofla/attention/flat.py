@@ -39,7 +39,7 @@ class Layout:
         sinks: likewise.
 
     Attributes:
-        sizes: all of it for the kernels (fading.h, ``sizes_of``).
+        sizes: all of it for the kernels (tiers.h, ``sizes_of``).
     """
 
     def __init__(self, fading: Fading, heads: Sequence[int], features: int, window: int, sinks: int) -> None:

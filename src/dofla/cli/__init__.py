@@ -15,7 +15,7 @@ import typer
 
 from dofla import __version__
 from dofla.cli.check import check
-from dofla.cli.fade import fade
+from dofla.cli.compress import compress
 from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
 from dofla.cli.judging import evaluate, probe
@@ -40,7 +40,7 @@ VERBS = (
     curves,
     allocate,
     distill,
-    fade,
+    compress,
     frontier,
     evaluate,
     probe,

@@ -6,24 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import KeepSoftmax, ModelArgument
+from dofla.cli.options import Context, KeepSoftmax, ModelArgument, Ratio
 from dofla.cli.verb import current_view
 
 
 def check(
     model: ModelArgument,
-    budget: Annotated[
-        list[int] | None, typer.Option(help="Size in features per KV head; repeatable; default 64.")
+    size: Annotated[
+        list[str] | None, typer.Option(help="Bytes of the compressed cache, as 1.5MiB; repeatable.")
     ] = None,
+    ratio: Ratio = None,
+    context: Context = None,
     keep_softmax: KeepSoftmax = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow the model's repository to bring its own code.")
     ] = False,
 ) -> dict[str, Any]:
-    """Say whether dofla fade supports a model, and what it saves: from its config, without weights."""
+    """Say whether dofla compress supports a model, and what it saves: from its config, without weights."""
     from dofla.runs.check import check as look
 
-    budgets = list(dict.fromkeys(budget or [64]))
-    found = look(model, budgets, keep_softmax=keep_softmax or (), trust_remote_code=trust_remote_code)
+    options = {"keep_softmax": keep_softmax or (), "trust_remote_code": trust_remote_code}
+    found = look(model, size or (), ratio=ratio, context=context, **options)
     current_view().show(found)
     return found.to_dict()

@@ -8,43 +8,34 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import BatchSize, Data, Dtype, ModelArgument, Seed
+from dofla.cli.options import BatchSize, Context, Data, Dtype, ModelArgument, RetrievalHeads, Seed
 from dofla.cli.verb import current_view
 
 
 def frontier(
     model: ModelArgument,
     data: Data,
-    judge: Annotated[
+    text: Annotated[
         list[str] | None,
-        typer.Option(help="Text to judge on, likewise; repeatable; default the held-out part of the data."),
+        typer.Option(help="Text to evaluate on, likewise; repeatable; default the held-out part of the data."),
     ] = None,
     lengths: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
-    budgets: Annotated[
-        list[int] | None, typer.Option(help="Sizes to try, in features per KV head; repeatable.")
-    ] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="Sizes to try, as 1.5MiB; repeatable; default five.")] = None,
     target: Annotated[
         float | None, typer.Option(help="Nats per token that may be lost of each text: find the smallest within.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="To judge by, of each text and length.")] = 12,
-    out: Annotated[
-        Path | None, typer.Option(help="New folder for the students that are found, figures and a page.")
-    ] = None,
-    reach: Annotated[
-        int | None, typer.Option(help="Positions that the memory is for; default all that the model has.")
-    ] = None,
-    retrieval_heads: Annotated[
-        int,
-        typer.Option(help="KV heads that hold every token, as for dofla fade; smaller budgets are left out."),
-    ] = 0,
+    windows: Annotated[int, typer.Option(help="Windows to evaluate on, of each text and length.")] = 12,
+    out: Annotated[Path | None, typer.Option(help="New folder for the adapters, figures and a report page.")] = None,
+    context: Context = None,
+    retrieval_heads: RetrievalHeads = 0,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """How many bytes a model needs on your text: quality by size of state and length."""
+    """Find the bytes that a model needs on your text: quality by cache size and length."""
     from dofla.integration.directions import WINDOWS
     from dofla.report import REPORT, write_report
-    from dofla.runs.frontier import BUDGETS, STUDENTS
+    from dofla.runs.frontier import ADAPTERS
     from dofla.runs.frontier import frontier as measure
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
@@ -52,21 +43,21 @@ def frontier(
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     teacher, tokenizer = load_teacher(model, dtype)
     tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed)
-    judged = {}
-    for name, text in _named(judge or [data]).items():
-        # Students are made from another part of the data; of other texts from none.
-        split = "validation" if Path(text).resolve() == Path(data).resolve() else "all"
-        specs = [DataSpec(text, length, windows, split=split) for length in lengths]
-        judged[name] = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
+    texts = {}
+    for name, source in _named(text or [data]).items():
+        # Calibration reads another part of the data, and nothing of other texts.
+        split = "validation" if Path(source).resolve() == Path(data).resolve() else "all"
+        specs = [DataSpec(source, length, windows, split=split) for length in lengths]
+        texts[name] = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
     with view.progress("frontier") as bar:
         found = measure(
             teacher,
             tokens,
-            judged,
-            budgets=budgets or BUDGETS,
+            texts,
+            sizes=sizes,
             target=target,
             batch_size=batch_size,
-            reach=reach,
+            context=context,
             retrieval_heads=retrieval_heads,
             tokenizer=tokenizer,
             out=out,
@@ -75,13 +66,13 @@ def frontier(
     view.show(found)
     if out is not None:
         write_report([out], out / REPORT, view=view)
-        view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {STUDENTS}/{budget}' for budget in found.kept)}")
+        view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {ADAPTERS}/{size}' for size in found.kept)}")
     elif target is not None:
         options = f"--data {shlex.quote(data)} --seed {seed}" + (f" --dtype {dtype}" if dtype else "")
-        options += f" --reach {reach}" if reach else ""
+        options += f" --context {context}" if context else ""
         options += f" --retrieval-heads {retrieval_heads}" if retrieval_heads else ""
-        for budget in found.kept:
-            view.say(f"dofla fade {shlex.quote(model)} --budget {budget} {options} --out faded-{budget}")
+        for size in found.kept:
+            view.say(f"dofla compress {shlex.quote(model)} --size {size} {options} --out compressed-{size}")
     return found.to_dict()
 
 

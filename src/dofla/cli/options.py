@@ -44,6 +44,14 @@ Track = Annotated[
     list[str] | None, typer.Option(help="Keep losses in tensorboard, wandb, ... as well, by accelerate; repeatable.")
 ]
 KeepSoftmax = Annotated[list[str] | None, typer.Option(help="Attention module to leave as it is; repeatable.")]
+Size = Annotated[str | None, typer.Option(help="Bytes of the compressed cache per sequence, as 1.5MiB.")]
+Ratio = Annotated[float | None, typer.Option(help="Or its compression factor at --context tokens; default 16.")]
+Context = Annotated[
+    int | None, typer.Option(help="Context length to calibrate for; default all positions of the model.")
+]
+RetrievalHeads = Annotated[
+    int, typer.Option(help="KV heads that keep the full context: better recall, slightly worse perplexity.")
+]
 Out = Annotated[Path, typer.Option(help="New folder or file to write.")]
 
 

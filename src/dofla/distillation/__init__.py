@@ -9,11 +9,11 @@ from dofla.distillation.calibrate import calibrate
 from dofla.distillation.descent import SCHEDULES
 from dofla.distillation.direct import DIRECT
 from dofla.distillation.end_to_end import distill_end_to_end
-from dofla.distillation.fading import fade, measure_shares
 from dofla.distillation.history import History
 from dofla.distillation.loop import distill
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.tracking import tracked
+from dofla.distillation.training_free import compress, measure_head_budgets
 from dofla.distillation.trials import measure_curves
 
 __all__ = [
@@ -22,10 +22,10 @@ __all__ = [
     "SCHEDULES",
     "History",
     "calibrate",
+    "compress",
     "distill",
     "distill_end_to_end",
-    "fade",
     "measure_curves",
-    "measure_shares",
+    "measure_head_budgets",
     "tracked",
 ]

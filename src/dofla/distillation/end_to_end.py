@@ -26,7 +26,7 @@ from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, 
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.checkpoint import refuse_trained, write_lora
-from dofla.integration.places import reach_of
+from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
@@ -58,7 +58,7 @@ def distill_end_to_end(
     window_dropout: float = 0.0,
     precision: str | None = None,
     gradient_checkpointing: bool = False,
-    reach: int | None = None,
+    context: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 25,
@@ -69,8 +69,8 @@ def distill_end_to_end(
     The teacher is the student itself with softmax attention and the weights it had. The loss is KL(teacher ‖ student)
     of the next-token distributions, in nats per real token predicted; of models that predict none (encoders), the
     squared error of the last hidden states relative to the teacher's variance, plus 1 − the cosine of their means.
-    Adam, gradients clipped to norm 1, dropout off. Layers that keep tokens and sum up none (:func:`dofla.fade`) answer
-    as ever, and gradients pass them as they would pass softmax attention.
+    Adam, gradients clipped to norm 1, dropout off. Layers that keep tokens and sum up none (:func:`dofla.compress`)
+    answer as ever, and gradients pass them as they would pass softmax attention.
 
     Afterwards the student is a stock model of the dtypes it had: low-rank updates are merged into its weights, in
     float32, and rounded to them; in bfloat16 that loses updates of less than a 512th of a weight. The original weights
@@ -128,7 +128,7 @@ def distill_end_to_end(
     if not 0 <= window_dropout < 1:
         raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
     rates = _rates(weights, learning_rates or {})
-    reach = reach_of(student, windows, reach)
+    context = context_of(student, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
     if student.can_generate() and windows.length < 2:
@@ -138,10 +138,10 @@ def distill_end_to_end(
     together = processes(sharding=True)
     if together.sharded and weights == "all":
         raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")
-    batches = Batches(windows, batch_size, accumulate * together.count, seed, reach)
+    batches = Batches(windows, batch_size, accumulate * together.count, seed, context)
     settings = numbers | {"accumulate": batches.accumulate, "weights": weights, "learning_rates": rates}
     settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
-    settings |= {"gradient_checkpointing": gradient_checkpointing, "reach": reach}
+    settings |= {"gradient_checkpointing": gradient_checkpointing, "context": context}
 
     student.to("cpu" if together.sharded else together.home)
     with (

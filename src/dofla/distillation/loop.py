@@ -26,7 +26,7 @@ from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.places import reach_of
+from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import in_turn, is_streamed
@@ -53,7 +53,7 @@ def distill(
     schedule: str = "cosine",
     own_inputs: float = 0.0,
     from_data: bool = True,
-    reach: int | None = None,
+    context: int | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
     checkpoint_every: int = 50,
@@ -118,15 +118,15 @@ def distill(
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
-    reach, streamed = reach_of(student, windows, reach), is_streamed(student)
+    context, streamed = context_of(student, windows, context), is_streamed(student)
     if loss == DIRECT and streamed:
         raise DoflaError("loss 'direct' takes gradients through all layers, which stay on disk: choose another loss")
     together = processes()
-    batches = Batches(windows, batch_size * together.count, accumulate, seed, reach)
+    batches = Batches(windows, batch_size * together.count, accumulate, seed, context)
     steps = steps or epochs * batches.per_epoch
     settings = {"loss": loss, "steps": steps, "batch_size": batches.batch_size, "accumulate": accumulate, "rows": rows}
     settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
-    settings |= {"own_inputs": own_inputs, "from_data": from_data, "reach": reach}
+    settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
     groups = groups_of(layers, settings["learning_rates"])
     checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
     if together.device is not None and not streamed:

@@ -15,17 +15,17 @@ from dofla.data import TokenWindows
 from dofla.data.facts import Facts
 from dofla.distillation.forgetting import costs_of_heads
 from dofla.errors import DoflaError
-from dofla.integration.places import placed_over
+from dofla.integration.placement import placed_over
 from dofla.integration.positions import positions_of
+from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.plan import Plan
-from dofla.plans.shares import Shares
 
 FAR = 4096
 """Tokens of a document with facts in it, if the model has so many positions and the text so many tokens."""
 
 
 def check_retrieval_heads(
-    even: Plan, heads: int, tokenizer: PreTrainedTokenizerBase | None, plan: Callable[[Shares], Plan]
+    even: Plan, heads: int, tokenizer: PreTrainedTokenizerBase | None, plan: Callable[[HeadBudgets], Plan]
 ) -> None:
     """See that so many can be found and will have room; 0 for none.
 
@@ -44,35 +44,35 @@ def check_retrieval_heads(
         return
     if tokenizer is None:
         raise DoflaError(f"retrieval_heads is {heads}: give the tokenizer too, to tell facts among the text")
-    shares = {layer.name: [1.0] * layer.kv_heads for layer in even.layers if not layer.keep_softmax}
-    places = [(name, head) for name, own in shares.items() for head in range(len(own))]
+    head_budgets = {layer.name: [1.0] * layer.kv_heads for layer in even.layers if not layer.keep_softmax}
+    places = [(name, head) for name, own in head_budgets.items() for head in range(len(own))]
     if heads > len(places):
         raise DoflaError(f"retrieval_heads is {heads}: the model has {len(places)} KV heads")
-    plan(Shares(shares, whole=_by_layer(places[:heads])))
+    plan(HeadBudgets(head_budgets, full_heads=_by_layer(places[:heads])))
 
 
 def facts_for(
-    model: PreTrainedModel, windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, reach: int | None
+    model: PreTrainedModel, windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, context: int | None
 ) -> Facts:
     """What to find retrieval heads by; DoflaError as :meth:`Facts.among`."""
-    return Facts.among(windows, tokenizer, min(FAR, reach or positions_of(model)))
+    return Facts.among(windows, tokenizer, min(FAR, context or positions_of(model)))
 
 
 def with_retrieval_heads(
-    student: PreTrainedModel, shares: Shares, heads: int, facts: Facts, report: Callable[[], None]
-) -> Shares:
-    """``shares`` with the ``heads`` KV heads on which most hangs holding every token.
+    student: PreTrainedModel, head_budgets: HeadBudgets, heads: int, facts: Facts, report: Callable[[], None]
+) -> HeadBudgets:
+    """``head_budgets`` with the ``heads`` KV heads on which most hangs holding every token.
 
     A student with these shares looks facts up. What forgetting still costs in a head there, as it would be at an even
     split (cost times share), is set beside what it cost on text: of either, its part of what all cost.
     """
     found = costs_of_heads(student, list(placed_over(facts.documents, 1, None)), report, facts.asked)
-    places = [(name, head) for name, own in shares.layers.items() for head in range(len(own))]
-    text = [shares.costs[name][head] for name, head in places]
-    looked_up = [found[name][head].item() * shares.layers[name][head] for name, head in places]
+    places = [(name, head) for name, own in head_budgets.layers.items() for head in range(len(own))]
+    text = [head_budgets.costs[name][head] for name, head in places]
+    looked_up = [found[name][head].item() * head_budgets.layers[name][head] for name, head in places]
     of_all = [sum(parts) for parts in zip(_parts(text), _parts(looked_up), strict=True)]
     first = {place for _, place in sorted(zip(of_all, places, strict=True), reverse=True)[:heads]}
-    return replace(shares, whole=_by_layer([place for place in places if place in first]))
+    return replace(head_budgets, full_heads=_by_layer([place for place in places if place in first]))
 
 
 def _parts(costs: list[float]) -> list[float]:

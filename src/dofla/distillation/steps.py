@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
-from dofla.integration.places import placed_anywhere, placed_evenly
+from dofla.integration.placement import placed_anywhere, placed_evenly
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Batches:
         batch_size: windows per batch, of all processes together.
         accumulate: batches per step.
         seed: of their order.
-        reach: positions among which each batch is read (:func:`dofla.distillation.places.reach_of`).
+        reach: positions among which each batch is read (:func:`dofla.integration.placement.reach_of`).
 
     Raises:
         DoflaError: fewer windows than one step takes.
@@ -35,7 +35,7 @@ class Batches:
     batch_size: int
     accumulate: int
     seed: int
-    reach: int | None
+    context: int | None
 
     def __post_init__(self) -> None:
         if len(self.windows) < self.per_step:
@@ -55,11 +55,11 @@ class Batches:
     def of_step(self, step: int, places: torch.Generator | None = None) -> list[dict[str, Tensor]]:
         """Those of a step, at places drawn by a generator, or by the step's own."""
         places = places or generator_of(self.seed, step)
-        return [placed_anywhere(batch, self.reach, places) for batch in self._where_they_are(step)]
+        return [placed_anywhere(batch, self.context, places) for batch in self._where_they_are(step)]
 
     def first(self) -> list[dict[str, Tensor]]:
         """The first of all, at several places within reach."""
-        return placed_evenly(self._where_they_are(0)[0], self.reach)
+        return placed_evenly(self._where_they_are(0)[0], self.context)
 
     def _where_they_are(self, step: int) -> list[dict[str, Tensor]]:
         epoch, place = divmod(step, self.per_epoch)

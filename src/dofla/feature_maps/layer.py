@@ -28,7 +28,7 @@ from dofla.attention import (
     rounded,
     unpacked,
 )
-from dofla.attention.compiled.fading import DTYPES
+from dofla.attention.compiled.tiers import DTYPES
 from dofla.feature_maps import FeatureMap, feature_map_class
 from dofla.feature_maps.padding import without_padding
 

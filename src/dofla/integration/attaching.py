@@ -81,7 +81,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
     """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
     attached = []
     linear = [layer for layer in plan.layers if not layer.keep_softmax]
-    positions = positions_within(model, plan.reach)
+    positions = positions_within(model, plan.context)
     for layer in linear:
         try:
             module = model.get_submodule(layer.name)

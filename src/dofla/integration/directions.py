@@ -14,14 +14,14 @@ from transformers.pytorch_utils import Conv1D
 from dofla.attention import Moments
 from dofla.data import Images, TokenWindows
 from dofla.integration.attaching import AttachedLinearAttention
-from dofla.integration.places import placed_over, whole_reach
+from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
 
 WINDOWS = 12
-"""That directions and shares are measured on where nobody says how many; of 512 tokens they are enough."""
+"""That directions and head budgets are measured on where nobody says how many; of 512 tokens they are enough."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ def measure_directions(
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     batch_size: int = 4,
-    reach: int | None = None,
+    context: int | None = None,
 ) -> None:
     """Calibrate the coders of all stages (:class:`dofla.attention.Coder`) that have not been.
 
     Args:
         student: a linearised model.
-        tokens, batch_size, reach: as for :func:`directions_of`.
+        tokens, batch_size, context: as for :func:`directions_of`.
 
     Raises:
         DoflaError: the model is not linearised; as :func:`directions_of`.
     """
     new = [name for name, layer in linear_layers(student).items() if _is_new(layer)]
     if new:
-        give_directions(student, directions_of(student, tokens, new, batch_size=batch_size, reach=reach))
+        give_directions(student, directions_of(student, tokens, new, batch_size=batch_size, context=context))
 
 
 def give_directions(student: PreTrainedModel, directions: Mapping[str, Directions]) -> None:
@@ -85,7 +85,7 @@ def directions_of(
     layers: Collection[str],
     *,
     batch_size: int = 4,
-    reach: int | None = None,
+    context: int | None = None,
 ) -> dict[str, Directions]:
     """Measure the directions of layers, under softmax attention; the model may be linearised or not.
 
@@ -97,10 +97,10 @@ def directions_of(
         tokens: a few windows, of any text: a dozen of 512 tokens are enough.
         layers: names.
         batch_size: windows per forward pass.
-        reach: as for :func:`dofla.fade`.
+        reach: as for :func:`dofla.compress`.
 
     Raises:
-        DoflaError: as :func:`dofla.fade`; NaN in the activations, with layer and batch.
+        DoflaError: as :func:`dofla.compress`; NaN in the activations, with layer and batch.
     """
     windows = windows_for(model, tokens)
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
@@ -120,7 +120,7 @@ def directions_of(
         )
 
     with evaluation_mode(model), recording(model, layers, look), _outputs(model, layers, answered) as outputs:
-        for batch in placed_over(windows, batch_size, whole_reach(model, windows, reach)):
+        for batch in placed_over(windows, batch_size, calibration_context(model, windows, context)):
             run_body(model, batch)
             batch_number += 1
     return {

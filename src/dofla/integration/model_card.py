@@ -15,8 +15,8 @@ from transformers.models.auto import modeling_auto
 
 import dofla
 from dofla.integration.record import Figure, Record
+from dofla.plans.head_budgets import flat_head_budgets
 from dofla.plans.plan import LayerPlan, Plan
-from dofla.plans.shares import shares_of_heads
 from dofla.storage.files import replacing
 
 README = "README.md"
@@ -117,7 +117,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         kept_apart=linear < len(plan.layers),
         layers=[_row(layer, dtype) for layer in plan.layers],
         made_by=_cell(", ".join(_made_by(plan))),
-        reach=plan.reach,
+        context=plan.context,
         new_weights=any(training.weights for training in record.training),
         trained_length=max([x.positions for x in record.training if x.positions], default=None),
         figures=[_figure_row(figure, commands) for figure in record.figures],
@@ -147,9 +147,11 @@ def _result(figure: Figure, task: str | None) -> EvalResult:
 
 def _made_by(plan: Plan) -> Iterator[str]:
     for key, value in plan.made_by.items():
-        if key == "shares":  # plan.json has them all
-            shares = shares_of_heads(value)
-            yield f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
+        if key == "head_budgets":  # plan.json has them all
+            head_budgets = flat_head_budgets(value)
+            yield f"KV heads have {min(head_budgets):.2f} to {max(head_budgets):.2f} times the bytes of an even split"
+        elif key == "size":
+            yield f"size {_size(value)}"
         elif key != "normalization":
             yield f"{key} {value}"
 

@@ -38,12 +38,12 @@ def table_of_positions(model: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def positions_within(model: nn.Module, reach: int | None) -> int | None:
+def positions_within(model: nn.Module, context: int | None) -> int | None:
     """How many are to be used: those that the model has, or fewer that a plan is for; None if neither says."""
     known = positions_of(model)
-    if known is None or reach is None:
-        return known if reach is None else reach
-    return min(known, reach)
+    if known is None or context is None:
+        return known if context is None else context
+    return min(known, context)
 
 
 def read_again(positions: int) -> int:

@@ -71,17 +71,17 @@ class Record:
             how: what was trained, in a few words.
             windows: that it read.
             call: the function in Python, up to its options: the command, if the process carries out none of dofla's.
-            options: of the function, among them ``steps`` and ``reach``.
+            options: of the function, among them ``steps`` and ``context``.
             weights: whether more than the feature maps was trained.
         """
         length = getattr(windows, "length", None)
-        reach = options["reach"] or length  # said out loud: left out, it can mean another
-        given = {**options, "reach": reach}
+        context = options["context"] or length  # said out loud: left out, it can mean another
+        given = {**options, "context": context}
         command = command_line() or f"{call}, {', '.join(f'{name}={value!r}' for name, value in given.items())})"
         text = f"{without_folders(windows.source)}, {len(windows)} windows"
         text += f" of {length} tokens" if length else ""
-        text += f", read anywhere among {reach} positions" if reach != length else ""
-        self.training.append(Training(how, text, options["steps"], command, reach, weights))
+        text += f", read anywhere among {context} positions" if context != length else ""
+        self.training.append(Training(how, text, options["steps"], command, context, weights))
         dataset = dataset_name(windows.source)
         if dataset and dataset not in self.datasets:
             self.datasets.append(dataset)

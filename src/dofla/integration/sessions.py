@@ -84,7 +84,7 @@ class Sessions:
         if most < 1:
             raise DoflaError(f"sessions: {most}; remember 1 or more")
         self._most, self._static = _SNAPSHOTS * most, static
-        self._positions = positions_within(student, plan.reach) or sys.maxsize
+        self._positions = positions_within(student, plan.context) or sys.maxsize
         self._forget_all()
 
     def _forget_all(self) -> None:

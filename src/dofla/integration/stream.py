@@ -41,7 +41,7 @@ class Stream:
     """
 
     def __init__(self, student: PreTrainedModel, overlap: int | None = None, positions: int | None = None) -> None:
-        within, known = positions_within(student, plan_of(student).reach), positions_of(student)
+        within, known = positions_within(student, plan_of(student).context), positions_of(student)
         check_keeps_states(student)
         positions = within if positions is None else positions
         if positions is None:

@@ -127,7 +127,7 @@ def plan_by_site(
     size: Callable[[AttentionSite], dict[str, Any]],
     keep_softmax: Collection[str],
     made_by: dict[str, Any],
-    reach: int | None = None,
+    context: int | None = None,
 ) -> Plan:
     """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
     no layer, or if there is none to linearise."""
@@ -141,7 +141,7 @@ def plan_by_site(
         layers.append(LayerPlan(*shape, keep_softmax=True) if softmax else LayerPlan(*shape, **size(site)))
     check_left(model, [layer for layer in layers if not layer.keep_softmax])
     _tell_of_shared(tuple(site.name for site in sites.values() if site.shares_keys and not site.linear_time))
-    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, reach)
+    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, context)
 
 
 @lru_cache

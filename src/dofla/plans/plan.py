@@ -204,13 +204,13 @@ class Plan(Result):
         layers: one each.
         model: name of the one it is for.
         made_by: strategy, budget, λ, ...: a record, not an input.
-        reach: positions that the memory is for, where these are not all that the model has.
+        context: tokens that the cache is calibrated for, where these are not all positions of the model.
     """
 
     layers: list[LayerPlan]
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
-    reach: int | None = None
+    context: int | None = None
 
     def __getitem__(self, name: str) -> LayerPlan:
         for layer in self.layers:
@@ -257,7 +257,7 @@ class Plan(Result):
             bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
             shown.add_row(layer.name, *sizes, bar)
         yield shown
-        context = "whatever the context" if self.reach is None else f"for up to {self.reach:,} positions"
+        context = "whatever the context" if self.context is None else f"for up to {self.context:,} tokens"
         yield f"state per sequence: {size(self.state_bytes())} in float32, {context}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Plan(Result):
                 del entry["smooth_keys"]
             layers[entry.pop("name")] = entry
         head = {"format": _FORMAT, "model": self.model, "made_by": self.made_by}
-        return head | ({} if self.reach is None else {"reach": self.reach}) | {"layers": layers}
+        return head | ({} if self.context is None else {"context": self.context}) | {"layers": layers}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "the plan") -> Plan:
@@ -291,15 +291,15 @@ class Plan(Result):
                 raise DoflaError(f"{where}: layer {name} has wrong fields: {error}") from error
         if data.get("format") == 1 and any(plan.stages for plan in plans):
             raise DoflaError(
-                f"{where}: its tokens were coded by an earlier version: make the student again (dofla fade)"
+                f"{where}: its tokens were coded by an earlier version: make the student again (dofla compress)"
             )
         made_by = data.get("made_by") or {}
         if not isinstance(made_by, dict):
             raise DoflaError(f"{where}: made_by is {made_by!r}: give an object, or leave it out")
-        reach = data.get("reach")
-        if reach is not None and not (is_whole(reach) and reach > 0):
-            raise DoflaError(f"{where}: reach is {reach!r}: give a number of positions, or leave it out")
-        return cls(plans, str(data.get("model", "")), made_by, reach)
+        context = data.get("context")
+        if context is not None and not (is_whole(context) and context > 0):
+            raise DoflaError(f"{where}: context is {context!r}: give a number of positions, or leave it out")
+        return cls(plans, str(data.get("model", "")), made_by, context)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, replacing what was there."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from dofla.plans.head_budgets import flat_head_budgets
 from dofla.plans.plan import LayerPlan
-from dofla.plans.shares import shares_of_heads
 from dofla.report.look import passed_over
 from dofla.report.maps import LEVELS
 from dofla.report.recall import by_distance, forgets_from
@@ -74,10 +74,10 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
 def sliders(run: RunRecord, where: str) -> dict[str, Any]:
     """Tables for the sliders of a run, and the command that they make."""
     curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
-    shares = [share for x in run.students for share in shares_of_heads(x.plan.made_by.get("shares", {}))]
-    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(shares, default=1.0)}
-    known |= {"reaches": [x.plan.reach for x in run.students]}
-    known |= {"whole": any("retrieval_heads" in x.plan.made_by for x in run.students)}
+    head_budgets = [share for x in run.students for share in flat_head_budgets(x.plan.made_by.get("head_budgets", {}))]
+    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(head_budgets, default=1.0)}
+    known |= {"contexts": [x.plan.context for x in run.students]}
+    known |= {"full_heads": any("retrieval_heads" in x.plan.made_by for x in run.students)}
     tables = slider_tables(run.profile, curves, **known)
     tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
     return tables | {"length": run.students[0].evaluations[0].get("length")}
@@ -137,7 +137,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "end_to_end": _losses(student.folder / "end_to_end"),
         "seconds": first.get("distill_seconds"),
         "made_by": student.plan.made_by,
-        "reach": student.plan.reach,
+        "context": student.plan.context,
         "maps": maps if maps and maps["tokens"] == len(look.get("ids", ())) else None,
         "texts": own.get("texts"),
         "agreed": _agreed(probed, own),

@@ -9,7 +9,7 @@ from typing import Any
 
 from dofla.report.page import model_title
 from dofla.report.runs import naming
-from dofla.runs.frontier import FRONTIER, STUDENTS, Frontier, Point
+from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point
 
 
 def is_frontier(folder: str | Path) -> bool:
@@ -27,7 +27,7 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
     with naming(folder):
         sizes = {
             "target": found.target,
-            "texts": found.judged,
+            "texts": found.evaluated,
             "made": found.made_from,
             "lengths": [_length(found, length, folder) for length in sorted(found.cache)],
         }
@@ -43,16 +43,16 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
 
 
 def _length(found: Frontier, length: int, folder: Path) -> dict[str, Any]:
-    """Points of all texts; the ``worst`` of each budget, as the target sees it; and the student that meets it."""
+    """Points of all texts; the ``worst`` of each size, as the target sees it; and the smallest that meets it."""
     own = [_point(x) for x in found.points if x.length == length]
     known = {"length": length, "cache": found.cache[length], "points": own, "student": None}
     known["worst"] = [_point(x) for x in found.at(length)]
     if (point := found.smallest(length)) is not None:
-        known["student"] = {**_point(point), "folder": shlex.quote(str(folder / STUDENTS / str(point.budget)))}
+        known["student"] = {**_point(point), "folder": shlex.quote(str(folder / ADAPTERS / str(point.size)))}
     return known
 
 
 def _point(x: Point) -> dict[str, Any]:
     low, high = x.gap_interval
-    kept = {"budget": x.budget, "bytes": x.bytes, "text": x.text}
+    kept = {"size": x.size, "bytes": x.bytes, "text": x.text}
     return {**kept, "gap": x.gap, "error": (high - low) / 2, "kl": x.kl}

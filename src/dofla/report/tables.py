@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dofla.errors import DoflaError
+from dofla.plans.compressed import budget_for, even_counts
 from dofla.plans.curves import Curves, Shape, best_sizes
-from dofla.plans.fading import budget_for, fade_evenly
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan
 from dofla.profiles.profile import LayerProfile, Profile
@@ -28,8 +28,8 @@ def slider_tables(
     budget: int,
     lam: float,
     largest_share: float = 1.0,
-    reaches: Sequence[int | None] = (),
-    whole: bool = False,
+    contexts: Sequence[int | None] = (),
+    full_heads: bool = False,
 ) -> dict[str, Any]:
     """What strategies need to know of a teacher, so that a plan is a matter of whole numbers and comparisons.
 
@@ -37,19 +37,19 @@ def slider_tables(
         profile: of the teacher.
         curves: by the file they stand in; those that do not know all layers are left out.
         budget, lam: where the sliders start.
-        largest_share: that any KV head has of the bytes of a memory that fades (:class:`dofla.Shares`).
-        reaches: positions that such memories are for, beside all that the model has.
-        whole: whether KV heads of one of them hold every token.
+        largest_share: that any KV head has (:class:`dofla.HeadBudgets`).
+        contexts: of such caches, beside all positions of the model.
+        full_heads: whether KV heads of one of them hold every token.
 
     Returns:
         ``layers`` with the bytes that a feature and a token cost per KV head, by how tokens are kept; ``skipped``;
         ``lambdas``, with ``dof`` and their standard ``errors`` (rounded, None where unknown) for each, layer and head,
         and ``largest``, the exact maximum over heads;
-        ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``reaches``, the first of
-        them None, for all positions; ``fading``, for each reach, shape and budget (window, sinks, stages) or None, see
-        :func:`_faded`, up to the largest budget that a single head may have; ``fillable``, for each reach and shape the
-        budget with which a head has places for all its positions, or None where nobody says how many there are;
-        and ``curves``, for each file and layer the choices of
+        ``even``, for each shape and budget (features, window, sinks) of strategy ``hybrid``; ``contexts``, the first of
+        them None, for all positions; ``compressed``, for each context, shape and budget (window, sinks, stages) or
+        None, see :func:`_counts`, up to the largest budget that a single head may have; ``fillable``, for each context
+        and shape the budget with which a head has places for all its positions, or None where nobody says how many
+        there are; and ``curves``, for each file and layer the choices of
         strategy ``measured``: (bytes, loss, sizes of each head).
     """
     costs = [{kept: _cost(profile, layer, kept) for kept in TOKEN_DTYPES} for layer in profile.layers]
@@ -61,12 +61,12 @@ def slider_tables(
     kinds = [cost[kept] for cost, kept in zip(costs, defaults, strict=True)]
     shapes = list(dict.fromkeys(kinds))
     examples = [(profile.layers[kinds.index(shape)], shape) for shape in shapes]
-    reaches = list(dict.fromkeys([None, *reaches]))
-    positions = [reach or profile.positions for reach in reaches]
+    contexts = list(dict.fromkeys([None, *contexts]))
+    positions = [context or profile.positions for context in contexts]
     fillable = [
         most and [budget_for(most, x.head_dim, x.value_dim, cost) for x, cost in examples] for most in positions
     ]
-    if whole:
+    if full_heads:
         largest = max(largest, *(budget for budgets in fillable for budget in budgets or ()))
     return {
         "layers": [
@@ -91,9 +91,9 @@ def slider_tables(
         "largest": [[max(row) for row in rows] for rows in dof],
         "shapes": [shapes.index(kind) for kind in kinds],
         "even": [[even_size(n, shape) for n in range(1, most + 1)] for shape in shapes],
-        "reaches": reaches,
-        "fading": [
-            [[_faded(n, layer, shape, most) for n in range(1, largest + 1)] for layer, shape in examples]
+        "contexts": contexts,
+        "compressed": [
+            [[_counts(n, layer, shape, most) for n in range(1, largest + 1)] for layer, shape in examples]
             for most in positions
         ],
         "fillable": fillable,
@@ -113,12 +113,12 @@ def _cost(profile: Profile, layer: LayerProfile, kept: str) -> HeadCost:
     return HeadCost.of(layer.head_dim, layer.value_dim, profile.itemsize, kept)
 
 
-def _faded(budget: int, layer: LayerProfile, cost: HeadCost, positions: int | None) -> list[Any] | None:
-    """Window, sinks and, of each stage, tokens, bits and bytes; None where there can be no such memory."""
+def _counts(budget: int, layer: LayerProfile, cost: HeadCost, positions: int | None) -> list[Any] | None:
+    """Window, sinks and, of each stage, tokens, bits and bytes; None where there can be no such cache."""
     if not layer.causal:
         return None
     try:
-        found = fade_evenly(budget, layer.head_dim, layer.value_dim, cost, positions)
+        found = even_counts(budget, layer.head_dim, layer.value_dim, cost, positions)
     except DoflaError:  # other sizes of heads, or too small a budget
         return None
     plan = LayerPlan(layer.name, 1, layer.head_dim, layer.value_dim, feature_map="none", **asdict(found))

@@ -1,4 +1,4 @@
-"""An estimate of how long ``dofla.fade`` takes for a model, without opening it."""
+"""An estimate of how long ``dofla.compress`` takes for a model, without opening it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from dofla.distillation.faded import BACK, TWICE
+from dofla.distillation.compressor import COPY_DISTANCE, COPY_FRACTION
 from dofla.integration.directions import WINDOWS
 
 _LENGTH = 512
@@ -32,7 +32,7 @@ def calibration_operations(per_token: float) -> float:
         per_token: operations of a forward pass for one token.
     """
     text = WINDOWS * _LENGTH
-    repeated = 2 * BACK * (round(TWICE * WINDOWS) * _LENGTH // BACK)
+    repeated = 2 * COPY_DISTANCE * (round(COPY_FRACTION * WINDOWS) * _LENGTH // COPY_DISTANCE)
     return per_token * (text + 7 * (text + repeated))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers.utils import CONFIG_NAME
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
-from dofla.integration.fading import fading_plan
+from dofla.integration.compressed import budget_of, compressed_plan
 from dofla.integration.hub import hub_name
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import HALF, half_is_slow
@@ -36,6 +37,7 @@ from dofla.integration.surgery import is_linearized
 from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
+from dofla.plans.size import parse_size
 from dofla.runs.calibration import calibration_seconds
 from dofla.runs.teacher import resolve_model
 
@@ -71,15 +73,15 @@ class CacheSize:
 
     Attributes:
         tokens: read so far.
-        softmax: of the model as it is.
+        softmax: of the original model.
         compressed: of all layers, those that are not compressed included.
-        budget: of the compressed cache, in features per KV head.
+        size: bytes asked for, of the compressed layers.
     """
 
     tokens: int
     softmax: int
     compressed: int
-    budget: int
+    size: int
 
     @property
     def factor(self) -> float:
@@ -89,15 +91,15 @@ class CacheSize:
 
 @dataclass
 class Check(Result):
-    """The verdict on a model, and the student that :func:`dofla.fade` would make of it.
+    """Whether :func:`dofla.compress` supports a model, and the sizes of its cache before and after.
 
     Attributes:
         model: class.
         parameters: how many.
-        supported: whether :func:`dofla.fade` takes it as asked.
-        reason: why it does not, in the words of :func:`dofla.fade`.
+        supported: whether :func:`dofla.compress` takes it with these options.
+        reason: why it does not: the error of :func:`dofla.compress`.
         layers: attention modules; none if they cannot be reached.
-        cache: by length and budget; where layers are refused, as if they were kept softmax; empty if no layer would be
+        cache: by length and size; where layers are refused, as if they were kept softmax; empty if no layer would be
             compressed.
         positions: of the model, if it says.
         seconds: of calibration on this machine, an estimate; None if nothing would be calibrated.
@@ -113,7 +115,7 @@ class Check(Result):
     seconds: float | None = None
 
     def parts(self) -> Iterator[Part]:
-        """The verdict, layers that become the same together, and bytes by length and budget."""
+        """The verdict, layers grouped by what they become, and bytes by length and size."""
         yield f"{self.model}, {_count(self.parameters)} parameters: {'' if self.supported else 'not '}supported"
         if self.reason:
             yield self.reason
@@ -141,10 +143,10 @@ class Check(Result):
             yield f"{becomes}: {reason}"
 
     def _cache(self) -> Iterator[Part]:
-        shown = table("tokens", "softmax cache", "budget", "compressed cache", "factor")
+        shown = table("tokens", "softmax cache", "compressed cache", "factor")
         for x in self.cache:
             factor = f"{x.factor:.1f}" if x.factor < 100 else f"{x.factor:.0f}"
-            shown.add_row(f"{x.tokens:,}", size(x.softmax), str(x.budget), size(x.compressed), factor)
+            shown.add_row(f"{x.tokens:,}", size(x.softmax), size(x.compressed), factor)
         yield shown
         refused = any(x.becomes == REFUSED for x in self.layers)
         yield "per sequence, softmax in bfloat16" + (", refused layers kept softmax" if refused else "")
@@ -161,29 +163,34 @@ class Check(Result):
 
 def check(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
-    budgets: Sequence[int] = (64,),
+    sizes: Sequence[str | int] = (),
     *,
+    ratio: float | None = None,
+    context: int | None = None,
     keep_softmax: Collection[str] = (),
     trust_remote_code: bool = False,
 ) -> Check:
-    """Tell whether :func:`dofla.fade` supports a model, what each layer becomes, how many bytes the cache takes, and
-    about how long calibration takes.
+    """Tell whether :func:`dofla.compress` supports a model, what each layer becomes, how many bytes the cache takes,
+    and about how long calibration takes.
 
     Args:
         model: a model; or a folder, a name on the hub or a config, of which no weights are read: only ``config.json``
             needs to be there.
-        budgets: sizes of the compressed cache, in features per KV head.
+        sizes: of the compressed cache, each as for :func:`dofla.compress`.
+        ratio, context: as for :func:`dofla.compress`, where no sizes are given.
         keep_softmax: layers to leave as they are.
         trust_remote_code: allow the model's repository to bring its own code.
 
     Raises:
-        DoflaError: no such model or config; a student; a budget too small; a name in ``keep_softmax`` that is no layer.
+        DoflaError: no such model or config; a model that is compressed already; a size of another form; a name in
+            ``keep_softmax`` that is no layer.
     """
-    if not budgets:
-        raise DoflaError("no budget to check: give one or more, in features per KV head")
+    if sizes and ratio is not None:
+        raise DoflaError(f"sizes are given and ratio is {ratio:g}: give one of them")
+    bytes_asked = list(dict.fromkeys(map(parse_size, sizes)))
     opened = unwrapped(model) if isinstance(model, nn.Module) else _from_config(model, trust_remote_code)
     if is_linearized(opened):
-        raise DoflaError("the model is a student already: dofla.restore(model) gives the original back")
+        raise DoflaError("the model is compressed or linearized already: dofla.restore(model) gives the original back")
     name = type(opened).__name__
     found = Check(name, opened.num_parameters(), False, positions=positions_of(opened))
     with StandInProducts() as standing:
@@ -202,15 +209,16 @@ def check(
         check_kept(sites, keep_softmax)
         found.layers = [_layer(site, keep_softmax) for site in sites.values()]
         try:
-            fading_plan(opened, budgets[0], keep_softmax=keep_softmax)
+            options = {"context": context, "keep_softmax": keep_softmax}
+            budgets = [budget_of(opened, asked, ratio, **options) for asked in bytes_asked or [None]]
+            compressed_plan(opened, budgets[0], **options)
         except DoflaError as error:
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
             kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
-            plans = {budget: fading_plan(opened, budget, keep_softmax=kept) for budget in budgets}
             found.cache = [
-                CacheSize(tokens, *_bytes(tokens, sites, plan), budget)
-                for budget, plan in plans.items()
+                CacheSize(tokens, *_bytes(tokens, sites, plan), plan.made_by["size"])
+                for plan in _plans(opened, bytes_asked or [None], ratio, context, kept)
                 for tokens in LENGTHS
             ]
     found.supported = found.reason is None
@@ -219,6 +227,16 @@ def check(
         slow = opened.device.type == "cpu" and dtype in HALF and half_is_slow()
         found.seconds = calibration_seconds(operations, torch.float32 if slow else dtype, opened.device)
     return found
+
+
+def _plans(
+    model: PreTrainedModel, sizes: list[int | None], ratio: float | None, context: int | None, kept: list[str]
+) -> Iterator[Plan]:
+    """Of each size that has room for a token of each kind."""
+    options = {"context": context, "keep_softmax": kept}
+    for asked in sizes:
+        with suppress(DoflaError):  # which is the reason already
+            yield compressed_plan(model, budget_of(model, asked, ratio, **options), **options)
 
 
 def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:

@@ -1,5 +1,5 @@
-"""How many bytes a model needs: students with a memory that fades, made at once at several budgets, judged on several
-texts and at several lengths."""
+"""The bytes that a model needs: compressed caches of several sizes, evaluated on several texts and at several
+lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, reports_progress, size, table
-from dofla.distillation.faded import FadedStudents
+from dofla.distillation.compressor import Compressor
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.checkpoint import write_adapter
@@ -28,30 +28,32 @@ from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
 
 BUDGETS = (16, 32, 64, 128, 256)
-FRONTIER, STUDENTS = "frontier.json", "students"
-"""In the folder that is written: the figures, and a folder of adapters, each called by its budget."""
+"""Default sizes, in features per KV head: with heads of 64, from 17 to 264 tokens of a bfloat16 cache."""
+FRONTIER, ADAPTERS = "frontier.json", "compressed"
+"""In the folder that is written: the figures, and a folder of adapters, each named by its size in bytes."""
 
 _TRIES = 3
-"""Budgets between one that misses the target and one that meets it that are tried at most, for each length."""
+"""Sizes tried at most between one that misses the target and one that meets it, for each length."""
 _STEP = 1.05
-"""Budgets that are nearer to each other than that are one."""
+"""Sizes closer to each other than this factor count as one."""
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Point:
-    """A student on a text, at a length.
+    """A compressed model on a text, at a length.
 
     Attributes:
-        budget: in features per KV head.
-        bytes: of state per sequence.
-        text: name of it.
+        size: bytes asked for.
+        bytes: of the compressed cache per sequence, at most ``size``.
+        text: its name.
         length: of the windows, in tokens.
         gap: student loss less teacher loss, nats per token.
         gap_interval: of 95 %, bootstrap over windows.
         kl: KL(teacher ‖ student) of the next-token distributions, nats.
     """
 
-    budget: int
+    size: int
     bytes: int
     text: str
     length: int
@@ -71,13 +73,12 @@ class Frontier(Result):
     """Quality against bytes.
 
     Attributes:
-        points: one for each budget, length and text that was tried.
+        points: one for each size, length and text.
         cache: by length, bytes of the softmax model's key-value cache.
-        target: loss that was asked for, if any.
+        target: nats per token that may be lost, if given.
         model: class, name and number of parameters.
-        made_from: source, length and number of the windows that students were made from; ``reach`` and
-            ``retrieval_heads``, if they were given.
-        judged: by name of a text, source of its windows.
+        made_from: source, length and number of the calibration windows; ``context`` and ``retrieval_heads``, if given.
+        evaluated: by name of a text, source of its windows.
     """
 
     points: list[Point] = field(repr=False)
@@ -85,14 +86,14 @@ class Frontier(Result):
     target: float | None = None
     model: dict[str, Any] = field(default_factory=dict, repr=False)
     made_from: dict[str, Any] = field(default_factory=dict)
-    judged: dict[str, str] = field(default_factory=dict)
+    evaluated: dict[str, str] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[int]:
-        """Budgets of the students that are smallest within the target at some length; without a target, all."""
+        """Sizes that are the smallest within the target at some length; without a target, all."""
         if self.target is None:
-            return sorted({x.budget for x in self.points})
-        return sorted({x.budget for length in self.cache if (x := self.smallest(length))})
+            return sorted({x.size for x in self.points})
+        return sorted({x.size for length in self.cache if (x := self.smallest(length))})
 
     @property
     def texts(self) -> list[str]:
@@ -100,16 +101,16 @@ class Frontier(Result):
         return list(dict.fromkeys(x.text for x in self.points))
 
     def at(self, length: int) -> list[Point]:
-        """Of a length, the smallest budget first; of each the text that it loses most of."""
+        """Points of a length, the smallest size first; of each size the text with the highest loss."""
         worst: dict[int, Point] = {}
         for point in self.points:
             if point.length == length:
-                worst[point.budget] = max(point, worst.get(point.budget, point), key=lambda x: x.loss)
-        return [worst[budget] for budget in sorted(worst)]
+                worst[point.size] = max(point, worst.get(point.size, point), key=lambda x: x.loss)
+        return [worst[size] for size in sorted(worst)]
 
     def smallest(self, length: int) -> Point | None:
-        """Of those tried, the smallest that is within the target at ``length`` on all texts, and so are all larger
-        ones; None if there is none."""
+        """The smallest size tried that is within the target at ``length`` on all texts, as are all larger ones; None if
+        there is none."""
         found = None
         for point in reversed(self.at(length)):
             if self.target is None or point.loss > self.target:
@@ -117,43 +118,44 @@ class Frontier(Result):
             found = point
         return found
 
-    def between(self, length: int) -> int | None:
-        """The budget that should just meet the target, by a power law between the last that misses it and the first
-        that does not; None if there are no such two, or none between them that would make a difference."""
+    def between(self, length: int, unit: int = 1) -> int | None:
+        """The size, a multiple of ``unit`` bytes, that should just meet the target, by a power law between the last
+        that misses it and the first that does not; None if there are no such two, or none between them that would make
+        a difference."""
         tried, high = self.at(length), self.smallest(length)
-        low = next((x for x in reversed(tried) if high is not None and x.budget < high.budget), None)
+        low = next((x for x in reversed(tried) if high is not None and x.size < high.size), None)
         if low is None:
             return None
         part = math.log(low.loss / self.target) / math.log(low.loss / max(high.loss, self.target / 100))
-        budget = math.ceil(max(low.budget * (high.budget / low.budget) ** part, _STEP * low.budget))
-        return budget if _STEP * budget <= high.budget else None
+        size = math.ceil(max(low.size * (high.size / low.size) ** part, _STEP * low.size) / unit) * unit
+        return size if _STEP * size <= high.size else None
 
     def parts(self) -> Iterator[Part]:
-        """By length, gap and KL by budget and text, and the smallest state within the target."""
+        """By length, gap and KL by size and text, and the smallest size within the target."""
         for length in sorted(self.cache):
             yield from self._part(length)
         yield "gap to the original and KL, nats per token; within the target where both are, on every text"
         if heads := self.made_from.get("retrieval_heads"):
-            yield f"KV heads of each student that hold every token: {heads}; smaller budgets have no room for so many"
+            yield f"retrieval heads: {heads}; smaller sizes have no room for so many"
 
     def _part(self, length: int) -> Iterator[Part]:
-        shown = table("budget", "state", *self.texts, gap=2)
-        points = {(x.budget, x.text): x for x in self.points if x.length == length}
+        shown = table("cache", *self.texts, gap=2)
+        points = {(x.size, x.text): x for x in self.points if x.length == length}
         for worst in self.at(length):
-            own = [points.get((worst.budget, text)) for text in self.texts]
+            own = [points.get((worst.size, text)) for text in self.texts]
             cells = [f"{x.gap:.4f}, {x.kl:.4f}" if x else "" for x in own]
-            shown.add_row(str(worst.budget), size(worst.bytes), *cells)
-        shown.add_row("softmax", size(self.cache[length]))
+            shown.add_row(size(worst.bytes), *cells)
+        shown.add_row(f"softmax, {size(self.cache[length])}")
         yield f"{length} tokens"
         yield shown
         if self.target is not None:
             found = self.smallest(length)
-            words = "none tried" if found is None else f"{size(found.bytes)}, budget {found.budget}"
+            words = "none tried" if found is None else size(found.bytes)
             yield f"within {self.target:g} at {length} tokens: {words}\n"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"format": 2, **asdict(self), "cache": {str(length): n for length, n in self.cache.items()}}
+        return {"format": _FORMAT, **asdict(self), "cache": {str(length): n for length, n in self.cache.items()}}
 
     @classmethod
     def load(cls, folder: str | Path) -> Frontier:
@@ -161,10 +163,12 @@ class Frontier(Result):
         damaged."""
         path = Path(folder) / FRONTIER
         data = read_json(path, "a frontier")
+        if data.get("format") != _FORMAT:
+            raise DoflaError(f"{path} was made by an older version of dofla: make it again with dofla frontier")
         try:
             cache = {int(length): n for length, n in data["cache"].items()}
             points = [Point(**point) for point in data["points"]]
-            return cls(points, cache, data["target"], data["model"], data["made_from"], data["judged"])
+            return cls(points, cache, data["target"], data["model"], data["made_from"], data["evaluated"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
@@ -175,121 +179,122 @@ class Frontier(Result):
 @reports_progress("frontier", Bar.stage)
 def frontier(
     model: PreTrainedModel,
-    tokens: TokenWindows | Tensor | Mapping[str, Tensor],
-    judged: Mapping[str, Sequence[TokenWindows]],
+    windows: TokenWindows | Tensor | Mapping[str, Tensor],
+    texts: Mapping[str, Sequence[TokenWindows]],
     *,
-    budgets: Sequence[int] = BUDGETS,
+    sizes: Sequence[str | int] | None = None,
     target: float | None = None,
     batch_size: int = 1,
-    reach: int | None = None,
+    context: int | None = None,
     retrieval_heads: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | Path | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Frontier:
-    """What a memory that fades keeps at several sizes and lengths; with a target, the smallest that keeps enough.
+    """Evaluate compressed caches of several sizes at several lengths; with a target, find the smallest that meets it.
 
     Args:
-        model: as for :func:`dofla.fade`; it is linearised in between, and restored.
-        tokens: a dozen windows that students are made from.
-        judged: by name of a text, windows of it that students are not made from, of each length some.
-        budgets: to try, in features per KV head.
-        target: nats per token that gap and KL are to stay within, on all texts. Budgets are then tried from the
-            smallest up until they do at all lengths, and a few more between the last that misses it and the first that
-            does not.
+        model: as for :func:`dofla.compress`; it is compressed in between, and restored.
+        windows: a dozen calibration windows.
+        texts: by name of a text, windows of it that are not used for calibration, some of each length.
+        sizes: to try, as for :func:`dofla.compress`; default five, each twice the one before, of the bytes of
+            :data:`BUDGETS`.
+        target: nats per token that gap and KL are to stay within, on all texts. Sizes are then tried from the smallest
+            up until they do at all lengths, and a few more between the last that misses it and the first that does
+            not.
         batch_size: windows per pass.
-        reach: positions that the memory is for, as for :func:`dofla.fade`; smaller states do for fewer.
-        retrieval_heads, tokenizer: as for :func:`dofla.fade`. Budgets without room for so many heads are not tried.
-        out: new folder for ``frontier.json`` and for ``students``: adapters, called by their budgets, of those that
-            are smallest within the target, or without a target of all.
+        context: as for :func:`dofla.compress`; a shorter one needs fewer bytes.
+        retrieval_heads, tokenizer: as for :func:`dofla.compress`. Sizes without room for so many heads are not tried.
+        out: new folder for ``frontier.json`` and for ``compressed``: adapters, named by their bytes, of the sizes that
+            are the smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each budget.
+            called with (stage, done, total) after each size.
 
     Raises:
-        DoflaError: as :func:`dofla.fade`; no budget, or none with room for so many retrieval heads; no windows to judge
-            by; a text without windows, or with two sets of one length; windows longer than ``reach``; a target that is
-            not above 0; ``out`` exists.
+        DoflaError: as :func:`dofla.compress`; no size, or none with room for so many retrieval heads; no text; a text
+            without windows, or with two sets of one length; windows longer than ``context``; a target that is not above
+            0; ``out`` exists.
     """
-    options = {"batch_size": batch_size, "reach": reach, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    students, sets = FadedStudents(model, tokens, **options), _sets(judged)
+    options = {"batch_size": batch_size, "context": context, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
+    compressor, sets = Compressor(model, windows, **options), _sets(texts)
     for own in sets.values():
         check_readable(model, own.input_ids, own.source)
-    if not budgets:
-        raise DoflaError("no budget to try: give one or more")
+    if sizes is not None and not len(sizes):
+        raise DoflaError("no size to try: give one or more, as 1.5MiB, or leave sizes out")
     if target is not None and not 0 < target < math.inf:
         raise DoflaError(f"target is {target}: give what may be lost, above 0, in nats per token, for instance 0.02")
-    if reach is not None and (longest := max(length for _, length in sets)) > reach:
-        raise DoflaError(
-            f"reach is {reach}, and texts of {longest} tokens are to be read: give as many, or leave it out"
-        )
-    windows, order = students.windows, _with_room(students, sorted(set(budgets)))
+    if context is not None and (longest := max(length for _, length in sets)) > context:
+        raise DoflaError(f"context is {context}, and texts have {longest} tokens: give as many, or leave it out")
+    budgets = BUDGETS if sizes is None else {compressor.budget(size) for size in sizes}
+    windows, order = compressor.windows, _with_room(compressor, sorted(budgets))
     made_from = {"source": windows.source, "length": windows.length, "windows": len(windows)}
-    wanted = {"reach": reach, "retrieval_heads": retrieval_heads or None}
+    wanted = {"context": context, "retrieval_heads": retrieval_heads or None}
     made_from |= {name: number for name, number in wanted.items() if number is not None}
-    sources = {text: own[0].source for text, own in judged.items()}
+    sources = {text: own[0].source for text, own in texts.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
 
     with new_folder(out) if out is not None else nullcontext() as folder:
-        tried = 0
-        while (budget := _next(found, order)) is not None:
-            with students.made(budget, students.shares(budget)) as student:
-                plan = plan_of(student)
+        tried, unit = 0, compressor.bytes(1)
+        while (size := _next(found, order, unit)) is not None:
+            budget = size / unit
+            with compressor.made(budget, compressor.head_budgets(budget)) as compressed:
+                plan = plan_of(compressed)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
-                found.points += _judged(student, budget, sets, batch_size)
+                found.points += _evaluated(compressed, size, sets, batch_size)
                 if folder is not None:
-                    home = folder / STUDENTS / str(budget)
+                    home = folder / ADAPTERS / str(size)
                     home.mkdir(parents=True)
-                    write_adapter(student, home)
+                    write_adapter(compressed, home)
             tried += 1
             if progress:
-                progress("budgets", tried, max(tried, len(order)))
+                progress("sizes", tried, max(tried, len(order)))
         if folder is not None:
-            for budget in {x.budget for x in found.points} - set(found.kept):
-                shutil.rmtree(folder / STUDENTS / str(budget))
+            for size in {x.size for x in found.points} - set(found.kept):
+                shutil.rmtree(folder / ADAPTERS / str(size))
             write_json(folder / FRONTIER, found.to_dict(), sealed=True)
     return found
 
 
-def _sets(judged: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], TokenWindows]:
+def _sets(texts: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], TokenWindows]:
     """Windows by text and length."""
-    sets = {(text, windows.length): windows for text, own in judged.items() for windows in own}
-    if not judged or not all(judged.values()) or len(sets) < sum(map(len, judged.values())):
-        what = ", ".join(f"{text!r} of {[w.length for w in own]} tokens" for text, own in judged.items()) or "none"
-        raise DoflaError(f"windows to judge by: {what}: give each text one set of windows for each length")
+    sets = {(text, windows.length): windows for text, own in texts.items() for windows in own}
+    if not texts or not all(texts.values()) or len(sets) < sum(map(len, texts.values())):
+        what = ", ".join(f"{text!r} of {[w.length for w in own]} tokens" for text, own in texts.items()) or "none"
+        raise DoflaError(f"windows to evaluate on: {what}: give each text one set of windows for each length")
     return sets
 
 
-def _with_room(students: FadedStudents, budgets: Sequence[int]) -> list[int]:
-    """Of the budgets, the smallest first, those from the first on in which so many heads can hold every token."""
+def _with_room(compressor: Compressor, budgets: Sequence[float]) -> list[int]:
+    """Sizes in bytes, from the first budget on that has room for the retrieval heads."""
     for n, budget in enumerate(budgets):
         try:
-            students.check_shares(budget)
+            compressor.check_head_budgets(budget)
         except DoflaError:
-            if not students.retrieval_heads or n == len(budgets) - 1:
+            if not compressor.retrieval_heads or n == len(budgets) - 1:
                 raise
         else:
-            return list(budgets[n:])
+            return list(map(compressor.bytes, budgets[n:]))
     return []
 
 
-def _judged(
-    student: PreTrainedModel, budget: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
+def _evaluated(
+    compressed: PreTrainedModel, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
 ) -> Iterator[Point]:
-    held = plan_of(student).state_bytes(student.dtype)
+    held = plan_of(compressed).state_bytes(compressed.dtype)
     for (text, length), windows in sets.items():
-        with evaluation_mode(student):
-            figures = next_token_figures(student, windows, batch_size=batch_size)
+        with evaluation_mode(compressed):
+            figures = next_token_figures(compressed, windows, batch_size=batch_size)
         known = {name: figures[name] for name in ("gap", "gap_interval", "kl")}
-        yield Point(budget, held, text, length, **known)
+        yield Point(size, held, text, length, **known)
 
 
-def _next(found: Frontier, order: Sequence[int]) -> int | None:
-    """The budget to try after those that were tried, None if there is none."""
-    tried = {x.budget for x in found.points}
-    left = [budget for budget in order if budget not in tried]
+def _next(found: Frontier, order: Sequence[int], unit: int = 1) -> int | None:
+    """The size to try after those that were tried, a multiple of ``unit`` beyond ``order``; None if there is none."""
+    tried = {x.size for x in found.points}
+    left = [size for size in order if size not in tried]
     met = bool(tried) and found.target is not None and all(found.smallest(length) for length in found.cache)
     if left and not met:
         return left[0]
     if found.target is None or len(tried - set(order)) >= _TRIES * len(found.cache):
         return None
-    return next(filter(None, map(found.between, sorted(found.cache))), None)
+    return next(filter(None, (found.between(length, unit) for length in sorted(found.cache))), None)

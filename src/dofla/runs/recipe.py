@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from dofla.errors import DoflaError
-from dofla.plans.fading import FADING
+from dofla.plans.compressed import COMPRESSED
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 
@@ -58,9 +58,11 @@ class StudentSpec:
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
     features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
     (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so after its layerwise training, as the recipe's
-    section of that name says. The rest is as for :func:`dofla.allocate`. One more strategy is ``fading``, a memory that
-    fades (:func:`dofla.fade`): it has no features, so it goes by budget, ``shares`` (``measured`` or ``even``),
-    ``reach`` and ``retrieval_heads`` alone and is not ``trained``.
+    section of that name says. The rest is as for :func:`dofla.allocate`. One more strategy is ``compressed``, the
+    compressed cache of :func:`dofla.compress`: it has no features and is not ``trained``. Its options are ``size`` or
+    ``ratio``, by default the recipe's, ``context``, ``head_budgets`` (``measured`` or ``even``) and
+    ``retrieval_heads``. With a ``budget`` instead, or where the recipe has neither size nor ratio, it takes the bytes
+    of so many features per KV head, as other rows do.
     """
 
     name: str = "Measured"
@@ -78,34 +80,41 @@ class StudentSpec:
     token_dtype: str | None = None
     context: int | None = None
     keep_softmax: list[str] = field(default_factory=list)
-    shares: str = "measured"
-    reach: int | None = None
+    head_budgets: str = "measured"
+    size: int | str | None = None
+    ratio: float | None = None
     retrieval_heads: int | None = None
     trained: bool = True
     end_to_end: bool = False
 
     def check(self, where: str) -> None:
         """DoflaError if it asks for what its strategy does not have."""
-        others = _OF_FEATURES if self.strategy == FADING else _OF_FADING
+        others = _FOR_FEATURES if self.strategy == COMPRESSED else _FOR_COMPRESSED
         given = next((what for what in others if getattr(self, what) is not None), None)
         if given:
-            raise DoflaError(f"{where}: student {self.name}: strategy {self.strategy} knows no {given}: leave it out")
-        if self.strategy != FADING:
+            raise DoflaError(
+                f"{where}: student {self.name}: strategy {self.strategy} has no option {given}: leave it out"
+            )
+        if self.strategy != COMPRESSED:
             return
+        if sum(x is not None for x in (self.size, self.ratio, self.budget)) > 1:
+            raise DoflaError(f"{where}: student {self.name}: give one of size, ratio and budget")
         if self.trained:
             raise DoflaError(f"{where}: student {self.name} has no features to train: give trained: false")
-        if self.shares not in ("measured", "even"):
-            raise DoflaError(f"{where}: student {self.name}: shares is {self.shares!r}: give measured or even")
-        if self.retrieval_heads and self.shares != "measured":
+        if self.head_budgets not in ("measured", "even"):
             raise DoflaError(
-                f"{where}: student {self.name}: retrieval_heads is {self.retrieval_heads}: they are found when shares "
-                "are measured, so leave shares out"
+                f"{where}: student {self.name}: head_budgets is {self.head_budgets!r}: give measured or even"
+            )
+        if self.retrieval_heads and self.head_budgets != "measured":
+            raise DoflaError(
+                f"{where}: student {self.name}: retrieval_heads is {self.retrieval_heads}: they are found when head "
+                "budgets are measured, so leave head_budgets out"
             )
 
 
-_OF_FEATURES = ("feature_map", "per_head", "loss", "window", "sinks", "token_dtype", "context")
-_OF_FADING = ("reach", "retrieval_heads")
-"""Fields of a student that strategy ``fading`` has no use for, and that it alone has."""
+_FOR_FEATURES = ("feature_map", "per_head", "loss", "window", "sinks", "token_dtype")
+_FOR_COMPRESSED = ("size", "ratio", "retrieval_heads")
+"""Options of a student that strategy ``compressed`` does not have, and that it alone has."""
 
 
 @dataclass
@@ -121,7 +130,7 @@ class DistillSpec:
     learning_rates: dict[str, float] = field(default_factory=dict)
     schedule: str = "cosine"
     own_inputs: float = 0.0
-    reach: int | None = None
+    context: int | None = None
     checkpoint_every: int = 50
 
 
@@ -139,7 +148,7 @@ class EndToEndSpec:
     window_dropout: float = 0.0
     precision: str | None = None
     gradient_checkpointing: bool = False
-    reach: int | None = None
+    context: int | None = None
     checkpoint_every: int = 25
 
 
@@ -166,12 +175,14 @@ class EvaluateSpec:
 
 @dataclass
 class Recipe:
-    """Model, data, budget, the students to compare, and how to train and judge them."""
+    """Model, data, budget, the students to compare, and how to train and evaluate them."""
 
     model: str = ""
     dtype: str | None = None
     stream: bool = False  # leave the model's layers on disk, for models larger than memory
     budget: int = 64
+    size: int | str | None = None  # of compressed caches
+    ratio: float | None = None
     lam: float = DEFAULT_LAMBDA  # written `lambda` in YAML
     seeds: list[int] = field(default_factory=lambda: [0])
     data: DataSpec = field(default_factory=DataSpec)
@@ -230,6 +241,8 @@ class Recipe:
         unfit = next((student.name for student in recipe.students if student.end_to_end), None)
         if unfit is not None and not recipe.end_to_end.steps:
             raise DoflaError(f"{where}: student {unfit} is end_to_end, and end_to_end.steps is 0: give 1 or more")
+        if recipe.size is not None and recipe.ratio is not None:
+            raise DoflaError(f"{where}: 'size' and 'ratio' are both given: give one of them")
         if not recipe.seeds:
             raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
         if min(recipe.seeds) < 0:

@@ -19,21 +19,21 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.data import TokenWindows
-from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_shares, tracked
+from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_head_budgets, tracked
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter, write_adapter
+from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes
 from dofla.integration.directions import WINDOWS, measure_directions
-from dofla.integration.fading import fading_plan
 from dofla.integration.profiler import profile
 from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.allocate import allocate
+from dofla.plans.compressed import COMPRESSED
 from dofla.plans.curves import Curves
-from dofla.plans.fading import FADING
+from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
-from dofla.plans.shares import Shares
 from dofla.profiles.profile import Profile
 from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.runs.teacher import load_teacher, windows_of
@@ -126,32 +126,39 @@ class Workshop:
         processes().wait()
         return Curves.load(path)
 
-    def shares(self, spec: StudentSpec, budget: int) -> Shares:
-        """How KV heads share the bytes of a memory that fades, measured once for students that differ in nothing that
-        plays a part."""
-        reach = f"-reach-{spec.reach}" if spec.reach else ""
-        whole = f"-retrieval-{spec.retrieval_heads}" if spec.retrieval_heads else ""
+    def head_budgets(self, spec: StudentSpec, size: int) -> HeadBudgets:
+        """Head budgets of a compressed cache, measured once for students that differ in nothing that matters."""
+        context = f"-context-{spec.context}" if spec.context else ""
+        full_heads = f"-retrieval-{spec.retrieval_heads}" if spec.retrieval_heads else ""
         left_out = "".join(f"-without-{name}" for name in sorted(spec.keep_softmax))
-        path = self.folder / f"shares-{budget}{reach}{whole}{left_out}.json"
+        path = self.folder / f"head-budgets-{size}{context}{full_heads}{left_out}.json"
         if not path.exists():
             options = {"keep_softmax": spec.keep_softmax, "batch_size": self.recipe.profile.batch_size}
-            options |= {"reach": spec.reach, "retrieval_heads": spec.retrieval_heads or 0, "tokenizer": self.tokenizer}
-            with self.view.progress(f"shares, {budget}") as bar:
-                measured = measure_shares(self.model, self._few(), budget, progress=bar.stage, **options)
+            options |= {
+                "context": spec.context,
+                "retrieval_heads": spec.retrieval_heads or 0,
+                "tokenizer": self.tokenizer,
+            }
+            with self.view.progress(f"head budgets, {size} bytes") as bar:
+                measured = measure_head_budgets(self.model, self._few(), size, progress=bar.stage, **options)
             measured.save(path)
         processes().wait()
-        return Shares.load(path)
+        return HeadBudgets.load(path)
 
     def _few(self) -> TokenWindows:
-        """What a memory that fades is measured on."""
+        """Calibration windows of a compressed cache."""
         return self.training().take(min(self.recipe.profile.windows, WINDOWS))
 
     def plan(self, spec: StudentSpec) -> Plan:
         """What the student's layers become."""
         budget = self.recipe.budget if spec.budget is None else spec.budget
-        if spec.strategy == FADING:
-            shares = self.shares(spec, budget) if spec.shares == "measured" else None
-            return fading_plan(self.model, budget, shares=shares, keep_softmax=spec.keep_softmax, reach=spec.reach)
+        if spec.strategy == COMPRESSED:
+            size = self._size(spec, budget)
+            head_budgets = self.head_budgets(spec, size) if spec.head_budgets == "measured" else None
+            options = {"keep_softmax": spec.keep_softmax, "context": spec.context}
+            return compressed_plan(
+                self.model, budget_of(self.model, size, **options), head_budgets=head_budgets, **options
+            )
         measured = self.profile()
         skipped = {x.name for x in measured.skipped}
         return allocate(
@@ -170,6 +177,16 @@ class Workshop:
             token_dtype=spec.token_dtype,
             keep_softmax=[name for name in spec.keep_softmax if name not in skipped],
         )
+
+    def _size(self, spec: StudentSpec, budget: int) -> int:
+        """Bytes of a compressed cache: the student's size or ratio, the recipe's, or those of a budget in features."""
+        unit, known = feature_bytes(self.model, spec.keep_softmax), spec
+        if (spec.size, spec.ratio, spec.budget) == (None, None, None):
+            known = self.recipe
+        if (known.size, known.ratio) == (None, None):
+            return budget * unit
+        options = {"context": spec.context, "keep_softmax": spec.keep_softmax}
+        return round(budget_of(self.model, known.size, known.ratio, **options) * unit)
 
     def home(self, spec: StudentSpec, seed: int) -> Path:
         """The student's folder."""
@@ -217,9 +234,11 @@ class Workshop:
             write_adapter(self.model, folder)
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
-        if spec.strategy == FADING:
+        if spec.strategy == COMPRESSED:
             with self.view.progress(f"directions of {spec.name}, seed {seed}"):
-                measure_directions(self.model, self._few(), batch_size=self.recipe.profile.batch_size, reach=spec.reach)
+                measure_directions(
+                    self.model, self._few(), batch_size=self.recipe.profile.batch_size, context=spec.context
+                )
         elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:

@@ -73,7 +73,7 @@ def test_codes_of_codes(dim, bits):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dim", [8, 40, 128])
 def test_queries(dim, groups):
-    from dofla.attention.gpu.asking import ask
+    from dofla.attention.gpu.rotate_query import ask
 
     coder, _ = coder_of(dim, [3.0])
     query = 3 * vectors(2, 2 * groups, 3, dim)
@@ -89,7 +89,7 @@ def test_queries(dim, groups):
 
 
 def test_queries_of_some_heads_of_a_layer():
-    from dofla.attention.gpu.asking import ask
+    from dofla.attention.gpu.rotate_query import ask
 
     coder, _ = coder_of(16, [3.0])
     query, own = vectors(1, 12, 1, 16), torch.tensor([3, 1], dtype=torch.int32)  # of four KV heads, in groups of three

@@ -11,9 +11,9 @@ that of the same tokens read one by one, bit for bit.
 """
 
 from dofla.attention.coding.coder import Coder, Moments
-from dofla.attention.coding.fading import Fading, Stage, stage_bytes
-from dofla.attention.coding.kept import KeptTokens
+from dofla.attention.coding.heavy_hitters import KeptTokens
 from dofla.attention.coding.smoothing import KeySmoothing
+from dofla.attention.coding.tiers import Fading, Stage, stage_bytes
 from dofla.attention.coding.tokens import CodedTokens
 
 __all__ = ["CodedTokens", "Coder", "Fading", "KeptTokens", "KeySmoothing", "Moments", "Stage", "stage_bytes"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dofla.attention import compiled
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.levels import MOST_BITS, distortion, on_device, tables
-from dofla.attention.compiled.fading import DTYPES
-from dofla.attention.compiled.fading import encode as compiled_encode
+from dofla.attention.compiled.tiers import DTYPES
+from dofla.attention.compiled.tiers import encode as compiled_encode
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.rows import Rows

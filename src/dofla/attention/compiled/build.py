@@ -18,10 +18,10 @@ from dofla.errors import DoflaError
 from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
-_SOURCES = ("attention.cpp", "fading.cpp", "encode.cpp")
+_SOURCES = ("attention.cpp", "tiers.cpp", "encode.cpp")
 _HEADERS = (
     *("vector.h", "product.h", "matmul.h", "operands.h", "whole.h", "features.h", "exact.h"),
-    *("trellis.h", "coding.h", "together.h", "codes.h", "rows.h", "fading.h", "kept.h", "decoding.h"),
+    *("trellis.h", "coding.h", "together.h", "codes.h", "rows.h", "tiers.h", "heavy_hitters.h", "decoding.h"),
     *("lines.h", "reading.h", "prefill.h"),
 )
 _COMMON = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")

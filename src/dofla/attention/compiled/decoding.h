@@ -1,7 +1,7 @@
 // A token of every sequence through a memory that fades.
 #pragma once
 
-#include "kept.h"
+#include "heavy_hitters.h"
 
 #include <ATen/Parallel.h>
 

@@ -1,7 +1,7 @@
 // Many tokens on their way into a memory that fades: all are coded, stage by stage.
 #pragma once
 
-#include "kept.h"
+#include "heavy_hitters.h"
 #include "together.h"
 
 #include <ATen/Parallel.h>

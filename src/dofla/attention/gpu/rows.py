@@ -13,7 +13,7 @@ from dofla.attention.gpu.numbers import at, packed, power_of_two
 from dofla.attention.state import LOG_ZERO
 
 _NOTHING = tl.constexpr(LOG_ZERO)
-_FREE = tl.constexpr(-1)  # as in coding/kept.py
+_FREE = tl.constexpr(-1)  # as in coding/heavy_hitters.py
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """A decoded token of a memory that fades, from its state in one piece to the next (flat.py), as Triton kernels: in
 plain torch it is some four hundred small operations. Importing this file needs triton.
 
-What leaves the window is coded (encode.py) behind the tokens of the stage, queries are turned (asking.py), one token
-goes (kept.py) and the others are attended to (stages.py); what stands in the rows of the state is read and written as
-it is (rows.py). Nothing waits for the GPU.
+What leaves the window is coded (encode.py) behind the tokens of the stage, queries are turned (rotate_query.py), one
+token goes (heavy_hitters.py) and the others are attended to (tiers.py); what stands in the rows of the state is read
+and written as it is (rows.py). Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dofla.attention.gpu import _blocks, rows
-from dofla.attention.gpu.asking import ask
 from dofla.attention.gpu.codes import Coding
 from dofla.attention.gpu.encode import empty_line, enter
-from dofla.attention.gpu.kept import choose
-from dofla.attention.gpu.stages import attend
+from dofla.attention.gpu.heavy_hitters import choose
+from dofla.attention.gpu.rotate_query import ask
+from dofla.attention.gpu.tiers import attend
 from dofla.attention.state import LOG_ZERO
 
 TILE = 32
@@ -84,7 +84,7 @@ class Decoder:
             before: the state [B, bytes], uint8.
             out: [B, H, 1, dv], whose rows of these heads are to be filled.
             scaling: of the scores.
-            per_step, weights: as :func:`dofla.attention.gpu.kept.choose` takes them.
+            per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.choose` takes them.
         """
         groups, heads, places, row = query.shape[1] // key.shape[1], len(self.heads), self.places, before.shape[-1]
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))

@@ -93,7 +93,7 @@ function byBits(stages) {
   return [...found].sort((a, b) => b[0] - a[0]);
 }
 
-// Shares.at_most: of each layer's heads, most of a layer and what the heads of one cost; whole, by layer, the heads that
+// HeadBudgets.at_most: of each layer's heads, most of a layer and what the heads of one cost; whole, by layer, the heads that
 // hold every token. Null where these would take more than half of the bytes.
 function atMost(shares, most, costs, whole) {
   const found = shares.map((own) => [...own]);
@@ -118,8 +118,8 @@ function atMost(shares, most, costs, whole) {
   return found;
 }
 
-// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), shares {layer: of the bytes, by head},
-// reach (positions, null for all), whole {layer: heads that hold every token}}
+// tables: of tables.py; wanted: {strategy, budget, lambda (its place), curves (its place), headBudgets {layer: relative to an even split, by head},
+// context (positions, null for all), whole {layer: heads that hold every token}}
 // → {layers [{name, sizes [[features, window, sinks]] and stages [[[tokens, bits]]] by head, parts [bytes of features, of
 // window and sinks, [[bits, bytes]] of stages], bytes}], total (bytes), full (bytes of the budget)}, or {error, full}
 function allocate(tables, wanted) {
@@ -127,28 +127,25 @@ function allocate(tables, wanted) {
     { strategy, budget } = wanted;
   const found = tables.curves[wanted.curves || 0];
   const kept = (layer) =>
-    strategy === "measured" ? found.tokens : strategy === "hybrid" || strategy === "fading" ? layer.tokens : "model";
+    strategy === "measured" ? found.tokens : strategy === "hybrid" || strategy === "compressed" ? layer.tokens : "model";
   const price = layers.map((layer) => layer.cost[kept(layer)]);
   const full = budget * sum(layers.map((layer, n) => layer.heads * price[n][0]));
   let sizes,
     stages = layers.map(({ heads }) => Array(heads).fill([]));
-  if (strategy === "fading") {
-    let shares = layers.map(({ name, heads }) => {
-      const found = (wanted.shares || {})[name] ?? 1; // one number for all heads in runs of older versions
-      return Array.isArray(found) ? found : Array(heads).fill(found);
-    });
-    const reach = tables.reaches.indexOf(wanted.reach ?? null);
-    if (wanted.shares && tables.fillable[reach]) {
-      const most = tables.shapes.map((shape) => tables.fillable[reach][shape] / budget);
+  if (strategy === "compressed") {
+    let shares = layers.map(({ name, heads }) => (wanted.headBudgets || {})[name] ?? Array(heads).fill(1));
+    const context = tables.contexts.indexOf(wanted.context ?? null);
+    if (wanted.headBudgets && tables.fillable[context]) {
+      const most = tables.shapes.map((shape) => tables.fillable[context][shape] / budget);
       const costs = price.map(([feature]) => feature);
       const whole = layers.map(({ name }) => (wanted.whole || {})[name] || []);
       shares = atMost(shares, most, costs, whole);
-      if (!shares) return { error: "KV heads that hold every token would take more than half of the bytes.", full };
+      if (!shares) return { error: "Retrieval heads would take more than half of the bytes.", full };
     }
     const own = shares.map((heads, n) =>
-      heads.map((share) => tables.fading[reach][tables.shapes[n]][Math.floor(share * budget + 1e-9) - 1]),
+      heads.map((share) => tables.compressed[context][tables.shapes[n]][Math.floor(share * budget + 1e-9) - 1]),
     );
-    if (!own.flat().every(Boolean)) return { error: "The budget is too small for a memory that fades.", full };
+    if (!own.flat().every(Boolean)) return { error: "The budget is too small for a token of each kind.", full };
     sizes = own.map((heads) => heads.map(([window, sinks]) => [0, window, sinks]));
     stages = own.map((heads) => heads.map((each) => each[2]));
   } else if (strategy === "measured") {
@@ -177,25 +174,26 @@ function allocate(tables, wanted) {
       coded = byBits(stages[n].flat());
     const own = stages[n].map((each) => each.map(([tokens, bits]) => [tokens, bits]));
     const all = features + exact + sum(coded.map((each) => each[1]));
-    const kept = strategy === "fading",
+    const kept = strategy === "compressed",
       parts = [features, exact, coded];
     return { name, sizes: sizes[n], stages: own, kept, parts, bytes: all };
   });
   return { layers: made, full, total: sum(made.map((layer) => layer.bytes)) };
 }
 
-// Whether a memory that fades is possible, at some budget: of a decoder whose heads are of fitting sizes.
-const canFade = (tables) => tables.fading[0].every((budgets) => budgets.some(Boolean));
+// Whether a compressed cache is possible, at some budget: of a decoder whose heads are of fitting sizes.
+const canCompress = (tables) => tables.compressed[0].every((budgets) => budgets.some(Boolean));
 
 function allocateCommand(tables, wanted) {
-  if (wanted.strategy === "fading") {
+  if (wanted.strategy === "compressed") {
     const kept = tables.skipped.map((layer) => `--keep-softmax ${layer.name}`);
-    const even = wanted.shares ? [] : ["--shares even"];
-    const reach = wanted.reach ? [`--reach ${wanted.reach}`] : [];
+    const even = wanted.headBudgets ? [] : ["--head-budgets even"];
+    const context = wanted.context ? [`--context ${wanted.context}`] : [];
     const heads = sum(Object.values(wanted.whole || {}).map((own) => own.length));
     const whole = heads ? [`--retrieval-heads ${heads}`] : [];
-    const options = [`--budget ${wanted.budget}`, ...even, ...reach, ...whole, ...kept];
-    return [`dofla fade ${tables.model}`, ...options, "--out faded"].join(" ");
+    const full = wanted.budget * sum(tables.layers.map((layer) => layer.heads * layer.cost[layer.tokens][0]));
+    const options = [`--size ${full}`, ...even, ...context, ...whole, ...kept];
+    return [`dofla compress ${tables.model}`, ...options, "--out compressed"].join(" ");
   }
   const words = ["dofla allocate", tables.profile, `--budget ${wanted.budget}`, `--strategy ${wanted.strategy}`];
   if (wanted.strategy.startsWith("dof")) words.push(`--lambda ${tables.lambdas[wanted.lambda]}`);

@@ -71,9 +71,9 @@ function sizesFound(run) {
       "p",
       { class: "small quiet" },
       `Made from ${made.windows} windows of ${whole(made.length)} tokens: ${made.source}`,
-      made.reach ? `, for ${whole(made.reach)} positions` : "",
-      made.retrieval_heads ? `, with ${made.retrieval_heads} KV heads that hold every token. ` : ". ",
-      `Judged on ${Object.values(texts).join(", ")}.`,
+      made.context ? `, for a context of ${whole(made.context)} tokens` : "",
+      made.retrieval_heads ? `, with ${made.retrieval_heads} retrieval heads. ` : ". ",
+      `Evaluated on ${Object.values(texts).join(", ")}.`,
     ),
   );
 }

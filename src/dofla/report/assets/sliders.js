@@ -3,7 +3,7 @@
 const STRATEGIES = {
   measured: "measured",
   hybrid: "hybrid",
-  fading: "fading",
+  compressed: "compressed",
   dof: "dof",
   dof_clip: "dof_clip",
   fixed: "fixed",
@@ -14,18 +14,19 @@ function drawSliders(host, run, student) {
   if (!tables) return false;
   const asked = (student && student.made_by) || {};
   const start = tables.lambdas.indexOf(tables.lambda);
+  const unit = sum(tables.layers.map((layer) => layer.heads * layer.cost[layer.tokens][0])); // bytes of one feature per head
   const wanted = {
     strategy: asked.strategy || tables.strategy || (tables.curves.length ? "measured" : "hybrid"),
-    budget: asked.budget || tables.budget,
+    budget: asked.size ? Math.max(Math.round(asked.size / unit), 1) : asked.budget || tables.budget,
     lambda: start,
     curves: 0,
-    shares: asked.shares,
-    reach: student && student.reach,
+    headBudgets: asked.head_budgets,
+    context: student && student.context,
     whole: asked.retrieval_heads,
   };
   const lacks = {
     measured: !tables.curves.length && "needs error curves: dofla curves",
-    fading: !canFade(tables) && "needs a decoder, and heads of a multiple of 8 numbers",
+    compressed: !canCompress(tables) && "needs a decoder, and heads of a multiple of 8 numbers",
   };
   if (!(wanted.strategy in STRATEGIES) || lacks[wanted.strategy]) wanted.strategy = "hybrid";
   wanted.budget = Math.min(wanted.budget, tables.most);
@@ -138,7 +139,7 @@ function drawSliders(host, run, student) {
 const GOES_BY = {
   fixed: "nothing",
   hybrid: "nothing: all layers are alike",
-  fading: "shares of the KV heads, if the student shown has any",
+  compressed: "head budgets, if the model shown has any",
   measured: "the error curves",
 };
 

@@ -1,0 +1,67 @@
+"""Make one of the students of docs/students with a compressed cache, with a card of figures on several kinds of text.
+
+    python scripts/compressed_student.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
+        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
+        --text ../shared/data/books-val.txt.gz --out docs/students/smollm2-135m-compressed
+
+MODEL is what smollm2_checkpoint.py writes. Python source, the standard library of the interpreter that runs this, is
+always among the texts.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoTokenizer
+
+import dofla
+from dofla.evaluation.probe import probe
+from dofla.integration.checkpoint import load_model
+from dofla.integration.model_card import write_card
+from dofla.integration.surgery import plan_of, record_of
+
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WINDOWS = {512: 24, 2048: 8}
+PYTHON = "Python's standard library"
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Folder of the model.")],
+    calibrate: Annotated[Path, typer.Option(help="Text that the student is made from.")],
+    text: Annotated[list[Path], typer.Option(help="Texts to evaluate on; repeatable.")],
+    out: Annotated[Path, typer.Option(help="New folder.")],
+    size: Annotated[
+        str, typer.Option(help="Of the compressed cache; default the bytes of 64 features per KV head.")
+    ] = "1485KiB",
+    dtype: Annotated[str, typer.Option(help="To compute in; the card is of a student in bfloat16.")] = "bfloat16",
+) -> None:
+    teacher, tokenizer = load_model(model, dtype=getattr(torch, dtype)), AutoTokenizer.from_pretrained(model)
+    student = dofla.compress(teacher, dofla.token_windows(calibrate, tokenizer, length=512, windows=12), size)
+    texts = " ".join([f"--calibrate {calibrate.name}", *(f"--text {path.name}" for path in text)])
+    command = (
+        f"python scripts/compressed_student.py models/smollm2-135m --size {size} --dtype {dtype} --out NEW {texts}"
+    )
+    dofla.note(student, base_model=BASE, license="apache-2.0")
+    source = {path.name: path for path in text} | {PYTHON: sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))}
+    for name, where in source.items():
+        for length, windows in WINDOWS.items():
+            own = dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
+            result = dofla.evaluate(student, replace(own, source=f"{name} (all)"), fidelity_windows=1)
+            dofla.note(student, figures=result, command=command)
+    own = dofla.token_windows(text[0], tokenizer, length=512, windows=8, split="all")
+    recalled = probe(student, tokenizer, own, wanted=["recall"])
+    name = f"docs/students/{out.name}"
+    dofla.note(student, figures=recalled, command=f"dofla probe {name} --recall --dtype {dtype} --data {text[0].name}")
+    dofla.save_adapter(student.to(torch.bfloat16), out)
+    write_card(out, plan_of(student), record_of(student), adapter=True, name=name)
+    Console(width=80).print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,183 @@
+"""Tokens that stay because they draw attention: of those that would be forgotten, a few are kept, whatever their age.
+
+Each token of the last stage has a score, how much attention it drew lately from the queries that saw it there. When one
+enters, the one with the least score leaves, the newest excepted. Scores are whole numbers, and all that goes into them
+is exact arithmetic (:meth:`dofla.attention.Coder.asking`, powers of two from a table, sums of whole numbers): so the
+same tokens stay however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048); what
+draws attention is measured here among the tokens of the stage alone, and forgotten by a 64th with every token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from dofla.attention import gpu
+from dofla.attention.coding.coder import Coder
+from dofla.attention.coding.levels import constant, placed
+from dofla.attention.coding.tokens import CodedTokens
+from dofla.attention.state import LOG_ZERO, _Tensors
+
+OCTAVE = 8
+"""Steps of the logarithm of a weight to a factor of two."""
+WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)] + [0.0])
+"""By how many steps a weight is below the largest; beyond the last it is nothing."""
+GAIN = 2**12
+"""Of a score, by a query that sees nothing else."""
+FADES = 64
+MOST_SCORE = 2**15 - 1
+FREE = -1
+"""Score of a free place or of padding, which leave before any token."""
+_PIECE = 256
+NEVER = 2**30
+"""No call has so many queries."""
+_MOST_STEPS = 2.0**30
+
+
+@dataclass(frozen=True)
+class KeptTokens(_Tensors):
+    """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
+    [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16."""
+
+    key: Tensor
+    key_scale: Tensor
+    value: Tensor
+    value_scale: Tensor
+    score: Tensor
+
+    @classmethod
+    def of(cls, tokens: CodedTokens) -> KeptTokens:
+        """Tokens that have drawn nothing yet. They are padding or count in full, whatever their weights were."""
+        log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
+        score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
+        return cls(*(getattr(tokens, field.name) for field in fields(tokens)[:-1]), score)
+
+    @property
+    def log_weight(self) -> Tensor:
+        """Of each token in each head [B, Hkv, n], float32: LOG_ZERO of free places and of padding, 0 of all others."""
+        return torch.zeros_like(self.score, dtype=torch.float32).masked_fill(self.score == FREE, LOG_ZERO)
+
+    def __len__(self) -> int:
+        return self.score.shape[-1]
+
+    def __getitem__(self, places: slice) -> KeptTokens:
+        return self.map(lambda x: x[:, :, places])
+
+    def then(self, later: KeptTokens) -> KeptTokens:
+        """These tokens followed by ``later``."""
+        return KeptTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
+
+    def chosen(self, places: Tensor) -> KeptTokens:
+        """The tokens at ``places`` [B, Hkv, m]."""
+        return self.map(lambda x: chosen(x, places))
+
+    def plain(self) -> CodedTokens:
+        """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have come and gone in every head."""
+        return CodedTokens(self.key, self.key_scale, self.value, self.value_scale, self.log_weight.amax(1))
+
+
+def chosen(x: Tensor, places: Tensor) -> Tensor:
+    """What ``x`` [B, Hkv, n] or [B, Hkv, n, d] has at ``places`` [B, Hkv, m], others in each head."""
+    return x.gather(2, places if x.ndim == 3 else places.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
+
+
+@torch.no_grad()
+def keep(
+    asking: tuple[Tensor, Tensor],
+    real: Tensor,
+    line: KeptTokens,
+    newest: int,
+    coder: Coder,
+    scaling: float,
+) -> tuple[KeptTokens, Tensor, Tensor]:
+    """Let tokens enter a stage one by one, and each time the one go that drew least.
+
+    Args:
+        asking: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.asking` gives them; query i asks once token i
+            has entered.
+        real: [B, L], which queries are not padding.
+        line: the tokens that are there, and the L that enter: S tokens.
+        newest: how many tokens cannot go.
+        coder: of the keys; its last stage.
+        scaling: of the scores of attention.
+
+    Returns:
+        The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
+        of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of those that stay.
+    """
+    per_step, weights = falling(scaling, real.device)
+    last = len(coder.stages) - 1
+    if gpu.usable(*asking):
+        from dofla.attention.gpu.heavy_hitters import choose
+
+        keys = coder.for_kernels(line.key, line.key_scale, last)
+        index, score, left, gone = choose(asking, real, keys, line.score, newest, per_step, weights)
+    else:
+        steps = _steps(asking, coder.numbers(line.key, line.key_scale, last), per_step)
+        index, score, left, gone = _choose(steps, real, line.score, newest)
+    return replace(line.chosen(index), score=score), left, gone
+
+
+def falling(scaling: float, device: torch.device) -> tuple[float, Tensor]:
+    """Steps of the logarithm of a weight to one of a product of a query and a key, and weights by steps below the
+    largest."""
+    return scaling * math.log2(math.e) * OCTAVE, placed(WEIGHTS, device)
+
+
+def seen(line: KeptTokens, gone: Tensor, length: int) -> Tensor:
+    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`keep` says when they go."""
+    rows = torch.arange(length, device=gone.device).unsqueeze(-1)
+    entered = torch.arange(length - len(line), length, device=gone.device)
+    return (entered <= rows) & (rows < gone.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
+
+
+def _steps(asking: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step: float) -> Tensor:
+    """Logarithms of the weights of all pairs, in whole steps [B, Hkv, G, L, S]; exact, but for single roundings."""
+    keys, key_unit = keys
+    numbers, unit = (x.unflatten(1, (keys.shape[1], -1)) for x in asking)
+    scores = 0.0
+    for block in range(keys.shape[-2]):
+        products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
+        scores = scores + products * unit[..., block, :] * key_unit[..., block, :].mT.unsqueeze(2)
+    return (scores * per_step).round().clamp(-_MOST_STEPS, _MOST_STEPS)
+
+
+def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Places in the line of the tokens that stay, and their scores; then as :func:`keep` returns them, ``left`` and
+    ``gone``."""
+    heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
+    weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)
+    gone = torch.full_like(score, NEVER, dtype=torch.int64)
+    index, entering, score, left = order[:-1].expand(*heads, -1), score[:, :, places:], score[:, :, :places].int(), []
+    for n in range(length):
+        index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
+        score = torch.cat([score, entering[:, :, n : n + 1].int()], -1)
+        rank = score.long() * (places + 1) + order  # no two alike
+        least = rank[:, :, : places + 1 - newest].argmin(-1, keepdim=True)
+        leaving = index.gather(-1, least)
+        left.append(leaving)
+        gone.scatter_(-1, leaving, n)
+        stay = order[:-1] + (order[:-1] >= least)
+        index, score = index.gather(-1, stay), score.gather(-1, stay)
+        score = torch.where(real[:, None, n : n + 1], _drawn(score, steps[:, :, :, n], index, weights), score)
+    return index, score.to(torch.int16), torch.cat(left, -1), gone
+
+
+def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Scores [B, Hkv, n] after a query with ``steps`` [B, Hkv, G, S] to all tokens, of which ``index`` are there."""
+    there = steps.gather(-1, index.unsqueeze(2).expand(-1, -1, steps.shape[2], -1))
+    there = there.masked_fill((score < 0).unsqueeze(2), -2 * _MOST_STEPS)
+    below = (there.amax(-1, keepdim=True) - there).clamp(max=len(weights) - 1)
+    drawn = weights[below.long()].masked_fill((score < 0).unsqueeze(2), 0)
+    share = drawn / drawn.sum(-1, keepdim=True).clamp_min(1)
+    gain = (share * share * GAIN).round().sum(2).int()
+    faded = score - (score + FADES - 1) // FADES
+    return torch.where(score < 0, score, (faded + gain).clamp(max=MOST_SCORE))
+
+
+def pieces(length: int) -> list[slice]:
+    """Some tokens at a time, so that memory does not grow with the square of a call."""
+    return [slice(start, min(start + _PIECE, length)) for start in range(0, length, _PIECE)]

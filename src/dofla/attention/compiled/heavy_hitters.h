@@ -1,0 +1,240 @@
+// The last stage where it keeps what draws attention: scores and who leaves, the arithmetic of coding/heavy_hitters.py. All of it
+// is of whole numbers or of single correctly rounded operations, none of which may be fused with another.
+#pragma once
+
+#include "tiers.h"
+#include "whole.h"
+
+#include <cmath>
+#include <numeric>
+
+namespace dofla::fading {
+
+constexpr std::int32_t kMostScore = 32767, kFades = 64;  // as in heavy_hitters.py
+constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
+
+// The place of the least score among the first `count`, the foremost of several; gone tokens do not count.
+inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
+  std::uint32_t best = 0xffffffff;  // what kGone - kFree is
+#pragma omp simd reduction(min : best)
+  for (std::int64_t t = 0; t < count; ++t) best = std::min(best, static_cast<std::uint32_t>(score[t] - kFree));
+  return std::find(score, score + count, static_cast<std::int32_t>(best) + kFree) - score;
+}
+
+// How many places are free, as those of a stage that is not full are the foremost.
+inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
+  return std::find_if(score, score + count, [](std::int32_t x) { return x != kFree; }) - score;
+}
+
+// One thread's scratch memory for queries of a KV head, `rows` of them, and tokens of the stage, up to `count`.
+class Drawing {
+ public:
+  Drawing(const Group& group, std::int64_t rows, std::int64_t count)
+      : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
+        power_(rows), asking_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
+        asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
+        steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
+
+  // A query [d] as row `row`.
+  void take(std::int64_t row, const float* query) {
+    std::int8_t exponent;
+    coding::pack(query, dim_, bytes_.data(), &exponent);
+    std::copy(bytes_.begin(), bytes_.end(), &integers_[row * dim_]);
+    power_[row] = coding::power_of_two(exponent);
+  }
+
+  // Steps of the first `rows` queries and `count` tokens, of which token(t) is the place in `tokens`.
+  template <typename Token>
+  void measure(const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t rows, std::int64_t count, const Token& token) {
+    const coding::Coder coder = group_.keys.head(h);
+    coding::with_block(coder.block, [&](auto block) {
+      ask<block>(h, rows);
+      unpack<block>(coder, tokens, n, h, count, token);
+      for (std::int64_t t = 0; t < count; t += kAside * kLanes) {
+        coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, t); });
+      }
+    });
+  }
+
+  // kept._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
+  void draw(std::int64_t first, std::int64_t count, std::int32_t* __restrict score) {
+    constexpr float kOctave = 8.0f, kSteps = 13 * kOctave;  // as in heavy_hitters.py
+    float *__restrict drawn = drawn_.data(), *__restrict gain = gain_.data();
+    std::fill_n(gain, count, 0.0f);
+    for (std::int64_t g = 0; g < group_.groups; ++g) {
+      const float* __restrict steps = &steps_[(first + g) * stride_];
+#pragma omp simd
+      for (std::int64_t t = 0; t < count; ++t) drawn[t] = score[t] < 0 ? -2.0f * kMostSteps : steps[t];
+      const float top = largest(drawn, count, -2.0f * kMostSteps);
+#pragma omp simd
+      for (std::int64_t t = 0; t < count; ++t) {
+        const float apart = top - drawn[t], below = apart > 0.0f ? apart : 0.0f;
+        drawn[t] = below < kSteps ? below * static_cast<float>(-M_LN2 / kOctave) : -100.0f;
+      }
+      // kept.WEIGHTS: none of those powers of two is so near the middle between two whole numbers that this would miss it.
+#pragma omp simd
+      for (std::int64_t t = 0; t < count; ++t) drawn[t] = __builtin_rintf(4096.0f * exp_of_negative(drawn[t]));
+      const float total = std::max(sum(drawn, count), 1.0f);
+#pragma omp simd
+      for (std::int64_t t = 0; t < count; ++t) {
+        const float share = drawn[t] / total;
+        gain[t] += __builtin_rintf(share * share * kGain);
+      }
+    }
+#pragma omp simd
+    for (std::int64_t t = 0; t < count; ++t) {
+      const std::int32_t before = score[t], faded = before - (before + kFades - 1) / kFades;
+      score[t] = before < 0 ? before : std::min(faded + static_cast<std::int32_t>(gain[t]), kMostScore);
+    }
+  }
+
+ private:
+  // Coder.asking
+  template <int N>
+  void ask(std::int64_t h, std::int64_t rows) {
+    const Kept& kept = *group_.kept;
+    const auto* turn = reinterpret_cast<const float*>(&kept.turn[h * dim_ * kept.stride]);
+    const float* fineness = &kept.fineness[h * dim_];
+    coding::with_groups(rows, [&](auto r, std::int64_t first) {
+      for (std::int64_t j = 0; j < dim_; j += kLanes) {
+        Sums sum[r] = {};
+        for (std::int64_t i = 0; i < dim_; i += kPair) {
+          const Sums numbers = load_numbers(turn + i / kPair * kept.stride + j);
+          for (int n = 0; n < r; ++n) sum[n] = plus_products(sum[n], numbers, everywhere(&integers_[(first + n) * dim_ + i]));
+        }
+        for (int n = 0; n < r; ++n) store(&asking_[n * kept.stride + j], as_floats(sum[n]));
+      }
+      for (int n = 0; n < r; ++n) {
+        float* x = &asking_[n * kept.stride];
+        for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
+        for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
+        std::copy_n(x, dim_, &asked_[(first + n) * dim_]);
+      }
+    });
+  }
+
+  // Numbers of keys, number after number, and what one is worth in each block.
+  template <int N, typename Token>
+  void unpack(const coding::Coder& coder, const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t count,
+            const Token& token) {
+    const std::int64_t stage = group_.keys.stages - 1;
+    for (std::int64_t first = 0; first < count; first += kLanes) {
+      for (std::int64_t t = 0; t < std::min(kLanes, count - first); ++t) {
+        const std::int64_t place = token(first + t);
+        const auto* codes = tokens.row<std::uint8_t>(0, n, h, place);
+        const auto* scales = tokens.row<std::uint8_t>(1, n, h, place);
+        for (std::int64_t b = 0; b < blocks_; ++b) {
+          coding::with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+            store_numbers(&tile_[t * dim_ + b * N], coding::levels_of<N, bits>(codes, coder.tables.levels(bits)));
+            codes += bits * N / 8;
+          });
+          key_units_[b * stride_ + first + t] = coder.tables.scales()[scales[b]];
+        }
+      }
+      side_by_side(tile_.data(), dim_, &numbers_[first], stride_);
+    }
+  }
+
+  // kept._steps of R queries and the tokens from t on, kAside vectors of them: what is loaded serves several products.
+  template <int N, int R>
+  void count_steps(std::int64_t first, std::int64_t t) {
+    const Number* asked = &asked_[first * dim_];
+    Lanes total[R][kAside];
+    for (auto& row : total) std::fill_n(row, kAside, Lanes{});
+    for (std::int64_t b = 0; b < blocks_; ++b) {
+      Sums sum[R][kAside];
+      for (auto& row : sum) std::fill_n(row, kAside, Sums{});
+      for (std::int64_t i = b * N; i < (b + 1) * N; i += kPair) {
+        Sums x[kAside];
+        for (int v = 0; v < kAside; ++v) x[v] = in_register(load_numbers(&numbers_[i / kPair * stride_ + t + v * kLanes]));
+        for (int r = 0; r < R; ++r) {
+          const Sums y = everywhere(asked + r * dim_ + i);
+          for (int v = 0; v < kAside; ++v) sum[r][v] = plus_products(sum[r][v], x[v], y);
+        }
+      }
+      for (int v = 0; v < kAside; ++v) {
+        const Lanes unit = load(&key_units_[b * stride_ + t + v * kLanes]);
+        for (int r = 0; r < R; ++r) total[r][v] += in_register(as_floats(sum[r][v]) * units_[(first + r) * blocks_ + b] * unit);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      float* __restrict to = &steps_[(first + r) * stride_ + t];
+      for (int v = 0; v < kAside; ++v) store(to + v * kLanes, total[r][v] * group_.kept->step);
+#pragma omp simd
+      for (std::int64_t i = 0; i < kAside * kLanes; ++i) {
+        to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
+      }
+    }
+  }
+
+  static constexpr std::int64_t kAside = 2;
+
+  const Group& group_;
+  std::int64_t dim_, blocks_, stride_;
+  std::vector<float> power_, asking_, units_;
+  std::vector<Number> integers_, asked_, tile_;  // queries, turned ones, and keys on their way into the lanes of numbers_
+  Unwritten<float> numbers_, key_units_, steps_, drawn_, gain_;
+  std::vector<std::int8_t> bytes_;
+};
+
+// What becomes of the tokens of a line of each KV head, the `places` of the stage followed by those that enter: which ones
+// stand there before each block of queries, oldest first; from which query on each has left; and which leave, in order.
+struct Fates {
+  std::int64_t places, length, block, blocks;
+  std::vector<std::int32_t> held, until, left;  // [units, blocks, places], [units, places + L], [units, L]
+
+  Fates(const Group& group, std::int64_t block)
+      : places(group.stages.back().count), length(group.length), block(block), blocks((length + block - 1) / block),
+        held(group.units() * blocks * places), until(group.units() * (places + length), length), left(group.units() * length) {}
+
+  std::int32_t* held_before(std::int64_t unit, std::int64_t first) {
+    return &held[(unit * blocks + first / block) * places];
+  }
+  std::int32_t* until_of(std::int64_t unit) { return &until[unit * (places + length)]; }
+  std::int32_t* left_by(std::int64_t unit) { return &left[unit * length]; }
+};
+
+// kept.keep of a KV head, and the stage after it.
+inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Fates& fates) {
+  const Kept& kept = *group.kept;
+  const Tokens& after = group.stages_after.back();
+  const std::int64_t count = fates.places, length = fates.length, unit = n * line.heads + h;
+  const float* log_weights = &group.lines.back()[unit * (count + length)];
+  std::int32_t *until = fates.until_of(unit), *left = fates.left_by(unit);
+  std::vector<std::int32_t> place(count + fates.block), score(count + fates.block);
+  std::vector<float> query(group.keys.dim);
+  std::iota(place.begin(), place.begin() + count, 0);
+  std::copy_n(group.stages.back().scores(n, h), count, score.begin());
+  for (std::int64_t first = 0; first < length; first += fates.block) {
+    const std::int64_t rows = std::min(fates.block, length - first);
+    std::copy_n(place.begin(), count, fates.held_before(unit, first));
+    for (std::int64_t i = 0; i < rows; ++i) {
+      place[count + i] = count + first + i;
+      score[count + i] = log_weights[count + first + i] > kLogZero ? 0 : kFree;
+      for (std::int64_t g = 0; g < group.groups; ++g) {
+        group.query.read(n, group.heads[h] * group.groups + g, first + i, query.data());
+        drawing.take(i * group.groups + g, query.data());
+      }
+    }
+    const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
+    drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const std::int64_t leaves = least(score.data(), count + i + 1 - kept.newest);
+      left[first + i] = place[leaves];
+      until[place[leaves]] = first + i;
+      score[leaves] = kGone;
+      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
+    }
+    for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
+      if (score[t] == kGone) continue;
+      place[next] = place[t];
+      score[next++] = score[t];
+    }
+  }
+  for (std::int64_t t = 0; t < count; ++t) copy(line, after, n, h, place[t], t, 1);
+  std::copy_n(score.begin(), count, after.scores(n, h));
+  float* leaving = &kept.left[unit * length];
+  for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
+}
+
+}  // namespace dofla::fading

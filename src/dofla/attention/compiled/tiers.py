@@ -1,0 +1,53 @@
+"""A memory that fades, by the kernels: tiers.h is coding/tiers.py and eight_bits.py, codes bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dofla.attention.eight_bits import pack
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of the vectors that the kernels take."""
+
+
+def attend_and_code(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_weight: Tensor | None,
+    states: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    tables: Tensor,
+    sizes: list[int],
+    scaling: float,
+) -> list[Tensor]:
+    """Causal attention of new tokens to themselves and to what fading memories hold, and the memories after them.
+
+    Args:
+        query: [B, H, L, d].
+        key: [B, Hkv, L, d].
+        value: [B, Hkv, L, dv].
+        log_weight: [B, L], or None for none.
+        states: of each group of heads, [B, bytes], window, sinks and stages before.
+        keys, values: of each group, the constants of its coders.
+        tables: all that is looked up (:func:`dofla.attention.coding.levels.tables`).
+        sizes: those of the groups' layouts (:attr:`dofla.attention.Layout.sizes`), one after the other.
+        scaling: of the scores.
+
+    Returns:
+        Output [B, H, L, dv], zeros of heads in no group; the states after; and of each group that has features behind
+        its stages the log-normaliser [B, H', L] of its heads' output, and of the L tokens that leave the last stage the
+        keys, the values and the log-weights. If there are any, the output is float32. A vector that holds NaN or
+        infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
+        a value those of its head from its token on.
+    """
+    return torch.ops.dofla.fading.default(query, key, value, log_weight, states, keys, values, tables, scaling, sizes)
+
+
+def encode(x: Tensor, constants: Tensor, tables: Tensor, stages: int) -> tuple[Tensor, Tensor]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d] in the first stage:
+    :meth:`dofla.attention.Coder.encode`."""
+    integers, exponents = pack(x)
+    return torch.ops.dofla.encode.default(integers.contiguous(), exponents.contiguous(), constants, tables, stages)

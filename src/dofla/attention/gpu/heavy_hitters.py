@@ -1,0 +1,188 @@
+"""Which tokens stay because they draw attention (coding/heavy_hitters.py), as Triton kernels. Importing this file needs
+triton.
+
+All arithmetic is that of plain torch, bit for bit: products of whole numbers, up to 256 and so exact in float16, that
+sum to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dofla.attention.gpu import _block, _blocks
+from dofla.attention.gpu.codes import Codes
+from dofla.attention.gpu.decode import LEAST, products, units_of
+from dofla.attention.gpu.numbers import rounded
+
+# As in coding/heavy_hitters.py.
+_GAIN = tl.constexpr(4096.0)
+_FADES = tl.constexpr(64)
+_MOST_SCORE = tl.constexpr(2**15 - 1)
+_NEVER = tl.constexpr(2**30)
+_MOST_STEPS = tl.constexpr(2.0**30)
+
+_LAST = tl.constexpr(2**62)
+"""Behind all ranks."""
+
+
+def choose(
+    asking: tuple[Tensor, Tensor],
+    real: Tensor | None,
+    key: Codes,
+    score: Tensor,
+    newest: int,
+    per_step: float,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Let the last L of a line of S tokens enter a stage one by one, and each time one go.
+
+    Args:
+        asking: queries as whole numbers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].
+        real: [B, L], which queries are not padding; None if none is.
+        key: the keys of the line.
+        score: of its tokens [B, Hkv, S], int16.
+        newest: how many tokens cannot go.
+        per_step: steps of the logarithm of a weight to one of a product of a query and a key.
+        weights: by steps below the largest [steps], float32; the last is that of all below.
+
+    Returns:
+        Places in the line of the tokens that stay [B, Hkv, S - L], int64, and their scores, int16; places of those that
+        left [B, Hkv, L], int64; and the query with which each token of the line left [B, Hkv, S], int32.
+    """
+    steps = logarithms(asking, key, per_step)
+    batch, kv_heads, tokens = score.shape
+    length = steps.shape[3]
+    index, left = (score.new_empty(batch, kv_heads, n, dtype=torch.int64) for n in (tokens - length, length))
+    after, gone = torch.empty_like(index, dtype=torch.int16), torch.empty_like(score, dtype=torch.int32)
+    groups, lanes = steps.shape[2], triton.next_power_of_2(tokens)
+    tile = triton.next_power_of_2(groups) * lanes
+    with torch.cuda.device_of(score):  # Triton launches on the current device
+        _choose[(batch * kv_heads,)](
+            *(steps, None if real is None else real.contiguous(), score.contiguous(), weights),
+            *(index, after, left, gone),
+            *(kv_heads, groups, length, tokens, newest, weights.numel() - 1),
+            GROUPS=triton.next_power_of_2(groups),
+            TOKENS=lanes,
+            enable_fp_fusion=False,
+            num_warps=min(16, max(1, tile // 512)),
+        )
+    return index, after, left, gone
+
+
+def logarithms(asking: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Tensor:
+    """Of the weights of all pairs, in whole steps [B, Hkv, G, L, S], float32."""
+    numbers, unit = (x.contiguous() for x in asking)
+    batch, heads, length = numbers.shape[:3]
+    kv_heads, tokens = key.codes.shape[1:3]
+    groups = heads // kv_heads
+    steps = numbers.new_empty(batch, kv_heads, groups, length, tokens)
+    rows, columns = _block(length * groups, 64), 64
+    with torch.cuda.device_of(steps):
+        _logarithms[(batch * kv_heads, _blocks(length * groups, rows), _blocks(tokens, columns))](
+            *(numbers, unit, *key.arguments(), key.levels, key.units, steps),
+            *(key.blocks, groups * length, tokens, per_step),
+            BLOCK=key.block,
+            ROWS=rows,
+            TOKENS=columns,
+            enable_fp_fusion=False,
+        )
+    return steps
+
+
+@triton.jit
+def _logarithms(
+    numbers,  # [units, G, L, blocks, BLOCK]
+    unit,  # [units, G, L, blocks]
+    key,  # [units, S, bytes]
+    key_scale,  # [units, S, blocks]
+    key_bits,  # [blocks]
+    key_bytes,
+    levels,
+    scale_units,
+    steps,  # [units, G, L, S], to be filled
+    blocks,
+    rows,
+    tokens,
+    per_step,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program per unit, a KV head of a batch row, block of queries and block of tokens."""
+    head = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    n = tl.arange(0, LEAST)
+    is_row, is_token = i < rows, j < tokens
+    row, token = head * rows + i, head * tokens + j
+    here = is_row[:, None] & (n < BLOCK)[None, :]
+    scores = tl.zeros([ROWS, TOKENS], tl.float32)
+    codes = key + token * key_bytes
+    for block in range(0, blocks):
+        bits = tl.load(key_bits + block).to(tl.int32)
+        own = tl.load(numbers + ((row * blocks + block) * BLOCK)[:, None] + n[None, :], mask=here, other=0.0)
+        found = products(own.to(tl.float16), codes, bits, levels, is_token, BLOCK, "ieee")
+        found *= tl.load(unit + row * blocks + block, mask=is_row, other=0.0)[:, None]
+        scores += found * units_of(key_scale + token * blocks + block, scale_units, is_token)[None, :]
+        codes += bits * (BLOCK // 8)
+    scores = rounded(scores * per_step)
+    scores = tl.minimum(tl.maximum(scores, -_MOST_STEPS), _MOST_STEPS)
+    tl.store(steps + row[:, None] * tokens + j[None, :], scores, mask=is_row[:, None] & is_token[None, :])
+
+
+@triton.jit
+def _choose(
+    steps,  # [units, G, L, S]
+    real,  # [B, L], or None
+    score,  # [units, S]
+    weights,
+    index,  # [units, S - L], to be filled, as all below
+    after,  # [units, S - L]
+    left,  # [units, L]
+    gone,  # [units, S]
+    kv_heads,
+    groups,
+    length,
+    tokens,
+    newest,
+    least_weight,  # its place
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program per unit walks from query to query. The newest that are there are the last of the line, for none of
+    them may go."""
+    unit = tl.program_id(0).to(tl.int64)
+    g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
+    is_token, is_head = t < tokens, g < groups
+    places = tokens - length
+    steps += unit * groups * length * tokens
+    drawn = tl.load(score + unit * tokens + t, mask=is_token, other=-1).to(tl.int32)
+    goes = tl.full([TOKENS], _NEVER, tl.int32)
+    for n in range(0, length):
+        may_go = (t <= places + n - newest) & (goes == _NEVER)
+        rank = (drawn.to(tl.int64) + 1) * TOKENS + t  # no two alike
+        leaving = (tl.min(tl.where(may_go, rank, _LAST), axis=0) % TOKENS).to(tl.int32)
+        tl.store(left + unit * length + n, leaving.to(tl.int64))
+        goes = tl.where(t == leaving, n, goes)
+        asks = True
+        if real is not None:
+            asks = tl.load(real + unit // kv_heads * length + n)
+        if asks:
+            there = (t <= places + n) & (goes == _NEVER) & (drawn >= 0)
+            asked = is_head[:, None] & there[None, :]
+            row = steps + ((g * length + n) * tokens)[:, None] + t[None, :]
+            near = tl.where(asked, tl.load(row, mask=asked, other=0.0), -2 * _MOST_STEPS)
+            below = tl.minimum(tl.max(near, axis=1)[:, None] - near, least_weight)
+            weight = tl.where(asked, tl.load(weights + below.to(tl.int32)), 0.0)
+            share = tl.div_rn(weight, tl.maximum(tl.sum(weight, axis=1), 1.0)[:, None])
+            gain = tl.sum(rounded(share * share * _GAIN), axis=0).to(tl.int32)
+            faded = drawn - (drawn + _FADES - 1) // _FADES
+            drawn = tl.where(there, tl.minimum(faded + gain, _MOST_SCORE), drawn)
+    tl.store(gone + unit * tokens + t, goes, mask=is_token)
+    stays = is_token & (goes == _NEVER)
+    place = unit * places + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+    tl.store(index + place, t.to(tl.int64), mask=stays)
+    tl.store(after + place, drawn.to(tl.int16), mask=stays)

@@ -1,0 +1,179 @@
+"""Attention to a stage of a memory that fades from its codes (coding/tiers.py) as a Triton kernel. Importing this file
+needs triton.
+
+Codes become numbers in registers, some tokens at a time, and are forgotten as soon as all queries of the program have
+seen them (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dofla.attention.gpu import _block, _blocks
+from dofla.attention.gpu.codes import Codes
+from dofla.attention.gpu.decode import LEAST, levels_of, products, units_of
+from dofla.attention.state import LOG_ZERO
+
+ROWS = 64
+"""Queries of a program at most, those of all heads of a group counted."""
+
+VALUES = 64
+"""Numbers of a value of a program at most: what fits into its registers."""
+
+_PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+"""Of products: three of TF32 are as good as one of float32, on the matrix units."""
+
+_NOTHING = tl.constexpr(LOG_ZERO)
+
+
+def attend(
+    turned: Tensor, key: Codes, value: Codes, log_weight: Tensor, gone: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """What each of L queries sees of a line of S tokens, of which the last L enter with one query each.
+
+    Args:
+        turned: queries [B, H, L, d + 1], float32; the last number is added to their products with keys.
+        key, value: of the line, codes [B, Hkv, S, ...].
+        log_weight: [B, S], or [B, Hkv, S] if heads hold other tokens.
+        gone: [B, Hkv, S], int32, the first query that sees a token no more; None where they go as they came.
+        scaling: of the scores.
+
+    Returns:
+        Output [B, H, L, dv], turned like the values, and log-normaliser [B, H, L], float32.
+    """
+    batch, heads, length, _ = turned.shape
+    kv_heads, tokens = key.codes.shape[1:3]
+    groups = heads // kv_heads
+    turned = turned if turned.stride(-1) == 1 else turned.contiguous()
+    log_weight = log_weight.contiguous()
+    out = turned.new_empty(batch, heads, length, value.dim)
+    normaliser = turned.new_empty(batch, heads, length)
+    rows, values = _block(length * groups, ROWS), _block(value.dim, VALUES)
+    with torch.cuda.device_of(turned):  # Triton launches on the current device
+        _attend[(batch * kv_heads, _blocks(length * groups, rows), _blocks(value.dim, values))](
+            *(turned, *key.arguments(), *value.arguments(), key.levels, key.units, log_weight, gone, out, normaliser),
+            *(*turned.stride()[:3], kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
+            SHARED=log_weight.ndim == 2,
+            KEY_BLOCK=key.block,
+            VALUE_BLOCK=value.block,
+            VALUES=values,
+            VALUE_BLOCKS=triton.next_power_of_2(value.blocks),
+            ROWS=rows,
+            TOKENS=32,
+            PRECISION=_PRECISION,
+            num_stages=1,
+        )
+    return out, normaliser
+
+
+@triton.jit
+def _attend(
+    turned,  # [B, H, L, KEY_DIM + 1]
+    key,  # [units, S, bytes]
+    key_scale,  # [units, S, blocks]
+    key_bits,  # [blocks]
+    key_bytes,
+    value,  # [units, S, bytes]
+    value_scale,  # [units, S, blocks]
+    value_bits,  # [blocks]
+    value_bytes,
+    levels,
+    scale_units,
+    log_weight,  # [B, S] if SHARED, or [units, S]
+    gone,  # [units, S] or None
+    out,  # [B, H, L, dv], to be filled
+    normaliser,  # [B, H, L], to be filled
+    turned_batch,
+    turned_head,
+    turned_token,
+    kv_heads,
+    groups,
+    length,
+    tokens,
+    key_dim,
+    value_dim,
+    scaling,
+    SHARED: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per unit, a KV head of a batch row, block of rows and block of values; rows are the queries of the
+    group, token by token."""
+    unit = tl.program_id(0).to(tl.int64)
+    batch, kv_head = unit // kv_heads, unit % kv_heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    query, head = row // groups, kv_head * groups + row % groups
+    is_row = query < length
+    t, k = tl.arange(0, TOKENS), tl.arange(0, LEAST)
+    n = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    is_number, is_value = k < KEY_BLOCK, n < value_dim
+    key_blocks, value_blocks = key_dim // KEY_BLOCK, value_dim // VALUE_BLOCK
+
+    key += unit * tokens * key_bytes
+    key_scale += unit * tokens * key_blocks
+    value_scale += unit * tokens * value_blocks + n // VALUE_BLOCK
+    log_weight += (batch if SHARED else unit) * tokens
+    turned += batch * turned_batch + head * turned_head + query * turned_token
+    beside = tl.load(turned + key_dim, mask=is_row, other=0.0)
+    every = tl.arange(0, VALUE_BLOCKS)
+    sizes = tl.load(value_bits + every, mask=every < value_blocks, other=0).to(tl.int32) * (VALUE_BLOCK // 8)
+    before = tl.where(every[None, :] < (n // VALUE_BLOCK)[:, None], sizes[None, :], 0)
+    value += unit * tokens * value_bytes + tl.sum(before, axis=1)
+    bits = tl.load(value_bits + n // VALUE_BLOCK, mask=is_value, other=1).to(tl.int32)
+
+    best = tl.full([ROWS], _NOTHING, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, VALUES], tl.float32)
+    places = tokens - length  # of the stage
+    start = 0
+    if gone is None:
+        start = tl.program_id(1) * ROWS // groups + 1  # what the first row sees first
+    end = tl.minimum(tokens, places + ((tl.program_id(1) + 1) * ROWS - 1) // groups + 1)
+    for begin in range(start, end, TOKENS):
+        j = begin + t
+        is_token = j < end
+        weight = tl.load(log_weight + j, mask=is_token, other=_NOTHING)
+        goes = j
+        if gone is not None:
+            goes = tl.load(gone + unit * tokens + j, mask=is_token, other=0)
+
+        scores = tl.zeros([ROWS, TOKENS], tl.float32)
+        codes = key + j * key_bytes
+        for block in range(0, key_blocks):
+            block_bits = tl.load(key_bits + block).to(tl.int32)
+            here = is_row[:, None] & is_number[None, :]
+            queries = tl.load(turned[:, None] + (block * KEY_BLOCK + k)[None, :], mask=here, other=0.0)
+            found = products(queries, codes, block_bits, levels, is_token, KEY_BLOCK, PRECISION)
+            scores += found * units_of(key_scale + j * key_blocks + block, scale_units, is_token)[None, :]
+            codes += block_bits * (KEY_BLOCK // 8)
+        scores = (scores + beside[:, None]) * scaling + weight[None, :]
+        sees = (
+            ((j - places)[None, :] <= query[:, None]) & (query[:, None] < goes[None, :]) & (weight > _NOTHING)[None, :]
+        )
+        scores = tl.where(sees, scores, float("-inf"))
+
+        top = tl.maximum(best, tl.max(scores, axis=1))
+        left, shares = tl.exp(best - top), tl.exp(scores - top[:, None])
+        here = is_token[:, None] & is_value[None, :]
+        values = levels_of(
+            value[None, :] + (j * value_bytes)[:, None], n % VALUE_BLOCK, bits, levels, here, VALUE_BLOCK
+        )
+        values *= units_of(value_scale[None, :] + (j * value_blocks)[:, None], scale_units, here)
+        total = left[:, None] * total + tl.dot(shares, values, input_precision=PRECISION)
+        mass = left * mass + tl.sum(shares, axis=1)
+        best = top
+
+    mass = tl.where(mass == 0.0, 1.0, mass)  # who sees nothing gets zeros, and LOG_ZERO
+    place = (batch * kv_heads * groups + head) * length + query
+    if tl.program_id(2) == 0:
+        tl.store(normaliser + place, best + tl.log(mass), mask=is_row)
+    here = is_row[:, None] & is_value[None, :]
+    tl.store(out + place[:, None] * value_dim + n[None, :], total / mass[:, None], mask=here)

@@ -1,0 +1,209 @@
+"""Models with a memory that fades: made at once, and used like any other student."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from arithmetic import LOGITS, sum_error
+from by_budget import compress
+from families import teacher, tokens
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import dofla
+from dofla.attention import compiled
+from dofla.errors import DoflaError
+from dofla.integration.cache import cache_bytes
+from dofla.integration.surgery import linear_layers, plan_of
+
+needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
+FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    # In float64: two ways to the same number may end on two sides of a step of a code, but hardly there.
+    return teacher(request.param).double()
+
+
+def faded(model, budget=24):
+    return compress(model, tokens(4, 48), budget=budget, head_budgets="even")
+
+
+@torch.no_grad()
+def test_pieces_of_any_length_give_the_logits_of_one_forward_pass(model):
+    student, ids = faded(model), tokens(2, 120)
+    whole = student(ids, use_cache=False).logits
+    for cuts in ([120], [1] * 120, [7, 1, 50, 1, 1, 60]):
+        cache = DynamicCache(config=student.config)
+        pieces = [student(part, past_key_values=cache, use_cache=True).logits for part in ids.split(cuts, 1)]
+        # Sums of float64, but for decoded tokens, which are float32 in either.
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e4 * torch.finfo(torch.float64).eps)
+        assert cache_bytes(cache) > 2 * plan_of(student).state_bytes(torch.float64)
+
+
+@torch.no_grad()
+def test_left_padded_batches_write_as_single_sequences_do(model):
+    student = faded(model)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    alone = [tokens(1, length, seed=length) for length in (33, 70)]
+    ids, mask = torch.zeros(2, 70, dtype=torch.int64), torch.zeros(2, 70, dtype=torch.int64)
+    for row, sequence in enumerate(alone):
+        ids[row, 70 - sequence.shape[1] :], mask[row, 70 - sequence.shape[1] :] = sequence[0], 1
+    together = student.generate(ids, attention_mask=mask, **options)[:, 70:]
+    for row, sequence in enumerate(alone):
+        assert torch.equal(student.generate(sequence, **options)[0, sequence.shape[1] :], together[row])
+
+
+@torch.no_grad()
+def test_beams(model):
+    student, ids = faded(model), tokens(2, 60)
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
+    assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_it_is_saved_and_opened_with_what_was_measured(model, tmp_path):
+    student, ids = faded(model), tokens(2, 90)
+    wanted = student(ids).logits
+    student.save_pretrained(tmp_path / "student")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float64)
+    assert torch.equal(opened(ids).logits, wanted)
+    dofla.restore(student).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    dofla.save_adapter(faded(base), tmp_path / "adapter")
+    assert torch.equal(dofla.load(tmp_path / "adapter", dtype=torch.float64)(ids).logits, wanted)
+
+
+def _not_a_number(coder):
+    coder.back.fill_(torch.nan)
+
+
+def _other_bits(coder):
+    coder.bits[0] = 200
+
+
+def _bits_moved(coder):
+    coder.bits[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [(_not_a_number, "back holds NaN"), (_other_bits, r"bits of blocks are \[200"), (_bits_moved, "in the mean")],
+)
+def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
+    teacher("llama").save_pretrained(tmp_path / "base")
+    student = faded(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    damage(next(iter(linear_layers(student).values())).fading["0"].value)
+    student.save_pretrained(tmp_path / "student")
+    dofla.save_adapter(student, tmp_path / "adapter")
+    for name in ("student", "adapter"):
+        with pytest.raises(DoflaError, match=match):
+            dofla.load(tmp_path / name)
+    with pytest.raises(DoflaError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+
+
+@torch.no_grad()
+def test_constants_may_stay_on_disk(tmp_path):
+    student, ids = faded(teacher("llama")), tokens(1, 60)
+    student.save_pretrained(tmp_path / "student")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "offloaded", "offload_buffers": True}
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **options)
+    assert any(x.is_meta for x in opened.buffers())
+    assert torch.equal(opened(ids).logits, student(ids).logits)
+
+
+@torch.no_grad()
+def test_a_saved_prompt_goes_on(model, tmp_path):
+    student, document = faded(model), tokens(1, 100)
+    dofla.save_state(dofla.read_prompt(student, document, chunk=17), document, tmp_path / "state", student)
+    prompt, cache = dofla.load_state(tmp_path / "state", student)
+    whole = torch.cat([prompt, tokens(1, 5, seed=3)], 1)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(whole), "pad_token_id": 0}
+    assert torch.equal(student.generate(whole, past_key_values=cache, **options), student.generate(whole, **options))
+
+
+@torch.no_grad()
+def test_what_fits_into_eight_bits_and_the_first_stage_is_hardly_changed(model):
+    ids = tokens(2, 24)
+    wanted = torch.log_softmax(model(ids).logits, -1)
+    found = torch.log_softmax(faded(model, budget=200)(ids).logits, -1)
+    forgets = torch.log_softmax(faded(dofla.restore(model), budget=16)(ids).logits, -1)
+
+    def divergence(x):
+        return (wanted.exp() * (wanted - x)).sum(-1).mean()
+
+    assert divergence(found) < 0.2 * divergence(forgets)
+
+
+def test_values_are_weighed_by_the_output_projection(model):
+    faded(model)
+    layer = next(iter(linear_layers(model).values()))
+    with_output = layer.fading["0"].value.turn.clone()
+    dofla.restore(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "c_proj.weight", "dense.weight", "out_proj.weight")) and "mlp" not in name:
+            with torch.no_grad():
+                # Errors in half of each head's numbers count for nothing now.
+                wide = parameter.T if "c_proj" in name else parameter
+                wide.view(len(wide), -1, layer.fading["0"].value.dim)[..., ::2] *= 1e-3
+    faded(model)
+    turn = next(iter(linear_layers(model).values())).fading["0"].value.turn.double()
+    assert not torch.equal(turn.short(), with_output)
+    assert turn[..., ::2].abs().mean() < 0.2 * turn[..., 1::2].abs().mean()
+
+
+def test_the_original_comes_back(model):
+    ids = tokens(1, 20)
+    wanted = model(ids).logits
+    assert torch.equal(dofla.restore(faded(model))(ids).logits, wanted)
+
+
+def test_refusals(tiny):
+    with pytest.raises(DoflaError, match="is bidirectional: an encoder keeps no tokens, linearize it instead"):
+        dofla.compress(tiny.bert(), tiny.tokens(2, 16))
+    with pytest.raises(DoflaError, match=r"size 160 bytes is too small .*: give \d+ bytes or more"):
+        compress(tiny.llama(), tiny.tokens(2, 16), budget=1)
+    with pytest.raises(
+        DoflaError, match=r"size 640 bytes is too small for measured head budgets, the least of which is 0\.71"
+    ):
+        compress(tiny.llama(), tiny.tokens(2, 16), budget=4)
+    odd = tiny.llama(head_dim=12)
+    with pytest.raises(DoflaError, match="heads of 12 and 12 numbers: a compressed cache needs multiples of 8"):
+        dofla.compress(odd, tiny.tokens(2, 16))
+    broken = tiny.llama()
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.k_proj.weight.fill_(torch.nan)
+    with pytest.raises(DoflaError, match=r"the keys of layer model\.layers\.1\.self_attn hold NaN"):
+        dofla.compress(broken, tiny.tokens(2, 16))
+    assert not hasattr(broken, "_dofla_softmax_implementation")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_kernels_do_what_plain_torch_does(tiny, dtype, monkeypatch):
+    # One layer, so that no rounding reaches what is coded.
+    student = compress(tiny.llama(num_hidden_layers=1).to(dtype), tiny.tokens(4, 48), budget=24, head_budgets="even")
+    batch = tiny.padded(3, 120, side="left")
+
+    def read():
+        cache, found, seen = DynamicCache(config=student.config), [], 0
+        for length in (7, 1, 50, 1, 1, 60):
+            part = batch["input_ids"][:, seen : seen + length]
+            seen += length
+            mask = batch["attention_mask"][:, :seen]
+            found.append(student(part, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+            cache.reorder_cache(torch.tensor([0, 1, 2]))
+        return torch.cat(found, 1), cache.layers[0].states[0]
+
+    logits, state = read()
+    monkeypatch.setattr(compiled, "usable", lambda *_: False)
+    wanted, plain = read()
+    assert torch.equal(state.tokens, plain.tokens)
+    # An average rounded to the other side in a step of the dtype goes through the rest of the layer.
+    bound = LOGITS if dtype == torch.float32 else {"rtol": 0, "atol": sum_error(8, wanted.abs().max().item(), dtype)}
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(logits[real], wanted[real], **bound)

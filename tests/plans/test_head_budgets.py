@@ -1,0 +1,139 @@
+"""How KV heads share the bytes of a memory that fades."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dofla.errors import DoflaError
+from dofla.plans.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide
+
+COST = st.floats(-1, 1) | st.floats(-1e-6, 1e-6)
+LAYERS = st.lists(st.tuples(st.lists(COST, min_size=1, max_size=8), st.integers(100, 9_000)), min_size=1, max_size=12)
+
+
+@given(LAYERS)
+def test_shares_take_the_bytes_of_an_even_split(layers):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    found = divide(sizes, costs)
+    spent = sum(share * sizes[name] for name, own in found.items() for share in own)
+    assert spent == pytest.approx(sum(sizes[name] * len(own) for name, own in costs.items()))
+    lowest = min(share for own in found.values() for share in own)
+    for name, own in found.items():
+        assert len(own) == len(costs[name])
+        for share in own:
+            rung = math.log(share / lowest, RUNG)
+            assert rung == pytest.approx(round(rung), abs=1e-9)
+            assert rung <= math.log(MOST / LEAST, RUNG) + 1e-9
+
+
+def test_heads_share_by_the_root_of_what_forgetting_costs():
+    # Beside heads that need nothing, few enough that bytes run out before anybody has the most.
+    found = divide({"a": 100, "rest": 100}, {"a": [0.64, 0.16, 0.04, 0.04], "rest": [0.0] * 12})["a"]
+    for more, less in ((found[0], found[1]), (found[1], found[2])):
+        assert 2 / RUNG - 1e-9 <= more / less <= 2 * RUNG + 1e-9
+    found = divide({"a": 100, "rest": 100}, {"a": [0.64, 0.16], "rest": [0.0] * 98})
+    assert [share / found["rest"][0] for share in found["a"]] == pytest.approx([MOST / LEAST] * 2)
+
+
+def test_a_byte_is_worth_more_in_a_smaller_head():
+    found = divide({"small": 100, "large": 800}, {"small": [0.1] * 8, "large": [0.1] * 8})
+    assert min(found["small"]) > max(found["large"])
+
+
+@pytest.mark.parametrize("cost", [-0.5, 0.0])
+def test_what_gains_nothing_by_more_is_given_least(cost):
+    found = divide({"a": 100}, {"a": [cost, 0.1, 0.1, 0.1]})["a"]
+    assert found[0] == min(found) < max(found[1:])
+
+
+@given(LAYERS, st.floats(0.2, 3), st.floats(0.2, 3))
+def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layers, most, of_first):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    before, bounds = HeadBudgets(divide(sizes, costs)), {name: most if name else of_first for name in sizes}
+    found, total = before.at_most(bounds, sizes), sum(size * len(costs[name]) for name, size in sizes.items())
+    beyond = max(total / sum(bounds[name] * size * len(costs[name]) for name, size in sizes.items()), 1)
+    bounds = {name: beyond * bound for name, bound in bounds.items()}  # or all get as much more
+    heads = [(name, n) for name, own in before.layers.items() for n in range(len(own))]
+    assert all(found.layers[name][n] <= bounds[name] * (1 + 1e-9) for name, n in heads)
+    assert sum(found.layers[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
+    below = [(name, n) for name, n in heads if found.layers[name][n] < bounds[name] * (1 - 1e-9)]
+    more = [found.layers[name][n] / before.layers[name][n] for name, n in below]
+    assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
+
+
+@given(LAYERS, st.floats(0.2, 3), st.data())
+def test_whole_heads_have_the_most_and_the_others_share_the_rest(layers, most, data):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    heads, bounds = [(name, n) for name, own in costs.items() for n in range(len(own))], dict.fromkeys(sizes, most)
+    chosen = data.draw(st.sets(st.sampled_from(heads)))
+    full_heads = {name: [n for place, n in sorted(chosen) if place == name] for name, _ in sorted(chosen)}
+    total = sum(sizes[name] for name, _ in heads)
+    before = HeadBudgets(divide(sizes, costs), full_heads=full_heads)
+    taken = sum(most * sizes[name] for name, _ in chosen) / total
+    assume(abs(taken / MAX_FULL_FRACTION - 1) < 1e-12 or abs(taken / MAX_FULL_FRACTION - 1) > 1e-6)
+    if taken > MAX_FULL_FRACTION * (1 + 1e-6):
+        with pytest.raises(DoflaError, match=f"{len(chosen)} retrieval heads would take"):
+            before.at_most(bounds, sizes)
+        return
+    found, beyond = before.at_most(bounds, sizes), max(1 / most, 1)  # all get as much more if nobody can fill the rest
+    assert sum(found.layers[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
+    assert all(found.layers[name][n] == pytest.approx(beyond * most) for name, n in chosen)
+    rest = [(name, n) for name, n in heads if (name, n) not in chosen]
+    assert all(0 < found.layers[name][n] <= beyond * most * (1 + 1e-9) for name, n in rest)
+    below = [(name, n) for name, n in rest if found.layers[name][n] < beyond * most * (1 - 1e-9)]
+    more = [found.layers[name][n] / before.layers[name][n] for name, n in below]
+    assert max(more, default=1) == pytest.approx(min(more, default=1))
+
+
+def test_shares_that_all_can_fill_stay_as_they_are():
+    head_budgets = HeadBudgets({"a": [1.5, 1 / 3], "left alone": [9.0], "b": [0.7]})
+    assert head_budgets.at_most({"a": 1.5, "b": 1.0}, {"a": 100, "b": 300}) == head_budgets
+
+
+def test_budgets_are_whole_features():
+    head_budgets = HeadBudgets({"a": [1.5, 1 / 3]})
+    assert [head_budgets.budgets(name, 2, 96) for name in ("a", "b")] == [[144, 32], [96, 96]]
+    with pytest.raises(DoflaError, match="layer a has 3 KV heads, and head budgets for 2: measure them again"):
+        head_budgets.budgets("a", 3, 96)
+
+
+def test_shares_are_read_as_they_were_written(tmp_path):
+    head_budgets = HeadBudgets({"a": [0.5, 0.9], "b": [1.3]}, {"a": [0.0, 0.1], "b": [-0.5]}, "teacher", {"budget": 64})
+    head_budgets.save(tmp_path / "head-budgets.json")
+    assert HeadBudgets.load(tmp_path / "head-budgets.json") == head_budgets
+    assert "0.70" in str(head_budgets)
+    assert "every token" not in str(head_budgets)
+    some = replace(head_budgets, full_heads={"a": [1], "b": [0]})
+    some.save(tmp_path / "head-budgets.json")
+    assert HeadBudgets.load(tmp_path / "head-budgets.json") == some
+    assert "KV heads that hold every token: a 1; b 0" in str(some)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{}, *({"layers": own} for own in ({}, {"a": [-1]}, {"a": []}, {"a": 1.0}, 3, {"a": "x"}))]
+    + [
+        {"layers": {"a": [1.0]}, "full_heads": full_heads}
+        for full_heads in ({"a": [1]}, {"b": [0]}, {"a": 0}, {"a": [-1]}, [0])
+    ],
+)
+def test_damaged_head_budgets_are_named(tmp_path, damage):
+    path = tmp_path / "head-budgets.json"
+    path.write_text(json.dumps({"format": 3, **damage}))
+    with pytest.raises(DoflaError, match=r"head-budgets\.json holds no head budgets .*: measure them again"):
+        HeadBudgets.load(path)
+
+
+def test_files_of_older_versions_are_refused(tmp_path):
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps({"format": 2, "layers": {"a": [1.0]}, "whole": {}}))
+    with pytest.raises(
+        DoflaError, match=r"shares\.json was made by an older version of dofla: measure head budgets again"
+    ):
+        HeadBudgets.load(path)
