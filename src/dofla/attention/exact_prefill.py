@@ -1,10 +1,10 @@
-"""Exact prefill: the tokens of a call attend exactly to what the cache holds and to one another, and those to retain are
-selected once, at the end of the call.
+"""Exact prefill: the tokens of a call attend exactly to what the cache holds and to one another, and those to retain
+are selected once, at the end of the call.
 
 The score of a token is the sum of its squared attention weights over the queries of the call, as in H2O (Zhang et al.
 2023, arXiv 2306.14048) but for the square and for the queries right after the token, which see it in the local window
-anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.heavy_hitters`, which decoding
-goes on with.
+anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.heavy_hitters`, which
+decoding goes on with.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import LOG_ZERO, State, TokenBuffer, accumulable
 
+MOST_TOKENS = 8192
+"""Tokens at once: longer calls are read in several parts, in constant memory and linear time."""
 NEIGHBORS = 64
 """Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
 _LATER = 1e-30
@@ -57,7 +59,26 @@ def exact_prefill(
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state of each group.
     """
-    out = value.new_empty(*query.shape[:-1], value.shape[-1])
+    out, length, states = value.new_empty(*query.shape[:-1], value.shape[-1]), query.shape[2], list(states)
+    for start in range(0, length, MOST_TOKENS):
+        part = slice(start, start + MOST_TOKENS)
+        weights = None if weight is None else weight[:, part]
+        tokens = (x[:, :, part] for x in (query, key, value))
+        states = _prefill(*tokens, layouts, states, scaling, weights, out[:, :, part])
+    return out, states
+
+
+def _prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layouts: Sequence[Layout],
+    states: Sequence[FlatState | None],
+    scaling: float,
+    weight: Tensor | None,
+    out: Tensor,
+) -> list[FlatState]:
+    """:func:`exact_prefill` of at most :data:`MOST_TOKENS` tokens, its output written to ``out``."""
     groups, after = query.shape[1] // key.shape[1], []
     for layout, flat in zip(layouts, states, strict=True):
         heads = _of_queries(layout.heads, groups)
@@ -68,7 +89,7 @@ def exact_prefill(
         piece, drawn = _attend(_select(query, heads), line, unseen, scaling, layout)
         _write(piece.to(value.dtype), out, heads)
         after.append(layout.flat(_retained(layout, state, line, new, drawn)))
-    return out, after
+    return after
 
 
 @dataclass(frozen=True)
@@ -87,8 +108,8 @@ class _Line:
 @dataclass(frozen=True)
 class _Drawn:
     """Squared attention weights that tokens drew [B, Hkv, P], float32: in ``total``, summed over the call's queries; in
-    ``lately``, as decoding goes on to count: weights among the tokens outside the local window and the sinks, each query
-    for a 64th less than the next."""
+    ``lately``, as decoding goes on to count: weights among the tokens outside the local window and the sinks, each
+    query for a 64th less than the next."""
 
     total: Tensor
     lately: Tensor
@@ -164,8 +185,8 @@ def _flash(query: Tensor, line: _Line, before: int, unseen: int, scaling: float)
 
 
 def _lately(query: Tensor, line: _Line, scaling: float, layout: Layout) -> Tensor:
-    """Squared weights [B, Hkv, P] among tokens outside the local window and the sinks, from the line's last queries, each
-    of which counts a 64th less than the next."""
+    """Squared weights [B, Hkv, P] among tokens outside the local window and the sinks, from the line's last queries,
+    each of which counts a 64th less than the next."""
     first = line.real & (line.real.cumsum(1) <= layout.sinks)
     share, distance = _weights(query, line, slice(None), len(line) - query.shape[2], scaling)
     share = share.masked_fill_((distance < layout.window) | first[:, None, None, None], 0)

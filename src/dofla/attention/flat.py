@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def retains(self) -> bool:
-        """Whether it is one that :func:`dofla.fade` makes: a window, one tier with heavy hitters, no features."""
+        """Whether it is one that :func:`dofla.compress` makes: a window, one tier with heavy hitters, no features."""
         return self.window > 0 and not self.features and self.fading.kept > 0 and len(self.fading.counts) == 1
 
     @property

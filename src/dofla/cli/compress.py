@@ -25,6 +25,9 @@ def compress(
     ] = "self",
     windows: Annotated[int, typer.Option(help="Number of calibration windows.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    prefill: Annotated[
+        str, typer.Option(help="How prompts are read: exact, stream (token by token), or auto (exact on a GPU).")
+    ] = "auto",
     keep_softmax: KeepSoftmax = None,
     dtype: Dtype = None,
     seed: Seed = 0,
@@ -53,6 +56,7 @@ def compress(
                 retrieval_heads=retrieval_heads,
                 tokenizer=tokenizer,
                 keep_softmax=keep_softmax or (),
+                prefill=prefill,
             )
         write_adapter(compressed, folder)
         tokenizer.save_pretrained(folder)

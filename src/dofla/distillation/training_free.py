@@ -76,6 +76,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
+    prefill: str = "auto",
 ) -> PreTrainedModel:
     """Give a causal model a compressed cache of constant size, in place and without training: recent tokens in int8,
     older ones in 3 bits, eviction by attention score.
@@ -98,6 +99,10 @@ def compress(
         tokenizer: the model's, which writes the needles; needed for retrieval heads only.
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
+        prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
+            retain are selected at the end of each call, by the attention of all its queries. ``stream``: token by
+            token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, else
+            stream.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
@@ -118,7 +123,7 @@ def compress(
         )
     options = {"keep_softmax": keep_softmax, "batch_size": batch_size, "context": context}
     options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    compressor = Compressor(model, windows, **options)
+    compressor = Compressor(model, windows, **options, prefill=prefill)
     budget = compressor.budget(size, ratio)
     if head_budgets == "measured":
         return compressor.make(budget, _measured(compressor, budget))
