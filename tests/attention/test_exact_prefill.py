@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import LOG_ZERO, Moments
-from dofla.attention.exact_prefill import NEIGHBORS
+from dofla.attention.prefill import NEIGHBORS
 from dofla.feature_maps.layer import LinearAttention
 
 SCALING, DIM = 0.25, 16

@@ -14,7 +14,7 @@ from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, KeySmoothing, Moments, Stage, stage_bytes
 from dofla.attention.compressed import FadedHeads
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
-from dofla.attention.exact_prefill import exact_prefill
+from dofla.attention.prefill import exact_prefill
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention

@@ -1,4 +1,4 @@
-"""Squared attention weights that keys draw from the queries of a prefill (exact_prefill.py), as a Triton kernel: a
+"""Squared attention weights that keys draw from the queries of a prefill (prefill.py), as a Triton kernel: a
 second pass over queries and keys that reuses the log-sum-exp of flash attention and stores no weights. Importing this
 file needs triton."""
 
