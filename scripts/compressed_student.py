@@ -1,8 +1,8 @@
 """Make one of the students of docs/students with a compressed cache, with a card of figures on several kinds of text.
 
-    python scripts/compressed_student.py models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --out docs/students/smollm2-135m-compressed
+    python scripts/compressed_student.py models/smollm2-135m --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/stories-val.txt.gz \\
+        --text data/books-val.txt.gz --out docs/students/smollm2-135m-compressed
 
 MODEL is what smollm2_checkpoint.py writes. Python source, the standard library of the interpreter that runs this, is
 always among the texts.

@@ -1,6 +1,6 @@
 """Trains the small teacher that ships with dofla: children's stories mixed with documents that need long-range recall.
 
-    python scripts/train_demo_teacher.py --stories ../shared/data/stories-train.txt.gz
+    python scripts/train_demo_teacher.py --stories data/stories-train.txt.gz
 
 Story files hold documents separated by one blank line. The documents that need recall come from
 `dofla.runs.demo.documents`.
@@ -43,8 +43,8 @@ class Arch(str, Enum):
 
 def main(
     arch: Annotated[Arch, typer.Option(help="Model family.")] = Arch.llama,
-    stories: Annotated[Path, typer.Option(help="Training stories.")] = Path("../shared/data/stories-train.txt.gz"),
-    validation: Annotated[Path, typer.Option(help="Held-out stories.")] = Path("../shared/data/stories-val.txt.gz"),
+    stories: Annotated[Path, typer.Option(help="Training stories.")] = Path("data/stories-train.txt.gz"),
+    validation: Annotated[Path, typer.Option(help="Held-out stories.")] = Path("data/stories-val.txt.gz"),
     out: Annotated[Path, typer.Option(help="Folder to write; replaced when done.")] = Path(
         "src/dofla/runs/demo/teacher"
     ),

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -133,11 +135,20 @@ def test_int8_weights(student, capsys):
 def test_sharing(student, capsys):
     card = run("sharing", student)
     assert "license: apache-2.0" in card
-    assert "| gap, nats per token |" in card
+    assert "| loss increase, nats per token |" in card
     assert "dofla.distill(student, tokens, loss='output', steps=8" in card
     out = capsys.readouterr().out
     assert re.search(r"^adapter/feature_maps.safetensors: [\d,]+ KiB$", out, re.MULTILINE)
     assert card in out
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    notebook = nbformat.read(EXAMPLES / "compress.ipynb", as_version=4)
+    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = ["".join(out.get("text", "") for out in cell.get("outputs", [])) for cell in notebook.cells]
+    assert re.findall(r"(\w+) +\d+\.\d{3}", said[-3]) == ["48KiB", "64KiB", "96KiB", "original"]
+    assert "Once upon a time, there was a" in said[-1]
 
 
 @pytest.mark.long

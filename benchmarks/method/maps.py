@@ -2,8 +2,8 @@
 output error after a fit.
 
     python benchmarks/method/maps.py demo --budget 32
-    python benchmarks/method/maps.py models/smollm2-135m --dtype bfloat16 --source ../shared/data/english-train.txt.gz
-    python benchmarks/method/maps.py models/smollm2-135m --dtype bfloat16 --source ../shared/data/english-train.txt.gz \
+    python benchmarks/method/maps.py models/smollm2-135m --dtype bfloat16 --source data/english-train.txt.gz
+    python benchmarks/method/maps.py models/smollm2-135m --dtype bfloat16 --source data/english-train.txt.gz \
         --length 2048 --parts 4 --row "mlp and exact" --row "mlp, far keys" --row "window and sinks"
 
 The model runs once; what some of its layers see is kept, and every candidate is trained on that, some seconds a layer.

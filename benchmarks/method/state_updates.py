@@ -2,7 +2,7 @@
 
     python benchmarks/method/state_updates.py demo --budget 32
     python benchmarks/method/state_updates.py models/smollm2-135m --dtype bfloat16 \
-        --source ../shared/data/english-train.txt.gz
+        --source data/english-train.txt.gz
 
 The first table has the error of the layer's output, all states having the same bytes. The second asks for what a state
 remembers: n keys of the model's own, drawn at random, each with a random value; then each key once more, and its value

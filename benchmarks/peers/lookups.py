@@ -1,8 +1,8 @@
 """Looking things up: what a memory finds again of single facts in a long context, by generation: dofla's, the
 original's, what one would use instead.
 
-    python benchmarks/peers/lookups.py --model models/smollm2-135m --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --out runs/lookups --kvpress build/peers/bin/python
+    python benchmarks/peers/lookups.py --model models/smollm2-135m --calibrate data/english-train.txt.gz \\
+        --text data/books-val.txt.gz --out runs/lookups --kvpress build/peers/bin/python
 
 Kinds of question are those of RULER (needles.py): *single*, a needle among sentences about nothing; *multi-key*, one
 of four needles in prose (``--text``); *variables*, four assignments that lead from one variable to the next; *common

@@ -1,8 +1,8 @@
 """Loss increase through the quantization of keys alone, with and without a key bias and outlier channels.
 
     python benchmarks/quality/key_quantization.py --model models/qwen2.5-coder-0.5b \\
-        --calibrate ../shared/data/english-train.txt.gz --text ../shared/data/english-val.txt.gz \\
-        --text ../shared/data/books-val.txt.gz
+        --calibrate data/english-train.txt.gz --text data/english-val.txt.gz \\
+        --text data/books-val.txt.gz
 
 Softmax attention to all tokens; keys are in eight bits, or in eight and then three. Python source, the modules of the
 standard library of the interpreter that runs this, is always among the texts. Of each text: nats per token, and

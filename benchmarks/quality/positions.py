@@ -2,8 +2,8 @@
 the next tokens by the position of the first, for memories measured over more or fewer positions.
 
     python benchmarks/quality/positions.py --model models/smollm2-135m \\
-        --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/books-val.txt.gz
+        --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/books-val.txt.gz
 
 The original of a model with rotary positions does not notice where a window stands; its keys turn with their position,
 and codes measured at the first positions alone fit no others. All layers have the same size.

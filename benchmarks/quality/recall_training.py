@@ -1,9 +1,9 @@
 """What training end to end on long windows brings, and what documents among them do in which something is looked up.
 
     python benchmarks/quality/recall_training.py --model models/smollm2-135m \\
-        --calibrate ../shared/data/english-train.txt.gz \\
-        --text ../shared/data/english-val.txt.gz --text ../shared/data/stories-val.txt.gz \\
-        --text ../shared/data/books-val.txt.gz --hay ../shared/data/books-val.txt.gz --seeds 3
+        --calibrate data/english-train.txt.gz \\
+        --text data/english-val.txt.gz --text data/stories-val.txt.gz \\
+        --text data/books-val.txt.gz --hay data/books-val.txt.gz --seeds 3
 
 A student of ``dofla.compress``, as it is made, and trained on as many windows of prose (``--share 0``), or with a share
 of documents in their place: prose in which four needles are hidden, which are then all asked for and told again
@@ -71,12 +71,12 @@ def mixed(prose: TokenWindows, writer: Writer, share: float, seed: int) -> Token
 def judge(
     student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: dict[str, TokenWindows], tasks: list[Task]
 ) -> Figures:
-    """Gap and KL of each text, and the share of needles found in each length."""
+    """Loss increase and KL of each text, and the share of needles found in each length."""
     found: Figures = {}
     with evaluation_mode(student):
         for name, windows in texts.items():
             figures = next_token_figures(student, windows)
-            found |= {f"{name}, gap": figures["gap"], f"{name}, KL": figures["kl"]}
+            found |= {f"{name}, loss increase": figures["loss_increase"], f"{name}, KL": figures["kl"]}
     for task in tasks:
         scores = [score for context in task.contexts for score in answer(student, tokenizer, context)[0]]
         found[f"found in {task.length}"] = sum(scores) / len(scores)

@@ -4,8 +4,8 @@ beside a long key-value cache.
     python benchmarks/speed/gpu.py
 
 12 heads, d = M = 64, bfloat16, computing the features included, and as many heads that remember what `budget=64` does
-(docs/maths/fading.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run. Ratios above 1
-mean that softmax attention is slower. Times are between CUDA events around many
+(docs/maths/compressed-cache.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run.
+Ratios above 1 mean that softmax attention is slower. Times are between CUDA events around many
 calls, so that a call too short for Python to keep up with counts as long as Python takes.
 """
 
@@ -25,7 +25,13 @@ from dofla.attention import gpu
 from dofla.feature_maps.layer import LinearAttention
 
 HEADS, DIM, FEATURES = 12, 64, 64
-MEMORY = {"window": 31, "sinks": 2, "token_dtype": "int8", "stages": [[(58, 3.0)]] * HEADS, "kept": [159] * HEADS}
+MEMORY = {
+    "window": 31,
+    "sinks": 2,
+    "token_dtype": "int8",
+    "tiers": [[(58, 3.0)]] * HEADS,
+    "heavy_hitters": [159] * HEADS,
+}
 SCALING = DIM**-0.5
 
 

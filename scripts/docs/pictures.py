@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from random import Random
 
-from dofla.attention import stage_bytes
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import UNIT, levels
 from dofla.plans.compressed import even_counts
@@ -211,34 +210,36 @@ def knapsack() -> None:
 
 
 def memory() -> None:
-    """What a KV head keeps of a long text: as wide as there are tokens, as high as they have bits."""
-    dim, floor, per_token, per_bit = 64, 200, 1.55, 12
+    """What a KV head holds of a long text: as wide as there are tokens, as high as they have bits."""
+    dim, floor, per_token, per_bit = 64, 224, 1.55, 13
     cost = HeadCost.of(dim, dim, 4, "int8")
     found = even_counts(64, dim, dim, cost)
-    ((newest, far),) = found.stages
-    old = stage_bytes(dim, dim, far, scored=True)
-    parts = [text(20, 26, "A token loses bits as it ages, and its bytes make room for others", "title")]
-    parts += [arrow((540, 50), (176, 50)), text(168, 54, "gone, or into features", "small", "end")]
+    ((newest, far),) = found.tiers
+    parts = [text(20, 28, "The life of a token in the cache of a KV head", "title")]
+    parts += [text(540, 62, "a new token", "small", "end"), arrow((458, 58), (150, 58))]
+    parts += [text(142, 62, "evicted", "small", "end")]
     columns = [
-        (540, found.window, 8, BLUE, "q₈(x)", found.window * cost.token),
-        (466, newest, far, BLUE, "q₃(q₈(x))", newest * old),
-        (340, found.kept, far, RED, "those that draw attention", found.kept * old),
+        (540, found.window, 8, BLUE, "local window", "int8"),
+        (466, newest, far, BLUE, "older tokens", f"{far:g} bits"),
+        (340, found.heavy_hitters, far, RED, "heavy hitters", f"{far:g} bits, by attention"),
     ]
-    for right, tokens, bits, colour, formula, size in columns:
+    for right, tokens, bits, colour, name, precision in columns:
         width, height = per_token * tokens, per_bit * bits
         at, anchor = (right, "end") if bits == 8 else (right - width / 2, "middle")
-        parts.append(box(right - width, floor - height, width, height, colour, bits / 8, 2))
-        parts += [text(at, floor - height - 24, f"{tokens} @ {bits:g} bits", "", anchor)]
-        parts += [text(at, floor - height - 8, formula, "small", anchor)]
-        parts += [text(at, floor + 17, f"{size:,} B", "small", anchor)]
-        parts += [arrow((right - width / 2, floor + 22), (right - width / 2, floor + 42))]
-    parts += [box(24, floor - 8 * per_bit, 8, 8 * per_bit, DARK, 1, 2), arrow((28, floor + 22), (28, floor + 42))]
-    parts += [text(24, floor - 8 * per_bit - 24, f"{found.sinks} @ 8 bits", "", "start", DARK)]
-    parts += [text(24, floor - 8 * per_bit - 8, "the first tokens", "small")]
-    parts += [text(24, floor + 17, f"{found.sinks * cost.token} B", "small")]
-    parts += [line([(20, floor), (544, floor)]), box(20, floor + 46, 524, 30, DARK, 0.1, 4)]
-    parts += [text(282, floor + 66, "one sum of weighted values, divided by one sum of weights", "", "middle")]
-    picture("memory", 292, "The memory of a KV head that fades", parts)
+        parts.append(box(right - width, floor - height, width, height, colour, 0.35 + 0.65 * (bits == 8), 2))
+        parts += [text(at, floor - height - 24, name, "", anchor, colour)]
+        parts += [text(at, floor - height - 8, precision, "small", anchor)]
+        parts += [text(at, floor + 19, f"{tokens} tokens", "small", anchor)]
+        parts += [arrow((right - width / 2, floor + 26), (right - width / 2, floor + 46))]
+    parts += [box(24, floor - 8 * per_bit, 8, 8 * per_bit, DARK, 1, 2), arrow((28, floor + 26), (28, floor + 46))]
+    parts += [text(24, floor - 8 * per_bit - 24, "attention sinks", "", "start", DARK)]
+    parts += [
+        text(24, floor - 8 * per_bit - 8, "int8", "small"),
+        text(24, floor + 19, f"{found.sinks} tokens", "small"),
+    ]
+    parts += [line([(20, floor), (544, floor)]), box(20, floor + 50, 524, 30, DARK, 0.1, 4)]
+    parts += [text(282, floor + 70, "one softmax over all of them", "", "middle")]
+    picture("memory", 318, "The life of a token in the compressed cache", parts)
 
 
 def coding() -> None:

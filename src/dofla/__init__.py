@@ -19,7 +19,7 @@ import importlib
 import lazy_loader
 import wrapt
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What is exported stands in __init__.pyi. Each name is imported when it is first used, so that `import dofla` costs
 # nothing; transformers learns of dofla as soon as it can hold a model, whoever imports it.

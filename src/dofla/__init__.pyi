@@ -23,6 +23,7 @@ from .plans.curves import Curves
 from .plans.head_budgets import HeadBudgets
 from .plans.plan import LayerPlan, Plan
 from .profiles.profile import Profile
+from .runs.bundled import demo
 from .runs.check import check
 from .runs.frontier import frontier
 
@@ -42,6 +43,7 @@ __all__ = [
     "compile_generate",
     "compress",
     "continuous_batching",
+    "demo",
     "distill",
     "distill_end_to_end",
     "evaluate",

@@ -21,8 +21,8 @@ def layer_of(heads: int, window: int, sinks: int, newest: list[int], retained: l
     layer = LinearAttention("none", [0] * heads, DIM, window, sinks, "int8", tiers, retained, DIM)
     generator = torch.Generator().manual_seed(0)
     layer.reset_parameters(generator)
-    for fading in layer.fading.values():
-        for coder in (fading.key, fading.value):
+    for coded_tiers in layer.coded_tiers.values():
+        for coder in (coded_tiers.key, coded_tiers.value):
             coder.calibrate(Moments.of(torch.randn(coder.heads, 200, DIM, generator=generator)))
     return layer.requires_grad_(False)
 
@@ -51,7 +51,7 @@ def tokens_of(layer: LinearAttention, states) -> list[torch.Tensor]:
     for n, state in enumerate(states):
         layout = layer.layout_of(n)
         opened = layout.opened(state)
-        tier = layout.fading.straight(opened.stages[-1], 0)
+        tier = layout.coded_tiers.unrotate(opened.tiers[-1], 0)
         parts = [
             tier.key.masked_fill(tier.log_weight[..., None] <= LOG_ZERO, 0),
             opened.window.unpacked(torch.float32).key,
@@ -121,10 +121,10 @@ def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, le
                 *(vars(getattr(x, name) or streamed.window).values() for x in (exact, streamed)), strict=True
             ):
                 assert torch.equal(one, other)
-        free = exact.stages[-1].score < 0
-        assert torch.equal(free, streamed.stages[-1].score < 0)
+        free = exact.tiers[-1].score < 0
+        assert torch.equal(free, streamed.tiers[-1].score < 0)
         for name in ("key", "key_scale", "value", "value_scale"):
-            one, other = (getattr(x.stages[-1], name).masked_fill(free[..., None], 0) for x in (exact, streamed))
+            one, other = (getattr(x.tiers[-1], name).masked_fill(free[..., None], 0) for x in (exact, streamed))
             assert torch.equal(one, other)
 
 
@@ -142,7 +142,7 @@ def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed
         if before is not None and part > 1:
             held = [layer.layout_of(n).opened(state) for n, state in enumerate(before)]
             for n, state in enumerate(held):
-                tier = layer.layout_of(n).fading.straight(state.stages[-1], 0)
+                tier = layer.layout_of(n).coded_tiers.unrotate(state.tiers[-1], 0)
                 near = [state.window.unpacked(torch.float32)] + (
                     [state.sinks.unpacked(torch.float32)] if state.sinks else []
                 )
@@ -180,7 +180,7 @@ def test_padding_takes_no_slot(padding):
             one = one.map(lambda x, n=n: x[n : n + 1])
             for name in ("window", "sinks"):
                 assert all(map(torch.equal, vars(getattr(one, name)).values(), vars(getattr(other, name)).values()))
-            *codes, scores = zip(*(vars(x.stages[-1]).values() for x in (one, other)), strict=True)
+            *codes, scores = zip(*(vars(x.tiers[-1]).values() for x in (one, other)), strict=True)
             assert all(torch.equal(*pair) for pair in codes)
             assert (scores[0].int() - scores[1]).abs().max() <= 1  # sums of other lengths are rounded otherwise
 

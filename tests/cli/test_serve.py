@@ -30,7 +30,14 @@ from dofla.runs.serving import _AtOnce
 pytestmark = pytest.mark.slow
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
+SIZES = {
+    "features": 0,
+    "window": 8,
+    "sinks": 2,
+    "feature_map": "none",
+    "tiers": [[8, 4.0], [8, 3.0]],
+    "heavy_hitters": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -131,23 +138,23 @@ def test_requests_at_once_are_all_answered(client):
         assert 1 <= usage.completion_tokens <= 6
 
 
-def test_nothing_at_once_is_refused(capsys):
-    assert call("serve", "no-such-student", "--at-once", 0) == 2
+def test_nothing_at_once_is_refused(capsys, tmp_path):
+    assert call("serve", tmp_path, "--at-once", 0) == 2
     assert "at_once is 0" in capsys.readouterr().err
 
 
-def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys):
+def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert call("serve", "no-such-student", "--host", "127.0.0.1", "--port", port) == 2
+        assert call("serve", tmp_path, "--host", "127.0.0.1", "--port", port) == 2
     said = capsys.readouterr().err
     assert f"cannot listen on --host '127.0.0.1' --port {port}" in said
     assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", [("--port", -1), ("--port", 70000), ("--host", "a\nb"), ("--host", "." * 300)])
-def test_what_is_no_place_is_refused(capsys, place):
-    assert call("serve", "student", *place) == 2
+def test_what_is_no_place_is_refused(capsys, tmp_path, place):
+    assert call("serve", tmp_path, *place) == 2
     assert (said := capsys.readouterr().err).startswith("dofla: cannot listen on")
     assert said.count("\n") == 1
 
@@ -177,8 +184,8 @@ def test_beyond_this_machine_a_key_is_wanted(tiny, tmp_path, key):
         (("--max-body", 0), "max_body is 0: give 1 or more"),
     ],
 )
-def test_a_key_and_a_bound_must_be_such(capsys, words, reason):
-    assert call("serve", "no-such-student", *words) == 2
+def test_a_key_and_a_bound_must_be_such(capsys, tmp_path, words, reason):
+    assert call("serve", tmp_path, *words) == 2
     assert reason in capsys.readouterr().err
 
 

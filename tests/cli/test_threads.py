@@ -12,8 +12,8 @@ OWN = ("OMP_", "GOMP_", "KMP_", "MALLOC_", "GLIBC_")
 # Page faults of taking the same memory a second time, for a first time that took some.
 TAKEN_TWICE = """
 import resource
-from dofla.cli.threads import settle
-settle()
+from dofla.cli.threads import configure_threads
+configure_threads()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytearray(64 << 20)
@@ -36,7 +36,17 @@ def carried_out(*command: str, **environment: str) -> subprocess.CompletedProces
     ("given", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")]
 )
 def test_threads_of_a_verb_sleep_while_they_wait(given, spins, tmp_path):
-    command = (sys.executable, "-m", "dofla", "profile", str(tmp_path / "none"), "--data", "none", "--out", "none")
+    command = (
+        sys.executable,
+        "-m",
+        "dofla",
+        "profile",
+        str(tmp_path),
+        "--data",
+        "sample",
+        "--out",
+        str(tmp_path / "none"),
+    )
     shown = carried_out(*command, OMP_DISPLAY_ENV="verbose", **given).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in shown
 

@@ -406,6 +406,18 @@ def test_self_samples_are_reproducible_and_leave_no_trace(model, tokenizer):
     assert not torch.equal(samples.input_ids, other.input_ids)
 
 
+def test_sampling_says_how_far_it_is(model, tokenizer):
+    seen = []
+    samples = self_sample(
+        model, tokenizer, count=5, length=6, batch_size=4, progress=lambda *report: seen.append(report)
+    )
+    assert seen == [(n, 12) for n in range(1, 13)]  # two batches
+    assert torch.equal(samples.input_ids, self_sample(model, tokenizer, count=5, length=6, batch_size=4).input_ids)
+    seen.clear()
+    token_windows("self", tokenizer, model=model, length=6, windows=2, progress=lambda *report: seen.append(report))
+    assert seen[-1] == (6, 6)
+
+
 def test_self_samples_follow_the_model_not_its_chat_settings(model, tokenizer, monkeypatch):
     for name, value in {"top_k": 1, "repetition_penalty": 5.0, "max_new_tokens": 2}.items():
         monkeypatch.setattr(model.generation_config, name, value)

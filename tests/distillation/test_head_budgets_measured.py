@@ -111,9 +111,23 @@ def test_windows_are_read_one_by_one_or_together(tiny, batch_size):
     for name, costs in found.costs.items():
         assert costs == pytest.approx(whole.costs[name], rel=1e-3, abs=1e-6)
     passes = -(-3 // batch_size) + 1  # a third of the text twice: a single batch of it, so nothing is held out
-    assert seen == [("passes", n, passes) for n in range(1, passes + 1)]
+    batches = -(-3 // batch_size)
+    directions = [("directions", n, batches) for n in range(1, batches + 1)]
+    assert seen == directions + [("head budgets", n, passes) for n in range(1, passes + 1)]
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("head_budgets", ["measured", "even"])
+def test_every_pass_is_reported(tiny, head_budgets):
+    seen = []
+    options = {"budget": BUDGET, "head_budgets": head_budgets, "progress": lambda *report: seen.append(report)}
+    compress(tiny.llama(), windows(tiny), **options)
+    stages = list(dict.fromkeys(stage for stage, _, _ in seen))
+    assert stages == (["directions", "head budgets"] if head_budgets == "measured" else ["directions"])
+    for stage in stages:
+        reports = [(done, total) for name, done, total in seen if name == stage]
+        assert reports == [(n, len(reports)) for n in range(1, len(reports) + 1)]
 
 
 def test_padding_plays_no_part(tiny, monkeypatch):
@@ -143,7 +157,7 @@ def test_no_head_gets_places_for_more_tokens_than_there_are_positions(tiny):
 
     def places(plan):
         heads = [own for layer in plan.layers for own in zip(layer.sizes, layer.coded_per_head, strict=True)]
-        return [window + sinks + sum(count for count, _ in stages) for (_, window, sinks), stages in heads]
+        return [window + sinks + sum(count for count, _ in tiers) for (_, window, sinks), tiers in heads]
 
     for positions in (128, 160):
         plan = plan_of(compress(model, tokens, budget=2 * BUDGET, head_budgets=head_budgets, context=positions))
@@ -191,7 +205,7 @@ def test_small_budgets_leave_every_head_tokens_of_each_kind(tiny):
 def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_with(tiny):
     model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
     held = [compressed_plan(model, budget).layers[0] for budget in (16, 64)]
-    held = [layer.window + layer.sinks + layer.stages[0][0] + layer.kept for layer in held]
+    held = [layer.window + layer.sinks + layer.tiers[0][0] + layer.heavy_hitters for layer in held]
     assert held[0] < 64 < held[1]
     small, large = (measure_head_budgets(model, tokens, budget) for budget in (16, 64))
     assert small.made_by["size"] == MOST

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from textwrap import dedent
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from students import student_of
 
 import dofla
 from dofla.data import TokenWindows
+from dofla.display import as_html, figure
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.run import Evaluation
 
 LENGTH = 16
 BEFORE = ("model", "source", "windows")
@@ -43,7 +46,7 @@ def test_an_encoder_is_compared_by_its_embeddings(tiny, kind):
     data = tiny.padded(6, LENGTH) if kind == "bert" else tiny.images(6)
     student = student_of(tiny, kind)
     figures = dofla.evaluate(student, data, batch_size=3)
-    assert figures.gap is None
+    assert figures.loss_increase is None
     assert len(figures.layers) == 2
     assert (figures.softmax_bytes is None) == (kind == "vit")
     data, sizes = figures.to_dict(), ["length", "softmax_bytes"] if kind == "bert" else []
@@ -56,20 +59,72 @@ def test_an_encoder_is_compared_by_its_embeddings(tiny, kind):
 def test_the_figures_are_shown_as_tables(tiny, kind):
     data = tiny.images(6) if kind == "vit" else tiny.padded(6, LENGTH)
     figures = dofla.evaluate(student_of(tiny, kind), data, batch_size=3)
-    text, page = str(figures), figures._repr_html_()
+    short, text, page = str(figures), figures.table(layers=True), as_html(figures.parts(layers=True))
     assert max(map(len, text.splitlines())) <= 80
-    name = "gap" if kind == "llama" else "cosine"
-    assert re.search(rf"^{name} +{getattr(figures, name):.6g}$", text, re.M)
+    assert text.startswith(short)
+    assert page.startswith(figures._repr_html_())
+    name = "loss increase, nats per token" if kind == "llama" else "cosine of embeddings"
+    value = figures.loss_increase if kind == "llama" else figures.cosine
+    assert re.search(rf"^{name} +{re.escape(figure(value))}", short, re.M)
     for layer, found in figures.layers.items():
-        assert re.search(rf"^{re.escape(layer)} +{found.kl:.4f} +{found.output_error:.4f}$", text, re.M)
+        assert layer not in short
+        assert re.search(rf"^{re.escape(layer)} +{figure(found.output_error)} +{figure(found.kl)}$", text, re.M)
         assert f"{layer}</td>" in page
-    assert page.count("<table>") == page.count("</table>") == 2
+    assert page.count("<table>") == page.count("</table>") == (3 if kind == "llama" else 2)
 
 
-def test_attention_that_lets_tokens_go_diverges_endlessly(tiny):
+def test_what_a_person_decides_by_fits_a_screen():
+    shown = str(evaluation([0.0021, 0.0045]))
+    assert shown == dedent("""\
+        48 windows of 512 tokens: stories
+
+                              original  compressed
+        loss, nats per token      2.00        2.00
+        perplexity                7.39        7.41
+        cache at 512 tokens    2.0 MiB   136.0 KiB  15.1 x smaller
+
+        loss increase, nats per token  0.00300 (95 % interval 0.00210 to 0.00450)
+        perplexity increase            +0.300 % (+0.210 % to +0.451 %)
+        KL divergence, nats per token  0.00400
+        same likeliest token           97.6 %
+
+        Close to the original: perplexity +0.300 %, cache 15.1 x smaller at 512 tokens.""")
+
+
+@pytest.mark.parametrize(
+    ("interval", "state", "words"),
+    [
+        ([-0.058, -0.027], 136, "predicts this text better than the original: the text is unlike the original's"),
+        ([0.1, 0.2], 136, "Worse than the original: perplexity +16.2 %, cache 15.1 x smaller"),
+        ([4.0, 6.0], 136, "Far from the original: perplexity x 148, cache 15.1 x smaller"),
+        ([0.0, 0.01], 4096, "Close to the original: perplexity +0.501 %, cache 2.00 x larger at 512 tokens."),
+    ],
+)
+def test_the_verdict_follows_from_the_interval_and_the_bytes(interval, state, words):
+    assert words in " ".join(str(evaluation(interval, state)).split())
+
+
+def evaluation(interval, state=136):
+    increase = sum(interval) / 2 if interval != [0.0021, 0.0045] else 0.003
+    return Evaluation(
+        *({}, "stories", 48, {}, state * 1024, "compressed", 512, 2048 * 1024, 100),
+        teacher_loss=2.0,
+        student_loss=2.0 + increase,
+        loss_increase=increase,
+        loss_increase_interval=interval,
+        kl=0.004,
+        top1_agreement=0.976,
+    )
+
+
+def test_attention_that_lets_tokens_go_has_no_column_of_infinities(tiny):
     model = compress(tiny.llama(), tiny.tokens(2, 48), budget=4, head_budgets="even")
-    text = str(dofla.evaluate(model, tiny.tokens(2, 128), batch_size=2))
-    assert re.search(r"^model\.layers\.0\.self_attn +∞ +\d\.\d{4}$", text, re.M)
+    figures = dofla.evaluate(model, tiny.tokens(2, 128), batch_size=2)
+    text = figures.table(layers=True)
+    assert "∞" not in text
+    assert "attention KL" not in text
+    error = figures.layers["model.layers.0.self_attn"].output_error
+    assert re.search(rf"^model\.layers\.0\.self_attn +{figure(error)}$", text, re.M)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
@@ -111,7 +166,7 @@ def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}])
 def test_exact_attention_shows_as_no_loss_at_all(tiny, plan):
     figures = dofla.evaluate(student_of(tiny, **plan), tiny.tokens(3, LENGTH))
-    assert figures.gap == pytest.approx(0, abs=1e-5)
+    assert figures.loss_increase == pytest.approx(0, abs=1e-5)
     assert figures.kl == pytest.approx(0, abs=1e-5)
     assert figures.top1_agreement == 1
     assert all(layer.kl < 1e-6 for layer in figures.layers.values())

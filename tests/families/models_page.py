@@ -14,7 +14,7 @@ _HEAD = """# Supported models
 <!-- Written by tests/families/models_page.py -->
 
 `dofla check MODEL` says of any model whether it is supported, from its `config.json` alone
-([how](how-to/own-model.md#is-it-supported)). There is no list of families in the code: dofla runs the model once on a
+([how](guides/compress.md#is-it-supported)). There is no list of families in the code: dofla runs the model once on a
 few tokens and sees which modules call for attention. This page is what tests find of every family of causal language
 models in transformers, and of those that take pictures as well, on text: {supported} supported, {refused} refused,
 {others} not tested.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import dofla
 from dofla.data import TokenWindows
+from dofla.display import factor
 from dofla.integration.model_card import by_hand, write_card
 from dofla.integration.record import Record, without_folders
 from dofla.integration.surgery import plan_of, record_of
@@ -34,8 +35,8 @@ FIGURES = {
     "language": {
         "teacher_loss": 1.5,
         "student_loss": 1.625,
-        "gap": 0.125,
-        "gap_interval": [0.1, 0.15],
+        "loss_increase": 0.125,
+        "loss_increase_interval": [0.1, 0.15],
         "kl": 0.25,
         "top1_agreement": 0.875,
     },
@@ -81,45 +82,64 @@ def test_a_card_says_what_the_student_is(kind, base, tmp_path):
     assert data["library_name"] == "dofla"
     assert data["pipeline_tag"] == "text-generation"
     assert data["tags"] == ["dofla", "linear-attention"]
-    assert data["metrics"] == ["loss", "gap", "kl", "agreement"]
+    assert data["metrics"] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
     (results,) = data["model-index"][0]["results"]
     values = {metric["type"]: metric["value"] for metric in results["metrics"]}
-    assert values == {"loss": 1.625, "gap": 0.125, "kl": 0.25, "agreement": 0.875}
+    assert values == {"loss": 1.625, "perplexity": 5.0784, "loss_increase": 0.125, "kl": 0.25, "agreement": 0.875}
     text = text_of(folder)
     assert ('dofla.load("out")' in text) == (kind == "adapter")
     assert ('AutoModelForCausalLM.from_pretrained("out")' in text) == (kind == "standalone")
-    assert "| gap, nats per token | 0.125 (0.1 to 0.15) |" in text
+    assert "| loss increase, nats per token | 0.125 (0.1 to 0.15) |" in text
     assert "1. `dofla evaluate out --data my_text.txt.gz`" in text
     assert "/home/me" not in (folder / "README.md").read_text()
     # As the hub reads and writes it, not a letter changes.
     assert str(ModelCard.load(folder / "README.md")) == (folder / "README.md").read_text()
 
 
-def test_the_table_is_the_plan(tmp_path):
+def test_the_plan_is_a_few_lines(tmp_path):
     model = student("gpt2", "softmax_last")
     model.save_pretrained(tmp_path)
-    plan, columns = plan_of(model), ("name", *"fws", "in", "map", "kept", "bytes")
-    rows = [line.split(" | ") for line in text_of(tmp_path).splitlines() if line.startswith("| transformer.h.")]
-    linear, kept = (dict(zip(columns, row, strict=True)) for row in rows)
+    plan, text = plan_of(model), text_of(tmp_path)
+    lines = [line for line in text.partition("## The plan")[2].partition("\n## ")[0].splitlines() if line]
     layer = plan.layers[0]
-    assert linear["name"] == f"| {layer.name}"
-    assert (linear["f"], linear["w"], linear["s"], linear["in"], linear["map"], linear["kept"]) == (
-        *map(str, (layer.features, layer.window, layer.sinks)),
-        *("float32", layer.feature_map, "no"),
-    )
-    assert linear["bytes"].removesuffix(" |") == f"{plan.state_bytes():,}"
-    assert (kept["f"], kept["kept"]) == ("", "yes")
-    assert "1 of 2 attention layers are linear, the others keep softmax attention." in text_of(tmp_path)
-    assert f"Its state takes {plan.state_bytes() / 1024:.1f} KiB per sequence" in text_of(tmp_path).replace("\n", " ")
+    assert (layer.window, layer.sinks) == (0, 0)
+    assert lines[:3] == [
+        "- Attention layers: 2, of which 1 have linear attention and 1 keep softmax attention.",
+        f"- Per KV head: {layer.features} features.",
+        f"- Feature map: {layer.feature_map}.",
+    ]
+    assert len(lines) <= 4
+    held = plan.state_bytes() + plan.kept_softmax_bytes(1024)
+    before = plan.softmax_bytes(1024)
+    assert f"The cache takes {held / 1024:.1f} KiB per sequence" in text
+    assert factor(before, held) in text
+
+
+def test_a_compressed_cache_is_named_so(tmp_path):
+    model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets="even")
+    text = text_of(saved(model, tmp_path, "standalone"))
+    assert "with a compressed key-value cache" in text
+    assert "linear attention" not in text
+    assert "2 have a compressed cache." in text
+    assert front_matter(tmp_path)["tags"] == ["dofla", "kv-cache"]
+
+
+def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, tmp_path):
+    model, windows = student_of(base), TokenWindows(tokens(4, 24), source="stories")
+    dofla.evaluate(model, windows)
+    found = dofla.evaluate(model, windows)
+    text = text_of(saved(model, tmp_path / "out", "adapter"))
+    assert text.count("loss increase, nats per token") == 1
+    assert f"| {found.loss_increase:.4g} (" in text
+    dofla.distill(model, windows, steps=1, rows=8)
+    assert "None are recorded." in text_of(saved(model, tmp_path / "trained", "adapter"))
 
 
 def test_shares_of_kv_heads_are_one_line(tmp_path):
     head_budgets = dofla.HeadBudgets({"model.layers.0.self_attn": [0.75, 1.5], "model.layers.1.self_attn": [1.0, 0.75]})
     model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets=head_budgets)
     text = text_of(saved(model, tmp_path, "standalone"))
-    words = (
-        "Allotted with strategy compressed, size 3.8 KiB, KV heads have 0.75 to 1.50 times the bytes of an even split."
-    )
+    words = "Made with strategy compressed, size 3.8 KiB, KV heads have 0.75 to 1.50 times the bytes of an even split."
     assert words in text
     assert "calibrated for a context of" not in text
 
@@ -157,7 +177,7 @@ def test_training_is_put_on_record(base, tmp_path):
         text = text_of(folder)
         assert "feature maps, layer by layer: 2 steps on owner/stories@train (train), 8 windows of 24 tokens" in text
         assert whole.command in text
-        assert "Training showed it 64 positions" in text
+        assert "It was trained on 64 positions" in text
         assert ("no longer the original's" in text) == (kind == "standalone")
         assert record_of(dofla.load(folder)) == record_of(model)
     # The command does it again.
@@ -264,10 +284,14 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     weights = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     dofla.note(folder, figures=tmp_path / "evaluation.json", command="python judge.py")
     assert "python judge.py" in text_of(folder)
-    other = FIGURES | {"language": FIGURES["language"] | {"gap": 0.0625}}
+    other = FIGURES | {"language": FIGURES["language"] | {"loss_increase": 0.0625}}
     dofla.note(str(folder), figures=other)
     dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
-    gaps = [(f.student, f.source) for f in record_of(dofla.load(folder, base_model=base)).figures if f.metric == "gap"]
+    gaps = [
+        (f.student, f.source)
+        for f in record_of(dofla.load(folder, base_model=base)).figures
+        if f.metric == "loss_increase"
+    ]
     text = "my_text.txt.gz (validation), 8 windows of 24 tokens"
     assert gaps == [(0.0625, text), (0.125, "another.txt, 8 windows of 24 tokens")]
     assert front_matter(folder)["base_model"] == "owner/base"
@@ -298,7 +322,7 @@ def test_figures_of_tasks_encoders_and_recall_are_known(tmp_path):
     ("options", "match"),
     [
         ({"figures": {}}, "figures hold none"),
-        ({"figures": {"language": {"gap": 1}}}, "not those of an evaluation .*student_loss"),
+        ({"figures": {"language": {"loss_increase": 1}}}, "not those of an evaluation .*student_loss"),
         ({"figures": {"language": 3}}, "not those of an evaluation"),
         ({"figures": "nowhere.json"}, "nowhere.json does not exist"),
         ({"base_model": "a folder/of mine"}, "base_model is 'a folder/of mine'"),
@@ -386,7 +410,7 @@ def test_results_are_taken_as_they_come(base):
     dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
     (accuracy, *others) = record_of(student).figures
     assert (accuracy.student, accuracy.teacher, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
-    assert [figure.metric for figure in others] == ["loss", "gap", "kl", "agreement"]
+    assert [figure.metric for figure in others] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
 
 
 def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_path, monkeypatch):
@@ -405,7 +429,7 @@ def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_
     assert [training.command for training in record.training] == [command]
     assert {figure.command for figure in record.figures} == {command}
     figures = json.loads((folder.parent / "evaluation.json").read_text())
-    assert record.figures[1].student == figures["language"]["gap"]
+    assert record.figures[2].student == figures["language"]["loss_increase"]
     assert f"1. `{command}`" in text_of(folder)
     assert "a b.txt (train), 8 windows of 24 tokens" in text_of(folder)
     assert "/home/me" not in "".join(path.read_text() for path in folder.glob("*.md"))

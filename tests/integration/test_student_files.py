@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import dofla
+from dofla.integration import checkpoint
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.runs.demo import teacher_path
@@ -371,12 +372,30 @@ def test_what_is_no_folder_is_refused(tmp_path):
     assert_refused(tmp_path / "nothing", "is not a folder")
 
 
-def test_an_adapter_is_not_written_over_another(adapter):
+def test_an_adapter_takes_the_place_of_another_as_a_whole(adapter, monkeypatch):
     before = (adapter / WEIGHTS).read_bytes()
-    with pytest.raises(dofla.DoflaError, match="exists already"):
-        dofla.save_adapter(student("llama"), adapter)
+    (adapter / "tokenizer.json").write_text("mine")
+    (adapter / "lora.safetensors").write_text("of another student")
+    other = student("llama")
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "write_card", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dofla.save_adapter(other, adapter)
     assert (adapter / WEIGHTS).read_bytes() == before
+    assert (adapter / "lora.safetensors").exists()
+    dofla.save_adapter(other, adapter)
+    assert (adapter / "tokenizer.json").read_text() == "mine"
+    assert not (adapter / "lora.safetensors").exists()
+    assert (adapter / "README.md").read_text().startswith("---")
     assert not [path for path in adapter.parent.iterdir() if "partial" in path.name]
+
+
+def test_an_adapter_is_not_written_over_anything_else(adapter, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    with pytest.raises(dofla.DoflaError, match="mine exists already: choose another output folder or remove it"):
+        dofla.save_adapter(student("llama"), tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 def test_an_adapter_of_a_softmax_model_is_refused(tmp_path):

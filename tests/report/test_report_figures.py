@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import dofla
 from dofla.data import TokenWindows
+from dofla.evaluation.samples import Prompt, beginnings
 from dofla.report.maps import LEVELS, attention_maps, moved, packed, sentence, token_texts
+from dofla.report.page import degrees_of_freedom
 from dofla.report.recall import by_distance, forgets_from
 from dofla.report.speed import crossing, timings
-from dofla.report.tables import slider_tables
 from dofla.report.texts import side_by_side
 
 LENGTHS = [128 * 2**n for n in range(5)]
@@ -121,10 +122,10 @@ def test_tokens_join_to_the_text(text):
 
 def test_continuations_of_an_exact_student_never_part(tiny):
     model = tiny.llama()
-    windows = TokenWindows.of(tiny.tokens(3, 24))
+    prompts = [Prompt(ids, 12) for ids in tiny.tokens(2, 20)]
     for window, same in ((64, True), (1, False)):
         student = dofla.linearize(model, tiny.plan(model, 1, window=window, feature_map="prf"))
-        rows = side_by_side(student, None, windows, prompts=2, prompt_tokens=20, new_tokens=12)
+        rows = side_by_side(student, None, prompts)
         assert len(rows) == 2
         for row in rows:
             assert len(row["teacher"]) == len(row["student"]) == 12
@@ -150,12 +151,29 @@ def test_timings_have_both_at_the_same_lengths(tiny, kind):
         assert all(seconds > 0 for who in ("teacher", "student") for _, seconds in record[who].get(what, []))
 
 
-def test_the_sliders_know_the_standard_error_of_every_degree(tiny):
+def test_the_page_knows_the_standard_error_of_every_degree(tiny):
     model, tokens = tiny.llama(), tiny.tokens(9, 40)
     for windows, known in ((tokens, True), (tokens[:1], False)):
         profile = dofla.profile(model, windows, samples=40)
-        tables = slider_tables(profile, {}, budget=4, lam=0.03)
-        for lam, rows in zip(tables["lambdas"], tables["errors"], strict=True):
-            for shown, errors in zip(rows, profile.dof_errors(lam), strict=True):
-                # Two digits are kept.
-                assert shown == ([pytest.approx(error, rel=0.051) for error in errors] if known else [None, None])
+        found = degrees_of_freedom(profile, 0.03)
+        for shown, errors in zip(found["errors"], profile.dof_errors(0.03), strict=True):
+            # Two digits are kept.
+            assert shown == ([pytest.approx(error, rel=0.051) for error in errors] if known else [None, None])
+
+
+def test_prompts_begin_with_a_document_or_a_sentence():
+    def windows(text):
+        return TokenWindows(torch.tensor([[0 if letter == "|" else ord(letter) for letter in text]]))
+
+    class Letters(Bytes):
+        all_special_ids = (0,)
+
+    for text, expected in (
+        ("of it.|Once upon a.", "|Once"),
+        ("of it. Once upon a.", " Once"),
+        ("no ends here at all", "no en"),
+    ):
+        ((ids, new),) = beginnings(windows(text), Letters(), prompts=3, prompt_tokens=5, new_tokens=7)
+        assert ("".join(chr(i) if i else "|" for i in ids.tolist()), new) == (expected, 7)
+    ((ids, _),) = beginnings(windows("of it. Once"), None, prompts=1, prompt_tokens=50, new_tokens=7)
+    assert len(ids) == 11

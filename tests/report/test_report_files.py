@@ -172,16 +172,9 @@ def test_larger_samples_take_the_place_of_the_small_ones(copied):
     students = {student["name"]: student for student in run_data(read_run(copied))["students"]}
     measured = students["Measured"]
     assert measured["recall"]["points"][0] | {"distance": 128, "student": 0.5} == measured["recall"]["points"][0]
-    assert measured["agreed"] == {"tokens": 7.5, "of": 64, "prompts": 32}
+    assert measured["agreed"] == {"share": 7.5 / 64, "prompts": 32}
     assert (measured["tasks"]["teacher"], measured["tasks"]["student"]) == (0.4, 0.45)
     assert students["DoF"]["tasks"] is None
-
-
-def test_older_curves_are_left_out_by_name(copied, tmp_path):
-    (copied / "curves-mlp.json").write_text('{"layers": [{"name": "x", "effect": 1.0, "points": []}]}')
-    (run,) = data_of(write_report([copied], tmp_path / "page.html"))["runs"]
-    assert run["sliders"]["curves"] == []
-    assert "curves-mlp.json" in run["notes"][0]
 
 
 def test_too_many_maps_for_one_page(llama_run, tmp_path, monkeypatch):
@@ -206,13 +199,13 @@ def test_the_verbs_write_their_part(copied, tmp_path, capsys):
     assert call("allocate", copied / "profile", *measured, *options) == 0
     (run,) = data_of(tmp_path / "plan.html")["runs"]
     assert [layer["name"] for layer in run["plan"]] == [FIRST, "model.layers.1.self_attn"]
-    assert (run["sliders"]["budget"], run["sliders"]["strategy"]) == (14, "measured")
+    assert run["profile"]["names"] == [layer["name"] for layer in run["plan"]]
     recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
     text = ["--data", recipe["data"]["source"], "--length", 32, "--windows", 4, "--samples", 32]
     pages = ["--out", tmp_path / "profile", "--html", tmp_path / "profile.html"]
     assert call("profile", recipe["model"], *text, *pages) == 0
     (run,) = data_of(tmp_path / "profile.html")["runs"]
-    assert run["sliders"]["profile"] == str(tmp_path / "profile")
+    assert run["name"] == str(tmp_path / "profile")
     assert call("profile", recipe["model"], *text, "--out", tmp_path / "other", "--html", tmp_path / "plan.html") == 2
     assert not (tmp_path / "other").exists()
 

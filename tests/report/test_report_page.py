@@ -1,37 +1,30 @@
-"""The page in a browser: it opens without a network, its sliders reckon as dofla.allocate does, anyone can read it."""
+"""The page in a browser: it opens without a network, and anyone can read it."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
-import shlex
-import sys
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import dofla
-from dofla.cli import main
-from dofla.errors import DoflaError
-from dofla.plans.compressed import PER_HEAD, even_counts, fillable
 from dofla.plans.curves import Curves, LayerCurve, Point
-from dofla.plans.head_budgets import HeadBudgets
-from dofla.plans.hybrid import HeadCost
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile
 from dofla.profiles.spectrum import Spectrum
 from dofla.report import write_plan_page, write_profile_page, write_report
 from dofla.report.html import LIMIT
-from dofla.report.tables import slider_tables
 from dofla.runs.frontier import FRONTIER, Frontier
 from dofla.runs.frontier import Point as Judged
 from dofla.storage.files import write_json
 
-SECTIONS = ["answer", "bytes", "layers", "attention", "texts", "speed", "frontier", "repeat"]  # of a run
+SECTIONS = ["answer", "compared", "bytes", "layers", "attention", "texts", "speed", "repeat"]  # of a run
 
 
 @contextmanager
@@ -58,7 +51,7 @@ def script(name):
 
 
 def shown(page):
-    return [name for name in [*SECTIONS, "sizes"] if page.locator(f"#{name}").is_visible()]
+    return [name for name in ["answer", "sizes", *SECTIONS[1:]] if page.locator(f"#{name}").is_visible()]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +71,7 @@ def test_a_run_ends_with_a_page_that_opens_anywhere(browser, llama_run, width, s
         for student in page.locator("#student option").all():
             page.locator("#student").select_option(student.get_attribute("value"))
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for word in ("Same next token", "Memory", "Quality lost"):
+        for word in ("Same next token", "Cache", "Perplexity increase"):
             assert page.get_by_text(word).count()
 
 
@@ -95,126 +88,10 @@ def test_several_runs_share_a_page(browser, both_runs):
             *(f"{name} (llama-run)" for name in ("Performer", "DoF", "Measured", "Compressed", "One softmax")),
             *(f"{name} (bert-run)" for name in ("DoF", "Even")),
         ]
-        assert page.locator("#frontier figure").count() == 2  # a gap is no cosine
+        assert page.locator("#compared figure").count() == 2  # a loss increase is no cosine
         page.locator("#student").select_option(label="Even (bert-run)")
         assert page.locator("#answer-title").inner_text() == "bert"
         assert "texts" not in shown(page)
-
-
-def plans_agree(page, profile, curves, lambdas, budgets):
-    """Every strategy at every setting: the page's plan is the library's, or both say that there is none."""
-    strategies = ["fixed", "dof", "dof_clip", "hybrid", *(["measured"] if curves else [])]
-    settings = [
-        (s, b, n) for s in strategies for b in budgets for n in (lambdas if s.startswith("dof") else lambdas[:1])
-    ]
-    known = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs[0].sliders.lambdas")
-    compared = 0
-    for (strategy, budget, n), found in zip(settings, page.evaluate(script("sweep"), settings), strict=True):
-        options = {"lam": known[n], "curves": curves if strategy == "measured" else None}
-        try:
-            plan = dofla.allocate(profile, budget, strategy, **options)
-        except DoflaError:
-            assert found["words"].startswith("No such plan")
-            continue
-        layers = [layer for layer in plan.layers if not layer.keep_softmax]
-        assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers], (
-            strategy,
-            budget,
-            known[n],
-        )
-        assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
-        assert int(found["total"]) == sum(found["bytes"])
-        compared += 1
-    assert compared > len(settings) / 2
-
-
-def compressed_agrees(page, profile, budgets, head_budgets=None, context=None, full_heads=None):
-    """Strategy compressed at every budget: the page's plan is that of even_counts, or both say that there is none."""
-    head_budgets, shapes, positions = (
-        HeadBudgets(head_budgets or {}, full_heads=full_heads or {}),
-        {},
-        context or profile.positions,
-    )
-    for x in profile.layers:
-        cost = HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, "int8")
-        shapes[x.name] = x.head_dim, x.value_dim, cost
-    for budget, found in zip(
-        budgets, page.evaluate(script("sweep"), [["compressed", b, 0] for b in budgets]), strict=True
-    ):
-        try:
-            known = fillable(head_budgets, budget, positions, shapes) if positions else head_budgets
-        except DoflaError:
-            assert found["words"].endswith("etrieval heads would take more than half of the bytes.")
-            continue
-        try:
-            sizes = [
-                [
-                    asdict(even_counts(own, *shapes[x.name], positions))
-                    for own in known.budgets(x.name, x.kv_heads, budget)
-                ]
-                for x in profile.layers
-            ]
-        except DoflaError:
-            assert found["words"] == "No such planThe budget is too small for a token of each kind."
-            continue
-        layers = [
-            LayerPlan(
-                *(x.name, x.kv_heads, x.head_dim, x.value_dim),
-                feature_map="none",
-                token_dtype="int8",
-                **{name: [size[name] for size in own] for name in PER_HEAD},
-            )
-            for x, own in zip(profile.layers, sizes, strict=True)
-        ]
-        assert found["sizes"] == [[list(size) for size in layer.sizes] for layer in layers]
-        assert found["stages"] == [layer.coded_per_head for layer in layers]
-        assert found["bytes"] == [layer.state_bytes(profile.itemsize) for layer in layers]
-        assert int(found["total"]) == sum(found["bytes"])
-        options = [f" --context {context}"] * bool(context) + [" --retrieval-heads 1"] * bool(full_heads)
-        assert found["command"].startswith("dofla compress ")
-        full = budget * sum(x.kv_heads * shapes[x.name][2].feature for x in profile.layers)
-        assert f"--size {full}{''.join(options)} --out" in found["command"].replace(" --head-budgets even", "")
-
-
-def test_sliders_make_the_plans_of_allocate(browser, llama_run):
-    profile, curves = Profile.load(llama_run / "profile"), Curves.load(llama_run / "curves-mlp.json")
-    with opened(browser, llama_run / "report.html") as page:
-        plans_agree(page, profile, curves, [0, 17, 30], [1, 2, 12, 33, 128])
-        compressed_agrees(page, profile, [1, 2, 12, 33, 128])
-
-
-@pytest.mark.parametrize(
-    ("context", "full_heads", "budgets"),
-    [
-        (None, None, [1, 2, 12, 33, 90]),
-        (96, None, [2, 12, 33, 90]),
-        (96, {"model.layers.1.self_attn": [1]}, [2, 12, 20, 33, 90]),
-        (None, {"model.layers.0.self_attn": [1]}, [12, 90, 128]),
-    ],
-)
-def test_sliders_know_the_shares_of_heads(browser, llama_run, tmp_path, context, full_heads, budgets):
-    head_budgets = {
-        "model.layers.0.self_attn": [0.6, 2.0],
-        "model.layers.1.self_attn": [0.7, 0.7],
-    }  # its own may be even
-    profile = Profile.load(llama_run / "profile")
-    before, rest = (llama_run / "report.html").read_text().split('id="data">')
-    data, after = rest.split("</script>", 1)
-    data = json.loads(data)
-    run = data["runs"][0]
-    student = next(x for x in run["students"] if x["name"] == "Compressed")
-    student["context"], student["made_by"]["head_budgets"] = context, head_budgets
-    if full_heads:
-        student["made_by"]["retrieval_heads"] = full_heads
-    start = {"budget": run["sliders"]["budget"], "lam": run["sliders"]["lambda"]}
-    run["sliders"] |= slider_tables(
-        profile, {}, **start, largest_share=2.0, contexts=[context], full_heads=bool(full_heads)
-    )
-    path = tmp_path / "report.html"
-    path.write_text(before + 'id="data">' + json.dumps(data).replace("</", "<\\/") + "</script>" + after)
-    with opened(browser, path) as page:
-        page.locator("#student").select_option(label="Compressed")
-        compressed_agrees(page, profile, budgets, head_budgets, context, full_heads)
 
 
 def synthetic(layers=13, seed=0):
@@ -242,74 +119,64 @@ def synthetic(layers=13, seed=0):
     return Profile("made up", profiles, 64, 64, "none", 0), Curves(measured, "made up", made_by)
 
 
-def test_sliders_of_a_plan_of_many_layers(browser, tmp_path):
+def test_the_page_of_a_plan_of_many_layers(browser, tmp_path):
     profile, curves = synthetic()
     plan = dofla.allocate(profile, 40, "measured", curves=curves)
-    file = tmp_path / "curves.json"
-    path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01, curves={file: curves})
+    path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01)
     with opened(browser, path) as page:
         assert shown(page) == ["answer", "bytes", "layers"]
-        plans_agree(page, profile, curves, [0, 18, 29], [1, 2, 3, 5, 8, 17, 40, 41, 99, 160])
-        compressed_agrees(page, profile, [1, 2, 3, 5, 8, 17, 40, 160])
+        assert page.locator(".plan-row").count() == 13
+        assert page.locator("#plan-sum strong").inner_text() == f"{plan.state_bytes() / 1024:.1f} KiB per sequence"
+        page.locator("#plan svg[tabindex]").focus()
+        page.keyboard.press("ArrowDown")
+        assert re.search(r"Layer 1, KV head 0: .* degrees of freedom", page.locator("#said").inner_text())
 
 
 def test_the_page_of_a_profile_alone(browser, tmp_path):
     profile, _ = synthetic()
     with opened(browser, write_profile_page(profile, tmp_path / "p.html", folder="my folder", lam=0.5)) as page:
         assert shown(page) == ["answer", "bytes"]
-        assert page.locator("input[value=measured]").is_disabled()
-        (found,) = page.evaluate(script("sweep"), [["dof", 20, 3]])
-        assert (
-            found["command"] == "dofla allocate 'my folder' --budget 20 --strategy dof --lambda 0.00003 --out plan.json"
-        )
+        assert "λ = 0.500" in page.locator("#bytes .legend").first.inner_text()
+        assert page.locator(".plan-row").count() == 0
 
 
-def test_the_command_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypatch):
-    made = {}
+def test_bytes_of_a_compressed_cache_are_shown_by_kv_head(browser, llama_run):
+    plan = Plan.load(llama_run / "students" / "compressed-seed0")
     with opened(browser, llama_run / "report.html") as page:
-        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        for strategy in ("measured", "dof", "hybrid"):
-            (found,) = page.evaluate(script("sweep"), [[strategy, 17, 9]])
-            page.locator("#bytes .command button").click()
-            page.get_by_role("button", name="Copied").wait_for()
-            made[page.evaluate("navigator.clipboard.readText()")] = found
-    monkeypatch.chdir(tmp_path)
-    for command, found in made.items():
-        assert command == found["command"]
-        monkeypatch.setattr(sys, "argv", shlex.split(command))
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code
-        plan = Plan.load(tmp_path / "plan.json")
-        assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
-        (tmp_path / "plan.json").unlink()
-    assert len(made) == 3
+        page.locator("#student").select_option(label="Compressed")
+        part = page.locator("#bytes")
+        assert "degrees of freedom" not in part.inner_text().lower()
+        data = json.loads(page.locator("#data").inner_text())
+        (student,) = [x for x in data["runs"][0]["students"] if x["name"] == "Compressed"]
+        for layer, found in zip(plan.layers, student["layers"], strict=True):
+            assert len(found["heads"]) == layer.kv_heads
+            assert sum(found["heads"]) == layer.state_bytes(4) == found["bytes"]
+        page.locator("#student").select_option(label="Measured")
+        assert "degrees of freedom" in part.inner_text().lower()
 
 
-def test_the_command_of_a_memory_that_fades_makes_the_plan_shown(browser, llama_run, tmp_path, monkeypatch):
+def test_models_of_equal_bytes_are_compared_by_bars(browser, llama_run, tmp_path):
+    path, shape = llama_run / "report.html", re.compile(r'"state_bytes":\d+,"kept_bytes":\d+')
+    alike = tmp_path / "alike.html"
+    alike.write_text(shape.sub('"state_bytes":1024,"kept_bytes":0', path.read_text()))
+    with opened(browser, alike, 400) as page:
+        bars = page.locator("#compared .bars.compared")
+        assert bars.locator(".track").count() == 5
+        data = json.loads(page.locator("#data").inner_text())["runs"][0]["students"]
+        order = sorted(data, key=lambda student: student["lost"])
+        names = [student["name"] for student in order]
+        assert bars.locator(".row > :first-child").all_inner_texts() == names
+        assert page.locator("#compared svg").count() == 0
+
+
+def test_only_what_was_measured_is_claimed(browser, llama_run):
     with opened(browser, llama_run / "report.html") as page:
-        (found,) = page.evaluate(script("sweep"), [["compressed", 17, 0]])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [*shlex.split(found["command"]), "--length", "32", "--windows", "2"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert not stop.value.code
-    plan = Plan.load(tmp_path / "compressed")
-    assert [layer.coded_per_head for layer in plan.layers] == found["stages"]
-    assert [[list(size) for size in layer.sizes] for layer in plan.layers] == found["sizes"]
+        # Words are asked for that the tokenizer does not have, and no tasks.
+        assert page.locator(".unchecked").inner_text() == "Not checked: tasks, recall."
+        assert "perplexity" in page.locator("#verdict").inner_text()
 
 
-def test_no_memory_fades_where_tokens_are_not_kept_or_heads_do_not_fit(browser, bert_run, tmp_path):
-    with opened(browser, bert_run / "report.html") as page:
-        assert page.locator("input[value=compressed]").is_disabled()
-    profile, _ = synthetic()
-    odd = replace(profile, layers=[replace(layer, head_dim=12) for layer in profile.layers])
-    with opened(browser, write_profile_page(odd, tmp_path / "p.html", folder="p", lam=0.5)) as page:
-        assert page.locator("input[value=compressed]").is_disabled()
-        assert page.locator("input[value=hybrid]").is_checked()
-
-
-def test_a_student_whose_memory_fades(browser, llama_run):
+def test_a_compressed_model(browser, llama_run):
     plan = Plan.load(llama_run / "students" / "compressed-seed0").layers[0]
     ((_, bits),) = plan.coded_per_head[0]
     _, window, sinks = ("–".join(map(str, sorted(set(sizes)))) for sizes in zip(*plan.sizes, strict=True))
@@ -317,12 +184,11 @@ def test_a_student_whose_memory_fades(browser, llama_run):
     bits = f"{bits:g} bits"
     with opened(browser, llama_run / "report.html") as page:
         page.locator("#student").select_option(label="Compressed")
-        assert page.locator("input[value=compressed]").is_checked()
         layers = page.locator("#layers")
         lead = layers.locator(".lead").inner_text()
-        assert "What leaves the window is kept in fewer bits." in lead
-        assert "Of the oldest those stay that draw most attention." in lead
-        assert "What is older is forgotten." in lead
+        assert "Tokens that leave the window are kept in fewer bits." in lead
+        assert "the heavy hitters stay: those that draw most attention." in lead
+        assert "Older tokens are evicted." in lead
         row = layers.locator("tbody tr").first.locator("td")
         assert row.all_inner_texts()[:5] == ["0", "none", window, f"{tokens} @ {bits}", sinks]
         assert layers.locator(".legend").first.inner_text().split("\n")[1:] == [bits, "window and sinks"]
@@ -332,11 +198,11 @@ def test_a_student_whose_memory_fades(browser, llama_run):
         # It sees nothing of the far past, so KL says nothing of its error.
         assert "what the layer’s attention gives" in layers.locator(".legend").last.inner_text()
         assert "∞" not in layers.locator("table").inner_text()
-        assert "no features, and nothing was trained: the codes of its stages" in layers.inner_text()
+        assert "There are no features, and nothing was trained: the codes of its tiers" in layers.inner_text()
         page.locator("select#layer").select_option(index=0)
         page.locator("select#head").select_option(index=0)
         _, window, sinks = plan.sizes[0]
-        newest = 31 - window  # that the query in row 31 sees in the stage
+        newest = 31 - window  # that the query in row 31 sees in the tier
         for column, words in ((newest, bits), (newest + 1, None), (sinks - 1, None)):
             page.locator("#attention canvas").nth(1).evaluate(
                 "(map, [x, y]) => { const r = map.getBoundingClientRect(), s = r.width / map.width;"
@@ -345,11 +211,11 @@ def test_a_student_whose_memory_fades(browser, llama_run):
                 [column, 31],
             )
             readout = page.locator("#attention .readout").last.inner_text()
-            assert (f"keeps it in {words}" in readout) if words else ("keeps it" not in readout)
-        assert "Dotted: where a stage ends" in page.locator("#attention").inner_text()
+            assert (f"holds it in {words}" in readout) if words else ("holds it" not in readout)
+        assert "Dotted: where a tier ends" in page.locator("#attention").inner_text()
 
 
-def test_heads_with_stages_of_their_own(browser, tmp_path):
+def test_heads_with_tiers_of_their_own(browser, tmp_path):
     profile, _ = synthetic()
     heads = [layer.kv_heads for layer in profile.layers]
     assert set(heads) == {1, 2, 4}
@@ -357,9 +223,9 @@ def test_heads_with_stages_of_their_own(browser, tmp_path):
     for layer in profile.layers:
         ragged = [[[20, 4], [50, 3]], [[10, 4], [70, 3]], [[30, 2.5]], [[30, 2.5]]][: layer.kv_heads]
         sizes = {"features": 3, "window": 4, "sinks": 1, "feature_map": "mlp", "token_dtype": "int8"}
-        layers.append(LayerPlan(layer.name, layer.kv_heads, layer.head_dim, layer.value_dim, **sizes, stages=ragged))
+        layers.append(LayerPlan(layer.name, layer.kv_heads, layer.head_dim, layer.value_dim, **sizes, tiers=ragged))
     plan = Plan(layers, "made up", {"strategy": "by hand", "budget": 20})
-    path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01, curves={})
+    path = write_plan_page(profile, plan, tmp_path / "plan.html", folder="p", lam=0.01)
     with opened(browser, path, 900) as page:
         words = {
             1: ("20 @ 4 bits, 50 @ 3 bits", ""),
@@ -377,23 +243,18 @@ def test_heads_with_stages_of_their_own(browser, tmp_path):
         kinds = ["features", "2.5 bits", "3 bits", "4 bits", "window and sinks"]
         assert page.locator("#layers .legend").inner_text().split("\n")[1:] == kinds
         assert (
-            "goes through stages, in which tokens lose bits as they age" in page.locator("#layers .lead").inner_text()
+            "pass through tiers, each with fewer bits than the one before" in page.locator("#layers .lead").inner_text()
         )
-        assert "Features sum up the far past." in page.locator("#layers .lead").inner_text()
-        assert page.locator("input[value=hybrid]").is_checked()  # as near as sliders come
+        assert "Features sum up older tokens." in page.locator("#layers .lead").inner_text()
 
 
 def test_keys_reach_everything(browser, llama_run):
     with opened(browser, llama_run / "report.html") as page:
         page.keyboard.press("Tab")
         assert page.locator(":focus").get_attribute("class") == "skip"
-        page.locator("#budget").focus()
-        before = page.locator("#plan-sum").inner_text()
-        page.keyboard.press("ArrowRight")
-        assert page.locator("#plan-sum").inner_text() != before
         page.locator("#plan svg[tabindex]").focus()
         page.keyboard.press("ArrowDown")
-        assert re.search(r"Layer 1, head 0: .* degrees of freedom", page.locator("#said").inner_text())
+        assert re.search(r"Layer 1, KV head 0: ", page.locator("#said").inner_text())
         page.locator("#texts figure svg[tabindex]").first.focus()
         page.keyboard.press("ArrowRight")
         assert "position in the text" in page.locator("#texts .readout").first.inner_text()
@@ -476,18 +337,20 @@ def test_how_many_bytes_it_needs(browser, tmp_path, width, scheme):
         assert page.locator("#answer-title").inner_text() == "small"
         page.locator("details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("#verdict").inner_text().replace("\xa0", " ") == found.verdict()
         part = page.locator("#sizes")
-        lines = ["gap, 512 tokens", "KL, 512 tokens", "gap, 2,048 tokens", "KL, 2,048 tokens"]
-        assert part.locator(".legend").inner_text().split("\n") == lines
-        words = part.locator("figure svg[role=img] text").all_text_contents()
-        assert {"target 0.02", "softmax, 512 tokens", "softmax, 2,048 tokens"} <= set(words)
-        rows = [row.locator("td").all_inner_texts() for row in part.locator("table").nth(1).locator("tr").all()[1:]]
+        lines = ["loss increase, 512 tokens", "KL, 512 tokens", "loss increase, 2,048 tokens", "KL, 2,048 tokens"]
+        lines += ["target 0.02", "original’s cache, 512 tokens", "original’s cache, 2,048 tokens"]
+        assert part.locator("figure .legend").inner_text().split("\n") == lines
+        rows = [row.locator("td").all_inner_texts() for row in part.locator("table").first.locator("tr").all()[1:]]
         met = found.smallest(512)
-        gap, kl = f"{met.gap:.3f}", f"{met.kl:.3f}"
-        assert rows[0] == ["512", "11.3 MiB", "1.4 MiB", "7.8 ×", gap, kl, "python & co"]
-        assert rows[1][:3] == ["2,048", "45.0 MiB", "none tried"]
-        assert part.locator(".command code").all_inner_texts() == [f"dofla generate '{folder}/compressed/64'"]
-        assert part.locator("table").nth(2).locator("tr").count() == 1 + len(found.points)
+        (bold,) = [row for row in rows if row[:2] == ["512", "1.4 MiB"]]
+        perplexity = f"+{100 * math.expm1(met.loss_increase):.2f} %"
+        assert bold == ["512", "1.4 MiB", "7.8 ×", f"{met.loss_increase:.3f}", perplexity, f"{met.kl:.3f}"]
+        assert part.locator("b").all_inner_texts() == bold
+        command = f"dofla chat '{folder}/compressed/64'"
+        assert part.locator(".command code").all_inner_texts() == [command]
+        assert part.locator("table").nth(1).locator("tr").count() == 1 + len(found.points)
         assert page.evaluate(script("contrast"))["poor"] == []
 
 
@@ -502,16 +365,26 @@ def test_the_target_stands_where_the_gap_is(browser, tmp_path):
         assert [height >= rule for height in heights] == [False, True, True]  # .038, .0165 and .007
 
 
-def test_without_a_target_there_is_the_picture_alone(browser, tmp_path):
+def test_without_a_target_both_ends_are_said(browser, tmp_path):
     sizes(tmp_path / "found", target=None)
     with opened(browser, write_report([tmp_path / "found"], tmp_path / "report.html")) as page:
-        assert page.locator("#sizes figure").count() == 1
-        assert page.locator("#sizes h3").count() == 1
+        said = page.locator("#verdict").inner_text().replace("\xa0", " ")
+        assert said.startswith("At 512 tokens, 737.5 KiB (15.6 x smaller than the original's cache): perplexity")
         assert page.locator("#sizes .command").count() == 0
+        assert page.locator("#sizes b").count() == 0
+
+
+def test_a_single_size_has_no_chart(browser, tmp_path):
+    found = sizes(tmp_path / "found")
+    one = replace(found, points=[x for x in found.points if x.size == 64])
+    write_json(tmp_path / "found" / FRONTIER, one.to_dict(), sealed=True)
+    with opened(browser, write_report([tmp_path / "found"], tmp_path / "report.html")) as page:
+        assert page.locator("#sizes figure").count() == 0
+        assert "It is the smallest size tried" in page.locator("#verdict").inner_text()
 
 
 def test_sizes_beside_a_run(browser, llama_run, tmp_path):
     sizes(tmp_path / "found")
     with opened(browser, write_report([llama_run, tmp_path / "found"], tmp_path / "report.html")) as page:
-        assert shown(page) == [*SECTIONS, "sizes"]
-        assert page.locator("#nav a").all_inner_texts()[-2:] == ["Sizes", "Repeat"]
+        assert shown(page) == ["answer", "sizes", *SECTIONS[1:]]
+        assert page.locator("#nav a").all_inner_texts()[:2] == ["Answer", "Sizes"]

@@ -70,7 +70,7 @@ def test_the_log_is_as_it_was_afterwards(profiling):
 
 def test_an_error_shows_where_it_comes_from_only_when_asked(capsys):
     assert call("allocate", "no/such/folder") == 2
-    assert capsys.readouterr().err == "dofla: no/such/folder/profile.json does not exist: it should hold a profile\n"
+    assert capsys.readouterr().err == "dofla: no/such/folder does not exist: it should hold a profile\n"
     assert call("allocate", "no/such/folder", "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
 

@@ -34,12 +34,18 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     unit = feature_bytes(model)
     tried = [(x.size // unit, x.text, x.length) for x in found.points]
     assert tried == [(b, text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
-    assert seen == [("sizes", 1, 2), ("sizes", 2, 2)]
+    assert [report for report in seen if report[0] == "sizes"] == [("sizes", 1, 2), ("sizes", 2, 2)]
+    assert seen[:4] == [("directions", n, 3) for n in (1, 2, 3)] + [("head budgets", 1, seen[3][2])]
+    assert max(done for _, done, _ in seen) == seen[3][2]
     assert not hasattr(model, "_dofla_softmax_implementation")
     student = compress(model, tokens, budget=12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
-        assert (point.gap, point.kl, point.bytes) == (result.gap, result.kl, plan_of(student).state_bytes(model.dtype))
+        assert (point.loss_increase, point.kl, point.bytes) == (
+            result.loss_increase,
+            result.kl,
+            plan_of(student).state_bytes(model.dtype),
+        )
     assert found.cache == {length: plan_of(student).softmax_bytes(length, model.dtype) for length in (40, 80)}
     assert found.texts == ["a", "bc"]
     assert found.smallest(40) is None
@@ -161,9 +167,13 @@ def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
 
 def test_what_is_said_of_the_smallest():
     found = Frontier(points({16: 0.3, 64: 0.01}) + points({16: 0.5, 64: 0.2}, 128), CACHE, 0.02)
-    text = str(found)
-    assert "within 0.02 at 64 tokens: 6.2 KiB" in text
-    assert "within 0.02 at 128 tokens: none tried" in text
+    suffices = "6.2 KiB suffices at 64 tokens: 156 x smaller than the original's cache, perplexity +1.01 %."
+    assert suffices in found.verdict()
+    assert "No size tried is within 0.02 nats per token at 128 tokens: 6.2 KiB" in found.verdict()
+    assert " ".join(str(found).split()).startswith(found.verdict())
+    met = Frontier(points({16: 0.01, 64: 0.01}), {64: 10**6}, 0.02)
+    assert met.verdict().endswith("It is the smallest size tried, so less may suffice.")
+    assert Frontier(points({16: 0.01, 64: 0.01}), {64: 10**6}).verdict().startswith("At 64 tokens, ")
 
 
 def test_a_damaged_file(tmp_path):

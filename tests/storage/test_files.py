@@ -23,6 +23,25 @@ def test_a_new_folder_appears_when_its_block_ends_well(tmp_path):
     assert [p.name for p in folder.parent.iterdir()] == ["where"]
 
 
+def test_a_folder_is_replaced_when_the_block_ends_well_and_stays_otherwise(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "old.txt").write_text("old")
+
+    def make(fail: bool) -> None:
+        with new_folder(folder, replaced=True) as out:
+            (out / "new.txt").write_text("new")
+            if fail:
+                raise Broken
+
+    with pytest.raises(Broken):
+        make(fail=True)
+    assert [p.name for p in folder.iterdir()] == ["old.txt"]
+    make(fail=False)
+    assert [p.name for p in folder.iterdir()] == ["new.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_new_folder_leaves_nothing_behind_when_its_block_fails(tmp_path):
     def make():
         with new_folder(tmp_path / "out") as out:

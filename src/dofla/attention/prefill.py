@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dofla.attention import gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
-from dofla.attention.coding.heavy_hitters import FADES, FREE, GAIN, MOST_SCORE, KeptTokens, chosen
+from dofla.attention.coding.heavy_hitters import DECAY, FREE, GAIN, MOST_SCORE, ScoredTokens, chosen
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout
@@ -117,7 +117,7 @@ class _Drawn:
 
 def _line(layout: Layout, state: State, new: TokenBuffer) -> _Line:
     dtype = accumulable(new.key).dtype
-    tier = layout.fading.straight(state.stages[-1], 0)
+    tier = layout.coded_tiers.unrotate(state.tiers[-1], 0)
     parts = [tier, state.window.unpacked(dtype), new]
     if state.sinks is not None:
         parts.insert(0, state.sinks.unpacked(dtype))
@@ -191,7 +191,7 @@ def _lately(query: Tensor, line: _Line, scaling: float, layout: Layout) -> Tenso
     share, distance = _weights(query, line, slice(None), len(line) - query.shape[2], scaling)
     share = share.masked_fill_((distance < layout.window) | first[:, None, None, None], 0)
     share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-    decay = (1 - 1 / FADES) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)
+    decay = (1 - 1 / DECAY) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)
     return (share.square_() * decay.unsqueeze(-1)).sum((2, 3))
 
 
@@ -226,14 +226,14 @@ def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn
     window = PackedTokens.of(new[-layout.window :])
     if len(new) < layout.window:
         window = state.window.shifted(window)
-    return State(None, window, sinks, (_tier(layout, state.stages[-1], line, drawn, left, age),))
+    return State(None, window, sinks, (_tier(layout, state.tiers[-1], line, drawn, left, age),))
 
 
-def _tier(layout: Layout, held: KeptTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor) -> KeptTokens:
+def _tier(layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor) -> ScoredTokens:
     """What the tier holds after the call, of the tokens that have ``left`` the window [B, P]."""
-    newest, length = layout.fading.counts[0], len(line) - layout.window - layout.sinks - len(held)
+    newest, length = layout.coded_tiers.counts[0], len(line) - layout.window - layout.sinks - len(held)
     before = slice(layout.sinks, layout.sinks + len(held))
-    old = held.score.clamp_min(0) * (1 - 1 / FADES) ** length
+    old = held.score.clamp_min(0) * (1 - 1 / DECAY) ** length
     score, lately = drawn.total + _LATER * torch.arange(len(line), device=left.device), GAIN * drawn.lately
     score[:, :, before] += held.score.clamp_min(0) / GAIN
     lately[:, :, before] += old
@@ -244,12 +244,12 @@ def _tier(layout: Layout, held: KeptTokens, line: _Line, drawn: _Drawn, left: Te
     order = torch.where(found.values >= 0, found.indices, found.indices - len(line)).sort(-1).values
     index, free = order % len(line), order < 0
     vectors = (chosen(x, index).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
-    entered = layout.fading.enter(TokenBuffer(*vectors, torch.zeros_like(index[:, 0], dtype=torch.float32)))
-    coded, kept = ~free & (index >= before.start) & (index < before.stop), KeptTokens.of(entered)
+    entered = layout.coded_tiers.enter(TokenBuffer(*vectors, torch.zeros_like(index[:, 0], dtype=torch.float32)))
+    coded, kept = ~free & (index >= before.start) & (index < before.stop), ScoredTokens.of(entered)
     retained = held.chosen((index - before.start).clamp(0, len(held) - 1))
     parts = [
         torch.where(coded.unsqueeze(-1), getattr(retained, name), getattr(kept, name))
         for name in ("key", "key_scale", "value", "value_scale")
     ]
     drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE)
-    return KeptTokens(*parts, drawn_lately.masked_fill(free, FREE).to(torch.int16))
+    return ScoredTokens(*parts, drawn_lately.masked_fill(free, FREE).to(torch.int16))

@@ -14,46 +14,50 @@ from typing import Annotated, NoReturn
 import typer
 
 from dofla import __version__
+from dofla.cli.chat import chat
 from dofla.cli.check import check
 from dofla.cli.compress import compress
 from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
 from dofla.cli.judging import evaluate, probe
+from dofla.cli.menu import GROUPS, Verb
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
 from dofla.cli.reproduce import reproduce
-from dofla.cli.threads import settle
+from dofla.cli.threads import configure_threads
 from dofla.cli.using import generate, serve
-from dofla.cli.verb import MANNER, Debug, Json, Manner, Quiet, Verbose
+from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError
 
 app = typer.Typer(
-    help="Turn a softmax transformer into a linear-attention model: measure, allot, distil, judge.",
+    help="Give Hugging Face models a key-value cache of constant size.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 VERBS = (
     check,
+    compress,
+    frontier,
+    evaluate,
+    generate,
+    chat,
+    serve,
+    demo,
+    report,
+    run,
     profile,
     curves,
     allocate,
     distill,
-    compress,
-    frontier,
-    evaluate,
     probe,
-    generate,
-    serve,
     finetune,
-    run,
-    report,
     reproduce,
-    demo,
 )
 for verb in VERBS:
-    app.command()(as_verb(verb))
+    group = next(title for title, verbs in GROUPS.items() if verb.__name__ in verbs)
+    app.command(cls=Verb, rich_help_panel=group)(as_verb(verb))
 
 
 def _version(wanted: bool) -> None:
@@ -65,19 +69,21 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    ctx.obj = Manner(verbose, quiet, json, debug)
+    ctx.obj = Verbosity(verbose, quiet, json, debug)
 
 
 def main() -> None:
     """Entry point. Bad input is one line on standard error and exit code 2; a fault of dofla's own one line and 1."""
-    settle()
-    MANNER.set(Manner())
+    configure_threads()
+    VERBOSITY.set(Verbosity(debug="--debug" in sys.argv))  # until the command line is read, which may fail, too
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path or a terminal need not be able to say everything
@@ -96,7 +102,7 @@ def main() -> None:
 
 
 def _fail(error: Exception, message: str, code: int) -> NoReturn:
-    if MANNER.get().debug:
+    if VERBOSITY.get().debug:
         traceback.print_exception(error)
     print("dofla:", " ".join(message.splitlines()), file=sys.stderr)
     sys.exit(code)

@@ -12,17 +12,18 @@ from dofla.cli.verb import current_view
 
 def check(
     model: ModelArgument,
-    size: Annotated[
-        list[str] | None, typer.Option(help="Bytes of the compressed cache, as 1.5MiB; repeatable.")
-    ] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Size of the compressed cache, as 1.5MiB; repeatable.")] = None,
     ratio: Ratio = None,
     context: Context = None,
     keep_softmax: KeepSoftmax = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's repository to bring its own code.")
+        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository.")
     ] = False,
 ) -> dict[str, Any]:
-    """Say whether dofla compress supports a model, and what it saves: from its config, without weights."""
+    """Say whether a model can be compressed, and what that saves.
+
+    Reads its config, not its weights.
+    """
     from dofla.runs.check import check as look
 
     options = {"keep_softmax": keep_softmax or (), "trust_remote_code": trust_remote_code}

@@ -6,7 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import Context, Dtype, KeepSoftmax, ModelArgument, Out, Ratio, RetrievalHeads, Seed, Size
+from dofla.cli.options import (
+    TEXT,
+    Context,
+    Device,
+    Dtype,
+    KeepSoftmax,
+    Length,
+    ModelArgument,
+    Out,
+    Ratio,
+    RetrievalHeads,
+    Seed,
+    SelfData,
+    Size,
+)
 from dofla.cli.verb import current_view
 
 
@@ -17,22 +31,21 @@ def compress(
     ratio: Ratio = None,
     context: Context = None,
     head_budgets: Annotated[
-        str, typer.Option(help="measured on the calibration text; even; or a file of measured ones.")
+        str, typer.Option(help="Bytes of each KV head: measured on the calibration text, even, or a saved file.")
     ] = "measured",
     retrieval_heads: RetrievalHeads = 0,
-    data: Annotated[
-        str, typer.Option(help="Calibration text, as for dofla profile; default the model's own samples.")
-    ] = "self",
-    windows: Annotated[int, typer.Option(help="Number of calibration windows.")] = 12,
-    length: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
+    data: SelfData = "self",
+    windows: Annotated[int, typer.Option(help="Number of calibration windows.", rich_help_panel=TEXT)] = 12,
+    length: Length = 512,
     prefill: Annotated[
         str, typer.Option(help="How prompts are read: exact, stream (token by token), or auto (exact on a GPU).")
     ] = "auto",
     keep_softmax: KeepSoftmax = None,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Give a model a compressed cache of constant size, without training."""
+    """Compress the cache of a model to a constant size; no training."""
     from dofla.distillation.training_free import WAYS
     from dofla.distillation.training_free import compress as make
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
@@ -44,11 +57,12 @@ def compress(
 
     view = current_view()
     with new_folder(out) as folder:
-        compressed, tokenizer = load_teacher(model, dtype)
-        with view.progress("compress"):
+        compressed, tokenizer = load_teacher(model, dtype, device=device)
+        calibration = windows_of(DataSpec(data, length, windows), compressed, tokenizer, seed=seed, view=view)
+        with view.progress("compress") as bar:
             make(
                 compressed,
-                windows_of(DataSpec(data, length, windows), compressed, tokenizer, seed=seed),
+                calibration,
                 size,
                 ratio=ratio,
                 context=context,
@@ -57,6 +71,7 @@ def compress(
                 tokenizer=tokenizer,
                 keep_softmax=keep_softmax or (),
                 prefill=prefill,
+                progress=bar.stage,
             )
         write_adapter(compressed, folder)
         tokenizer.save_pretrained(folder)

@@ -8,31 +8,63 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import BatchSize, Context, Data, Dtype, ModelArgument, RetrievalHeads, Seed
+from dofla.cli.options import (
+    OUTPUT,
+    TEXT,
+    BatchSize,
+    Context,
+    Device,
+    Dtype,
+    ModelArgument,
+    RetrievalHeads,
+    Seed,
+    SelfData,
+    new_folder,
+    sources,
+)
 from dofla.cli.verb import current_view
 
 
 def frontier(
     model: ModelArgument,
-    data: Data,
+    data: SelfData = "self",
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Text to evaluate on, likewise; repeatable; default the held-out part of the data."),
+        typer.Option(
+            help="Evaluation text, as --data; repeatable; default: the held-out part of --data.",
+            rich_help_panel=TEXT,
+            callback=sources,
+        ),
     ] = None,
-    lengths: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
-    sizes: Annotated[list[str] | None, typer.Option(help="Sizes to try, as 1.5MiB; repeatable; default five.")] = None,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(help="Length of a window, in tokens; repeatable; default 512.", rich_help_panel=TEXT),
+    ] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option(help="Cache size to try, as 1.5MiB; repeatable; default: five sizes.")
+    ] = None,
     target: Annotated[
-        float | None, typer.Option(help="Nats per token that may be lost of each text: find the smallest within.")
+        float | None, typer.Option(help="Largest acceptable loss increase, in nats per token; default: none.")
     ] = None,
-    windows: Annotated[int, typer.Option(help="Windows to evaluate on, of each text and length.")] = 12,
-    out: Annotated[Path | None, typer.Option(help="New folder for the adapters, figures and a report page.")] = None,
+    windows: Annotated[
+        int, typer.Option(help="Evaluation windows of each text and length.", rich_help_panel=TEXT)
+    ] = 12,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write adapters, figures and an HTML report to; it must be new.",
+            rich_help_panel=OUTPUT,
+            callback=new_folder,
+        ),
+    ] = None,
     context: Context = None,
     retrieval_heads: RetrievalHeads = 0,
     batch_size: BatchSize = 1,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Find the bytes that a model needs on your text: quality by cache size and length."""
+    """Find the smallest cache that keeps the quality on your text."""
     from dofla.integration.directions import WINDOWS
     from dofla.report import REPORT, write_report
     from dofla.runs.frontier import ADAPTERS
@@ -41,14 +73,14 @@ def frontier(
     from dofla.runs.teacher import load_teacher, windows_of
 
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
-    teacher, tokenizer = load_teacher(model, dtype)
-    tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed)
+    teacher, tokenizer = load_teacher(model, dtype, device=device)
+    tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed, view=view)
     texts = {}
     for name, source in _named(text or [data]).items():
         # Calibration reads another part of the data, and nothing of other texts.
         split = "validation" if Path(source).resolve() == Path(data).resolve() else "all"
         specs = [DataSpec(source, length, windows, split=split) for length in lengths]
-        texts[name] = [windows_of(spec, teacher, tokenizer, seed=seed) for spec in specs]
+        texts[name] = [windows_of(spec, teacher, tokenizer, seed=seed, view=view) for spec in specs]
     with view.progress("frontier") as bar:
         found = measure(
             teacher,

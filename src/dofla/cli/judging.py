@@ -1,4 +1,4 @@
-"""The verbs that judge a student: evaluate, probe."""
+"""The verbs that measure the quality of a compressed model: evaluate, probe."""
 
 from __future__ import annotations
 
@@ -9,39 +9,59 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.options import (
+    DATA,
+    OUTPUT,
+    TEXT,
     BaseModel,
     BatchSize,
     Data,
+    Device,
     Dtype,
     Length,
     Padded,
     Seed,
     StudentArgument,
     Windows,
-    refuse_existing,
+    new_file,
+    source,
 )
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError
 
+Figures = Annotated[
+    Path | None, typer.Option(help="JSON file to write; it must be new.", rich_help_panel=OUTPUT, callback=new_file)
+]
+
 
 def evaluate(
     student: StudentArgument,
-    data: Annotated[str | None, typer.Option(help="Held-out text, as for dofla profile.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Multiple-choice tasks, with commas: JSONL files, names lm-eval knows.")
+    data: Annotated[
+        str | None,
+        typer.Option(help=f"Evaluation text, its held-out part: {DATA}.", rich_help_panel=TEXT, callback=source),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Multiple-choice tasks, comma-separated: JSONL files or lm-eval names.", rich_help_panel=TEXT
+        ),
+    ] = None,
+    out: Figures = None,
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 1,
-    limit: Annotated[int | None, typer.Option(help="Items per task; default all.")] = None,
-    harness: Annotated[bool, typer.Option("--harness", help="Put task files through lm-eval, too.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Items per task; default: all.", rich_help_panel=TEXT)] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Print a row per layer as well.")] = False,
+    harness: Annotated[bool, typer.Option("--harness", help="Score task files with lm-eval.")] = False,
     padded: Padded = False,
     base_model: BaseModel = None,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Compare a student with the softmax model it was, on held-out text and on tasks."""
+    """Compare a compressed model with its original.
+
+    Reads held-out text, answers multiple-choice tasks, or both.
+    """
     from dofla.evaluation import evaluate as measure
     from dofla.integration.surgery import describe
     from dofla.runs.recipe import DataSpec
@@ -49,19 +69,18 @@ def evaluate(
     from dofla.storage.files import write_json
     from dofla.tasks import evaluate_tasks
 
-    refuse_existing(out)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
     view = current_view()
-    model, tokenizer = open_student(student, dtype, base_model)
+    model, tokenizer = open_student(student, dtype, base_model, device)
     figures: dict[str, Any] = {}
     if data is not None:
         spec = DataSpec(data, length, windows, split="validation", padded=padded)
-        tokens = windows_of(spec, model, tokenizer, seed=seed)
+        tokens = windows_of(spec, model, tokenizer, seed=seed, view=view)
         with view.progress("evaluate") as progress:
             result = measure(model, tokens, batch_size=batch_size, seed=seed, progress=progress)
-        view.show(result)
+        view.show(*result.parts(layers))
         figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:
@@ -77,22 +96,33 @@ def evaluate(
 def probe(
     student: StudentArgument,
     data: Data,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    positions: Annotated[bool, typer.Option("--positions", help="Loss by position in the context.")] = False,
-    generation: Annotated[bool, typer.Option("--generation", help="Continuations, and how long they agree.")] = False,
-    recall: Annotated[bool, typer.Option("--recall", help="Pairs told in the context, then asked for.")] = False,
-    passkey: Annotated[bool, typer.Option("--passkey", help="A number hidden in a long text.")] = False,
-    lengths: Annotated[list[int] | None, typer.Option(help="Tokens of a recall prompt; repeatable.")] = None,
-    count: Annotated[int, typer.Option(help="Recall prompts per length (passkey: and depth), and continuations.")] = 32,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 64,
+    out: Figures = None,
+    positions: Annotated[bool, typer.Option("--positions", help="Probe: loss by position in the context.")] = False,
+    generation: Annotated[
+        bool, typer.Option("--generation", help="Probe: greedy continuations, and how long both models agree.")
+    ] = False,
+    recall: Annotated[bool, typer.Option("--recall", help="Probe: recall of pairs from the context.")] = False,
+    passkey: Annotated[bool, typer.Option("--passkey", help="Probe: retrieval of a number in a long text.")] = False,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Length of a recall prompt, in tokens; repeatable; default 128, 256 and 512.", rich_help_panel=TEXT
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Prompts per length (and depth, with --passkey) and continuations.")] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Length of a continuation, in tokens.")] = 64,
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 1,
     base_model: BaseModel = None,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """See what a student still does with its context: all probes, or those named."""
+    """Probe how a compressed model uses its context.
+
+    Runs all probes, or those chosen.
+    """
     from dofla.evaluation.probe import PROBES
     from dofla.evaluation.probe import probe as look_closer
     from dofla.runs.demo.recall import Villagers
@@ -100,10 +130,9 @@ def probe(
     from dofla.runs.teacher import open_student, windows_of
     from dofla.storage.files import write_json
 
-    refuse_existing(out)
     view = current_view()
-    model, tokenizer = open_student(student, dtype, base_model)
-    tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed)
+    model, tokenizer = open_student(student, dtype, base_model, device)
+    tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed, view=view)
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
     options = {"lengths": lengths or (128, 256, 512), "count": count, "prompts": count, "new_tokens": new_tokens}
     options |= {"batch_size": batch_size, "seed": seed, "recall_text": Villagers(tokenizer) if data == "demo" else None}

@@ -1,15 +1,24 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and the checks of what they name.
+
+A callback runs while the command line is read: what it refuses is refused before torch is imported.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dofla.errors import DoflaError
+
+MODEL, TEXT, OUTPUT = "Model", "Text", "Output"
+"""Panels of a verb's help, with typer's own for all other options."""
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def _seed(value: int) -> int:
@@ -19,51 +28,138 @@ def _seed(value: int) -> int:
     return value
 
 
-ModelArgument = Annotated[str, typer.Argument(help="Folder, hub name, 'demo', or package:NAME/FOLDER.")]
-StudentArgument = Annotated[str, typer.Argument(help="Folder or hub name: an adapter, or standalone.")]
-BaseModel = Annotated[
-    str | None, typer.Option(help="Folder or hub name of an adapter's base model, if not where it says.")
-]
-Data = Annotated[
-    str, typer.Option(help="Text file (.gz too), JSONL, Parquet, tokens, a datasets name, 'self', or 'demo'.")
-]
-Length = Annotated[int, typer.Option(help="Tokens per window.")]
-Windows = Annotated[int, typer.Option(help="Windows at most.")]
-BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.")]
-Padded = Annotated[bool, typer.Option("--padded", help="One text per window, padded: for encoders.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's, where that is not slow.")
-]
-Stream = Annotated[bool, typer.Option("--stream", help="Leave the layers on disk: for models larger than memory.")]
-Seed = Annotated[int, typer.Option(callback=_seed, help="Seed of everything random.")]
-Lambda = Annotated[float, typer.Option("--lambda", help="Tolerance of the degrees of freedom.")]
-TokenDtype = Annotated[
-    str | None, typer.Option(help="How exact tokens are kept, int8 or model; default: int8, an encoder's model.")
-]
-Track = Annotated[
-    list[str] | None, typer.Option(help="Keep losses in tensorboard, wandb, ... as well, by accelerate; repeatable.")
-]
-KeepSoftmax = Annotated[list[str] | None, typer.Option(help="Attention module to leave as it is; repeatable.")]
-Size = Annotated[str | None, typer.Option(help="Bytes of the compressed cache per sequence, as 1.5MiB.")]
-Ratio = Annotated[float | None, typer.Option(help="Or its compression factor at --context tokens; default 16.")]
-Context = Annotated[
-    int | None, typer.Option(help="Context length to calibrate for; default all positions of the model.")
-]
-RetrievalHeads = Annotated[
-    int, typer.Option(help="KV heads that keep the full context: better recall, slightly worse perplexity.")
-]
-Out = Annotated[Path, typer.Option(help="New folder or file to write.")]
+def _model(name: str | None) -> str | None:
+    if name is None or name == "demo" or name.startswith("package:") or os.path.exists(name):
+        return name
+    if not _HUB_NAME.fullmatch(name):
+        raise DoflaError(f"cannot load model {name!r}: there is no such folder: give a folder, a hub name, or demo")
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE and not (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").exists():
+        raise DoflaError(
+            f"cannot load model {name!r}: there is no such folder, and with HF_HUB_OFFLINE no such model of the hub"
+        )
+    return name
 
 
-def refuse_existing(path: Path | None) -> None:
-    """Raise DoflaError if a file that is to be written after a long time exists, or cannot be made there."""
+def source(text: str | None) -> str | None:
+    """A callback: DoflaError for a text file that does not exist."""
+    from dofla.data.documents import check_source
+
+    if text not in (None, "self", "demo", "sample"):
+        check_source(text)
+    return text
+
+
+def sources(texts: list[str] | None) -> list[str] | None:
+    """The same of several."""
+    return [source(text) for text in texts] if texts else texts
+
+
+def existing(what: str) -> Callable[[Path | None], Path | None]:
+    """A callback: DoflaError for a file or folder with ``what`` that does not exist."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and not path.exists():
+            raise DoflaError(f"{path} does not exist: it should hold {what}")
+        return path
+
+    return check
+
+
+def new_file(path: Path | None) -> Path | None:
+    """A callback: DoflaError if a file that is to be written after a long time exists, or cannot be made there."""
     if path is None:
-        return
+        return path
     if path.exists():
         raise DoflaError(f"{path} exists already: choose another file or remove it")
     if not path.parent.is_dir():
         raise DoflaError(f"cannot write {path}: there is no folder {path.parent}: make it first")
     if not os.access(path.parent, os.W_OK):
-        from dofla.storage.files import cannot_write
+        reason = os.strerror(errno.EACCES)
+        raise DoflaError(f"cannot write {path}: {reason}: choose another folder, or allow writing to this one")
+    return path
 
-        raise cannot_write(path, errno.EACCES)
+
+def new_folder(path: Path | None) -> Path | None:
+    """A callback: DoflaError for a folder that holds something, and for a file."""
+    if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise DoflaError(f"{path} exists already: choose another output folder or remove it")
+    return path
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Folder, hub name, 'demo', or package:NAME/FOLDER.", callback=_model),
+]
+StudentArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model),
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        help="Base model of an adapter: a folder or hub name; default: the one the adapter names.",
+        rich_help_panel=MODEL,
+        callback=_model,
+    ),
+]
+DATA = "a file (text, JSONL, Parquet, tokens), a datasets name, demo, sample, or self (the model's samples)"
+Data = Annotated[str, typer.Option(help=f"Text: {DATA}.", rich_help_panel=TEXT, callback=source)]
+SelfData = Annotated[
+    str,
+    typer.Option(help=f"Calibration text: {DATA}.", rich_help_panel=TEXT, callback=source),
+]
+Length = Annotated[int, typer.Option(help="Length of a window, in tokens.", rich_help_panel=TEXT)]
+Windows = Annotated[int, typer.Option(help="Number of windows, at most.", rich_help_panel=TEXT)]
+BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", rich_help_panel=TEXT)]
+Padded = Annotated[
+    bool, typer.Option("--padded", help="One text per window, padded: for encoders.", rich_help_panel=TEXT)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Data type: float32, bfloat16 or float16; default: the checkpoint's, float32 where that is slow.",
+        rich_help_panel=MODEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu.", rich_help_panel=MODEL
+    ),
+]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream", help="Read layers from disk as needed: for models larger than memory.", rich_help_panel=MODEL
+    ),
+]
+Seed = Annotated[int, typer.Option(callback=_seed, help="Random seed.")]
+Lambda = Annotated[float, typer.Option("--lambda", help="Regularization λ of the degrees of freedom.")]
+TokenDtype = Annotated[
+    str | None, typer.Option(help="Data type of exact tokens: int8 or model; default: int8; for encoders: model.")
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(help="Loss tracker, through accelerate: tensorboard, wandb, ...; repeatable.", rich_help_panel=OUTPUT),
+]
+KeepSoftmax = Annotated[
+    list[str] | None, typer.Option(help="Attention module to leave unchanged; repeatable; default none.")
+]
+Size = Annotated[
+    str | None, typer.Option(help="Size of the compressed cache per sequence, as 1.5MiB; default: see --ratio.")
+]
+Ratio = Annotated[
+    float | None,
+    typer.Option(help="Compression factor instead, against a bfloat16 cache of --context tokens; default 16."),
+]
+Context = Annotated[
+    int | None, typer.Option(help="Context length to compress for, in tokens; default: all positions of the model.")
+]
+RetrievalHeads = Annotated[
+    int, typer.Option(help="KV heads that keep the full context: better recall, slightly worse perplexity.")
+]
+Out = Annotated[
+    Path, typer.Option(help="Folder to write; it must be new.", rich_help_panel=OUTPUT, callback=new_folder)
+]

@@ -1,4 +1,4 @@
-"""The verbs that make a student, one step each: profile, allocate, distill; and run and demo for all of them."""
+"""The verbs of the paper, one step each: profile, curves, allocate, distill; and run and demo for all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.options import (
+    OUTPUT,
     BatchSize,
     Data,
+    Device,
     Dtype,
     KeepSoftmax,
     Lambda,
@@ -23,14 +25,22 @@ from dofla.cli.options import (
     TokenDtype,
     Track,
     Windows,
-    refuse_existing,
+    existing,
+    new_file,
 )
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
-Html = Annotated[Path | None, typer.Option(help="Page to write as well, with sliders for tolerance and budget.")]
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+Html = Annotated[
+    Path | None,
+    typer.Option(help="HTML page to write as well.", rich_help_panel=OUTPUT, callback=new_file),
+]
+Change = Annotated[
+    list[str] | None, typer.Option("--set", help="Change to the recipe: field=value; repeatable; default none.")
+]
 
 
 def profile(
@@ -38,21 +48,23 @@ def profile(
     data: Data,
     out: Out,
     samples: Annotated[
-        int | None, typer.Option(help="Rows of attention per KV head (J), 4096; of the paper's: vectors, 1024.")
+        int | None,
+        typer.Option(help="Attention rows per KV head (J); default 4096; 1024 vectors with --estimator paper."),
     ] = None,
     windows: Windows = 64,
     length: Length = 512,
     batch_size: BatchSize = 4,
     estimator: Annotated[
-        str, typer.Option(help="Of what: attention, or the kernel's Gram matrix: paper.")
+        str, typer.Option(help="Estimator: attention, or paper (the kernel's Gram matrix).")
     ] = "attention",
     normalization: Annotated[
-        str | None, typer.Option(help="Scale of the Gram matrix: trace, top, mean, none; default by estimator.")
+        str | None, typer.Option(help="Gram matrix scale: trace, top, mean, none; default by estimator.")
     ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
     keep_softmax: KeepSoftmax = None,
     padded: Padded = False,
     dtype: Dtype = None,
+    device: Device = None,
     stream: Stream = False,
     seed: Seed = 0,
     html: Html = None,
@@ -64,11 +76,10 @@ def profile(
     from dofla.runs.teacher import load_teacher, windows_of
     from dofla.storage.files import new_folder
 
-    refuse_existing(html)
     view = current_view()
     with new_folder(out) as folder:
-        teacher, tokenizer = load_teacher(model, dtype, stream)
-        tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
+        teacher, tokenizer = load_teacher(model, dtype, stream, device)
+        tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed, view=view)
         with view.progress("profile") as bar:
             result = make_profile(
                 teacher,
@@ -94,41 +105,52 @@ def profile(
 
 
 def allocate(
-    profile: Annotated[Path, typer.Argument(help="Folder written by dofla profile.")],
-    out: Annotated[Path, typer.Option(help="Plan to write (JSON).")] = Path("plan.json"),
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="Folder written by dofla profile.", callback=existing("a profile"))
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Plan to write (JSON); it must be new.", rich_help_panel=OUTPUT, callback=new_file)
+    ] = Path("plan.json"),
     budget: Annotated[int, typer.Option(help="Features per KV head, averaged over layers.")] = 64,
     strategy: Annotated[
-        str, typer.Option(help="hybrid, or measured (with --curves); fixed, dof, dof_clip: the paper's.")
+        str, typer.Option(help="Strategy: hybrid, measured (with --curves), or the paper's fixed, dof, dof_clip.")
     ] = "hybrid",
     feature_map: Annotated[
-        str | None, typer.Option(help="Of the linear layers; default mlp, prf with the paper's strategies.")
+        str | None, typer.Option(help="Feature map of linear layers; default mlp, prf with the paper's strategies.")
     ] = None,
-    curves: Annotated[Path | None, typer.Option(help="Error curves (JSON) from dofla curves.")] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(
+            help="Error curves (JSON) from dofla curves.", callback=existing("error curves, from dofla curves")
+        ),
+    ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="measured: layers may stay softmax, at the price of a cache of so many tokens."),
+        typer.Option(help="Context length at which a layer may keep softmax, in tokens (measured); default: none may."),
     ] = None,
     lam: Lambda = DEFAULT_LAMBDA,
-    over_heads: Annotated[str, typer.Option(help="A layer's number from its heads': max, mean, q75, ...")] = "max",
+    over_heads: Annotated[
+        str, typer.Option(help="Reduction of per-head values to one per layer: max, mean, q75, ...")
+    ] = "max",
     per_head: Annotated[
-        bool | None, typer.Option(help="Whether KV heads of a layer may differ; default: measured yes, others no.")
+        bool | None, typer.Option(help="Sizes by KV head instead of by layer; default: only with measured.")
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="Last tokens with exact scores; default: what the strategy finds.")
+        int | None, typer.Option(help="Local window, in tokens; default: chosen by the strategy.")
     ] = None,
-    sinks: Annotated[int | None, typer.Option(help="First tokens with exact scores, likewise.")] = None,
+    sinks: Annotated[
+        int | None, typer.Option(help="Attention sinks, in tokens; default: chosen by the strategy.")
+    ] = None,
     token_dtype: TokenDtype = None,
     keep_softmax: KeepSoftmax = None,
     html: Html = None,
 ) -> dict[str, Any]:
-    """Give each layer its state: features, a window, sinks."""
+    """Give each layer its features, local window and attention sinks."""
     from dofla.plans.allocate import allocate as make_plan
     from dofla.plans.curves import Curves
     from dofla.profiles.profile import Profile
     from dofla.report import write_plan_page
 
-    refuse_existing(out)
-    refuse_existing(html)
     options = {"lam": lam, "over_heads": over_heads, "per_head": per_head, "window": window, "sinks": sinks}
     options |= {"context": context, "curves": None if curves is None else Curves.load(curves)}
     options |= {"token_dtype": token_dtype}
@@ -138,8 +160,7 @@ def allocate(
     view.show(plan)
     plan.save(out)
     if html is not None:
-        known = {} if curves is None else {curves: options["curves"]}
-        write_plan_page(measured, plan, html, folder=profile, lam=lam, curves=known)
+        write_plan_page(measured, plan, html, folder=profile, lam=lam)
     view.say(f"written to {out}")
     return {"plan": out, "state_bytes": plan.state_bytes(), **plan.to_dict()}
 
@@ -147,28 +168,36 @@ def allocate(
 def curves(
     model: ModelArgument,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Error curves to write (JSON).")] = Path("curves.json"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Error curves to write (JSON); the file must be new.", rich_help_panel=OUTPUT, callback=new_file
+        ),
+    ] = Path("curves.json"),
     budget: Annotated[int, typer.Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
     feature_map: Annotated[str, typer.Option(help="Feature map of the linear layers.")] = "mlp",
     token_dtype: TokenDtype = None,
     windows: Windows = 64,
     length: Length = 512,
-    steps: Annotated[int, typer.Option(help="Of each of the eleven short trainings.")] = 25,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each of the eleven short trainings.")] = 25,
     batch_size: BatchSize = 2,
     keep_softmax: KeepSoftmax = None,
     padded: Padded = False,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Measure what each layer loses at several sizes, and what that does to the model."""
+    """Measure the error of each layer at several sizes.
+
+    The effect of these errors on the model is measured as well.
+    """
     from dofla.distillation import measure_curves
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
 
-    refuse_existing(out)
     view = current_view()
-    teacher, tokenizer = load_teacher(model, dtype)
-    tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed)
+    teacher, tokenizer = load_teacher(model, dtype, device=device)
+    tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed, view=view)
     with view.progress("curves") as bar:
         result = measure_curves(
             teacher,
@@ -190,27 +219,35 @@ def curves(
 
 def distill(
     model: ModelArgument,
-    plan: Annotated[Path, typer.Option(help="Plan (JSON) from dofla allocate.")],
+    plan: Annotated[Path, typer.Option(help="Plan (JSON) from dofla allocate.", callback=existing("a plan"))],
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints, curves and the adapter; goes on if interrupted.")],
-    loss: Annotated[str, typer.Option(help="output, softmax, l2, or direct (next-token).")] = "output",
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for checkpoints and the adapter, where an interrupted run resumes.", rich_help_panel=OUTPUT
+        ),
+    ],
+    loss: Annotated[str, typer.Option(help="Loss: output, softmax, l2, or direct (next-token).")] = "output",
     windows: Windows = 1000,
     length: Length = 512,
     epochs: Annotated[int, typer.Option(help="Passes over the windows.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of --epochs.")] = None,
     batch_size: BatchSize = 2,
     accumulate: Annotated[int, typer.Option(help="Forward passes per step.")] = 1,
-    rows: Annotated[int, typer.Option(help="Random query rows per window that the loss looks at.")] = 64,
-    own_inputs: Annotated[float, typer.Option(help="Share of the steps on the student's own inputs.")] = 0.0,
-    context: Annotated[int | None, typer.Option(help="Read windows anywhere among so many (rotary) positions.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    rows: Annotated[int, typer.Option(help="Random query rows of each window in the loss.")] = 64,
+    own_inputs: Annotated[float, typer.Option(help="Fraction of steps on the student's own inputs.")] = 0.0,
+    context: Annotated[
+        int | None, typer.Option(help="Context length: windows are read anywhere in it; default: at its start.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.", rich_help_panel=OUTPUT)] = 50,
     track: Track = None,
     padded: Padded = False,
     dtype: Dtype = None,
+    device: Device = None,
     stream: Stream = False,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Train the feature maps, layer by layer, against the model's own softmax attention."""
+    """Distill feature maps from softmax attention, layer by layer."""
     from dofla.distillation import distill as train
     from dofla.distillation import tracked
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
@@ -226,9 +263,9 @@ def distill(
         raise DoflaError(f"{adapter} exists already: this distillation is finished; choose another folder")
     view = current_view()
     wanted = Plan.load(plan)
-    student, tokenizer = load_teacher(model, dtype, stream)
+    student, tokenizer = load_teacher(model, dtype, stream, device)
     linearize(student, wanted, seed=seed)
-    tokens = windows_of(DataSpec(data, length, windows, padded=padded), student, tokenizer, seed=seed)
+    tokens = windows_of(DataSpec(data, length, windows, padded=padded), student, tokenizer, seed=seed, view=view)
     with locked(out):
         with view.progress("distill") as bar, tracked(track or (), out, "track", bar.losses) as progress:
             history = train(
@@ -257,36 +294,52 @@ def distill(
     return {"adapter": adapter, "seconds": history.seconds, "settings": history.settings, "last_losses": last}
 
 
+def _recipe(given: Path) -> Path:
+    bundled = RECIPES / f"{given}.yaml"
+    if given.exists() or bundled.exists():
+        return given if given.exists() else bundled
+    raise DoflaError(f"recipe {given} does not exist: give a YAML file, or one of {', '.join(NAMES)}")
+
+
 def run(
     recipe: Annotated[
-        Path, typer.Argument(help="YAML file; or default, instant, features, paper, with --set model=...")
+        Path,
+        typer.Argument(metavar="RECIPE", help=f"YAML file, or a bundled recipe: {', '.join(NAMES)}.", callback=_recipe),
     ],
-    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME. An interrupted run goes on.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder, where an interrupted run resumes; default runs/RECIPE.", rich_help_panel=OUTPUT),
+    ] = None,
+    change: Change = None,
     track: Track = None,
+    device: Device = None,
 ) -> dict[str, Any]:
-    """Execute a recipe from profile to evaluation, into one folder."""
-    bundled = RECIPES / f"{recipe}.yaml"
-    given = bundled if bundled.exists() and not recipe.exists() else recipe
-    return _run(given, change, track, out or Path("runs") / recipe.stem)
+    """Run a recipe: compress, evaluate and report."""
+    return _run(recipe, change, track, out or Path("runs") / recipe.stem, device)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo"),
-    change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the recipe; repeatable.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder, where an interrupted run resumes.", rich_help_panel=OUTPUT)] = Path(
+        "runs/demo"
+    ),
+    change: Change = None,
     track: Track = None,
+    device: Device = None,
 ) -> dict[str, Any]:
-    """Run the whole pipeline on the bundled teacher: three minutes of a CPU core."""
-    return _run(RECIPES / "demo.yaml", change, track, out)
+    """Compare all methods on the bundled model: 3 min on a CPU core."""
+    return _run(RECIPES / "demo.yaml", change, track, out, device)
 
 
-def _run(path: Path, change: list[str] | None, track: list[str] | None, out: Path) -> dict[str, Any]:
+def _run(
+    path: Path, change: list[str] | None, track: list[str] | None, out: Path, device: str | None
+) -> dict[str, Any]:
     from dofla.report import report_on
     from dofla.runs.recipe import Recipe
     from dofla.runs.run import run as run_recipe
 
     recipe, view = Recipe.load(path, change), current_view()
     recipe.track += track or []
+    recipe.device = device or recipe.device
     results = run_recipe(recipe, out, view, report_on)
     view.say(f"\neverything is in {out}")
     return {"folder": out, **results}

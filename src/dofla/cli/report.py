@@ -11,15 +11,21 @@ from dofla.cli.verb import current_view
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that dofla run or dofla frontier has written.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER", help="Folders written by dofla run or dofla frontier.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file; default report.html in the run's folder, or here for several runs.")
+        Path | None,
+        typer.Option(help="HTML file to write; default: report.html in the run's folder, here for several runs."),
     ] = None,
     speed: Annotated[
-        bool, typer.Option("--speed", help="Time reading and writing as well: ten seconds per student, kept.")
+        bool, typer.Option("--speed", help="Measure speed as well: 10 s per model; results are kept.")
     ] = False,
 ) -> dict[str, Any]:
-    """Write a page about one or more runs, one HTML file that needs no network."""
+    """Write an HTML report on one or more runs.
+
+    It is one file, and needs no network.
+    """
     from dofla.display import size
     from dofla.report import REPORT, write_report
 

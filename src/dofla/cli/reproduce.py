@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dofla.cli.options import OUTPUT, Device
 from dofla.cli.verb import current_view
 
 NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, probe, 3, 6"
@@ -17,22 +18,36 @@ NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, probe, 3, 6"
 
 def reproduce(
     model: Annotated[
-        str, typer.Option(help="gpt2, pythia-1b, smollm2-135m, minilm, demo; or any folder or hub name.")
+        str, typer.Option(help="Model: gpt2, pythia-1b, smollm2-135m, minilm, demo, a folder or hub name.")
     ] = "demo",
-    table: Annotated[list[str] | None, typer.Option(help=f"{NAMES}, or all (the default); repeatable.")] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds, from 0.")] = 3,
-    scale: Annotated[str, typer.Option(help="full, or small: what a laptop can do.")] = "full",
-    out: Annotated[Path | None, typer.Option(help="Folder; default runs/reproduce-MODEL-SCALE. It goes on.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", help="field=value of the study; repeatable.")] = None,
+    table: Annotated[list[str] | None, typer.Option(help=f"Table: {NAMES}; repeatable; default: all.")] = None,
+    seeds: Annotated[int, typer.Option(help="Number of random seeds, from 0.")] = 3,
+    scale: Annotated[str, typer.Option(help="Scale: full, or small (for a laptop).")] = "full",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    device: Device = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="Change to the study: field=value; repeatable.")
+    ] = None,
 ) -> dict[str, Any]:
-    """Make the paper's tables for a model, beside the published figures."""
+    """Reproduce the paper's tables for a model.
+
+    The published figures stand beside them.
+    """
     from dofla.runs.reproduce.run import reproduce as make_tables
     from dofla.runs.reproduce.study import Study
 
     study = Study.of(model, scale, seeds, change)
+    study.device = device or study.device
     name = "-".join(re.findall("[a-z0-9]+", Path(model).name.lower()))
     folder = out or Path("runs") / f"reproduce-{name}-{scale}"
     words = ["dofla", "reproduce", "--model", model, "--table", "{table}", "--seeds", str(seeds), "--scale", scale]
+    words += ["--device", device] if device else []
     words += [word for setting in change or [] for word in ("--set", setting)]
     view = current_view()
     made = make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)

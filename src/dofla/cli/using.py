@@ -1,14 +1,15 @@
-"""The verbs that use a student: generate, serve."""
+"""The verbs that use a compressed model: generate, serve; and chat, in a module of its own."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dofla.cli.options import BaseModel, Dtype, Seed, StudentArgument
+from dofla.cli.options import TEXT, BaseModel, Device, Dtype, Seed, StudentArgument, existing
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError, about
 
@@ -18,21 +19,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _prompt(given: str | None) -> str:
+    if given is not None:
+        return given
+    if sys.stdin.isatty():
+        raise DoflaError("no text to continue: give --prompt TEXT, pipe a text in, or start dofla chat")
+    return sys.stdin.read().removesuffix("\n")
+
+
 def generate(
     student: StudentArgument,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    new_tokens: Annotated[int, typer.Option(help="Tokens at most.")] = 100,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
-    prompt_state: Annotated[
-        Path | None, typer.Option(help="State of a text read earlier, to go on from; made from --document if missing.")
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Text to continue; default: standard input.", rich_help_panel=TEXT, callback=_prompt),
     ] = None,
-    document: Annotated[Path | None, typer.Option(help="Text to read into --prompt-state before the prompt.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompt.")] = False,
+    prompt_state: Annotated[
+        Path | None,
+        typer.Option(help="Saved cache to continue from; created from --document if missing.", rich_help_panel=TEXT),
+    ] = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file to read into --prompt-state first.", rich_help_panel=TEXT, callback=existing("a text")
+        ),
+    ] = None,
     base_model: BaseModel = None,
     dtype: Dtype = None,
+    device: Device = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Continue a text with a student."""
+    """Continue a text with a compressed model."""
     import torch
 
     from dofla.distillation.steps import check_numbers
@@ -40,7 +59,7 @@ def generate(
     from dofla.runs.teacher import open_student
 
     check_numbers(new_tokens=new_tokens)
-    model, tokenizer = open_student(student, dtype, base_model)
+    model, tokenizer = open_student(student, dtype, base_model, device)
     ids, options = _tokens(tokenizer, prompt, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
     check_readable(model, ids, "--prompt", new_tokens)
     start = _prompt_state(model, tokenizer, prompt_state, document)
@@ -60,22 +79,26 @@ def generate(
 def serve(
     student: StudentArgument,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
-    port: Annotated[int, typer.Option(help="And port; 0 for any that is free.")] = 8000,
-    sessions: Annotated[int, typer.Option(help="Conversations whose state is kept between turns.")] = 32,
-    at_once: Annotated[int, typer.Option(help="Requests answered side by side; with --compile one.")] = 16,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
+    sessions: Annotated[int, typer.Option(help="Conversations whose cache is kept between turns.")] = 32,
+    at_once: Annotated[int, typer.Option(help="Maximum number of concurrent requests; 1 with --compile.")] = 16,
     compile: Annotated[
         bool,
-        typer.Option("--compile", help="Write tokens by torch.compile: faster, after half a minute at the first one."),
+        typer.Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s."),
     ] = False,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="DOFLA_API_KEY", help="Clients must send it; better said by the environment variable."),
+        typer.Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed."),
     ] = None,
-    max_body: Annotated[int, typer.Option(help="MiB that a request may have.")] = 32,
+    max_body: Annotated[int, typer.Option(help="Maximum size of a request, in MiB.")] = 32,
     base_model: BaseModel = None,
     dtype: Dtype = None,
+    device: Device = None,
 ) -> dict[str, Any]:
-    """Answer requests as OpenAI's API does, by transformers' own server; a turn of a chat costs its own tokens."""
+    """Serve a compressed model over an OpenAI-compatible API.
+
+    A turn of a conversation reads only its new tokens.
+    """
     from dofla.distillation.steps import check_numbers
     from dofla.integration.continuous_batching import continuous_batching
     from dofla.integration.sessions import keep_sessions
@@ -91,7 +114,7 @@ def serve(
     check_key(api_key)
     at_once = 1 if compile else at_once
     with listening(host, port) as place:
-        model, tokenizer = open_student(student, dtype, base_model)
+        model, tokenizer = open_student(student, dtype, base_model, device)
         if compile:
             from dofla.integration.compiling import compile_generate
 

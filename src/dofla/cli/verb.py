@@ -17,26 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from dofla.cli.menu import HelpAll
+from dofla.cli.options import OUTPUT
 from dofla.errors import DoflaError
 
 if TYPE_CHECKING:
     from dofla.runs.view import View
 
-_SAID = "What is said"
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is being done.", rich_help_panel=_SAID)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Say nothing but errors and a text asked for.", rich_help_panel=_SAID)
+    bool, typer.Option("--quiet", "-q", help="Only print errors and requested text.", rich_help_panel=OUTPUT)
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON, and nothing else.", rich_help_panel=_SAID)
-]
+Json = Annotated[bool, typer.Option("--json", help="Only print the result, as JSON.", rich_help_panel=OUTPUT)]
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Say everything; show where an error comes from.", rich_help_panel=_SAID)
+    bool, typer.Option("--debug", help="Log everything; show tracebacks of errors.", rich_help_panel=OUTPUT)
 ]
 
 
 @dataclass(frozen=True)
-class Manner:
+class Verbosity:
     """How much is said, and to whom."""
 
     verbose: Verbose = False
@@ -44,8 +43,8 @@ class Manner:
     json: Json = False
     debug: Debug = False
 
-    def __or__(self, other: Manner) -> Manner:
-        return Manner(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
+    def __or__(self, other: Verbosity) -> Verbosity:
+        return Verbosity(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 
     @property
     def level(self) -> int:
@@ -56,8 +55,9 @@ class Manner:
 
 
 _MOST = 2**31 - 1
-OPTIONS = get_type_hints(Manner, include_extras=True)
-MANNER: ContextVar[Manner] = ContextVar("manner")
+OPTIONS = get_type_hints(Verbosity, include_extras=True)
+_HELP_ALL = "help_all"
+VERBOSITY: ContextVar[Verbosity] = ContextVar("manner")
 """Of the command that is being carried out."""
 _VIEW: ContextVar[View] = ContextVar("view")
 
@@ -74,7 +74,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     def command(ctx: typer.Context, **given: Any) -> None:
         from dofla.storage.processes import is_first
 
-        manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        manner = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        del given[_HELP_ALL]
         with _showing(manner):
             for name, value in given.items():
                 _check(name.replace("_", "-"), value)
@@ -85,11 +86,12 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
     kind = inspect.Parameter.KEYWORD_ONLY
-    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in OPTIONS.items()]
+    shared = {**OPTIONS, _HELP_ALL: HelpAll}
+    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in shared.items()]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     own = [p.replace(kind=kind) for p in own]
     command.__signature__ = inspect.Signature([first, *own, *common])
-    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **OPTIONS}
+    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **shared}
     return command
 
 
@@ -103,14 +105,14 @@ def _check(name: str, value: Any) -> None:
 
 
 @contextmanager
-def _showing(manner: Manner) -> Iterator[None]:
+def _showing(manner: Verbosity) -> Iterator[None]:
     """Within the block there is a view, and what is logged is shown on it."""
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
     from dofla.storage.processes import is_first
 
-    MANNER.set(manner)
+    VERBOSITY.set(manner)
     _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
     handler.setLevel(manner.level)

@@ -3,16 +3,14 @@
 Knows tokenizers by what they do, and no model: a model's own samples are drawn in ``integration``.
 """
 
-from dofla.data.documents import read_documents
-from dofla.data.packing import text_windows
-from dofla.data.windows import Images, TokenWindows, as_windows, batches, predicted
+import lazy_loader
 
-__all__ = [
-    "Images",
-    "TokenWindows",
-    "as_windows",
-    "batches",
-    "predicted",
-    "read_documents",
-    "text_windows",
-]
+# Names of sources are checked before anything is computed, so torch is imported only with the windows.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "documents": ["read_documents"],
+        "packing": ["text_windows"],
+        "windows": ["Images", "TokenWindows", "as_windows", "batches", "predicted"],
+    },
+)

@@ -18,6 +18,8 @@ from dofla.errors import DoflaError
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+SAMPLE = Path(__file__).parent / "sample.txt.gz"
+"""The bundled text, of the source ``sample``: documents like those of the demo's model, 1 to a line."""
 _FILE_SUFFIXES = {".txt", ".md", ".gz", ".json", ".jsonl", ".parquet", ".safetensors"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # A text file is cut after at most this many characters, so that a file without blank lines is not one document
@@ -36,6 +38,7 @@ def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]
       cut, at a line end where there is one;
     - JSON lines (.jsonl, .json, either with .gz): the string in each record's ``text_field``;
     - Parquet (.parquet): the column ``text_field``. Needs pyarrow;
+    - the word ``sample``: the bundled text: children's stories by the demo's model, about 150,000 of its tokens;
     - a list of such files, read one after another;
     - a list of strings, each a document;
     - a name for the ``datasets`` library, ``name``, ``name:config`` or ``name:config@split`` (split: train unless
@@ -52,6 +55,16 @@ def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]
         DoflaError: at once for a source that is none of these; while reading, for one that is empty or malformed.
     """
     return _never_empty(_documents(source, text_field), describe(source))
+
+
+def check_source(source: str) -> None:
+    """Raise DoflaError if a source can only be a file, and there is none: before a model is loaded."""
+    name = os.path.expanduser(source.partition("@")[0].partition(":")[0])
+    looks_like_file = Path(name).suffix.lower() in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
+    if looks_like_file and not os.path.exists(name) and not os.path.exists(os.path.expanduser(source)):
+        raise DoflaError(
+            f"{source[:200]!r}: no such file; give an existing file, a datasets name, or a list for texts in memory"
+        )
 
 
 def describe(source: Source) -> str:
@@ -75,7 +88,7 @@ def dataset_name(description: str) -> str | None:
 def files_of(source: Source) -> list[Path] | None:
     """The files that a source names; None for texts in memory and for what the ``datasets`` library loads."""
     if isinstance(source, (str, os.PathLike)):
-        path = Path(os.path.expanduser(source))
+        path = SAMPLE if source == "sample" else Path(os.path.expanduser(source))
         names_file = os.path.isfile(path) or (isinstance(source, os.PathLike) and not path.is_dir())
         return [path] if names_file else None
     if not isinstance(source, (list, tuple)) or not all(isinstance(entry, (str, os.PathLike)) for entry in source):
@@ -224,14 +237,10 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _dataset(source: str, text_field: str) -> Iterator[str]:
+    check_source(source)
     base, _, split = source.partition("@")
     name, _, config = base.partition(":")
     name = os.path.expanduser(name)
-    looks_like_file = Path(name).suffix.lower() in _FILE_SUFFIXES or not _HUB_NAME.fullmatch(name)
-    if looks_like_file and not os.path.isdir(name):
-        raise DoflaError(
-            f"{source[:200]!r}: no such file; give an existing file, a datasets name, or a list for texts in memory"
-        )
     return (
         _field(record, text_field, f"dataset {base}")
         for record in _dataset_records(name, config or None, split or "train", source)

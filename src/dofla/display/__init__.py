@@ -1,7 +1,7 @@
 """What people see of results and of work in progress: tables as text and as HTML, and bars."""
 
 from dofla.display.progress import Bar, reporting, reports_progress, showing
-from dofla.display.tables import Part, Result, as_html, as_text, rounded, size, table
+from dofla.display.tables import Part, Result, as_html, as_text, factor, figure, percent, rounded, size, table
 
 __all__ = [
     "Bar",
@@ -9,6 +9,9 @@ __all__ = [
     "Result",
     "as_html",
     "as_text",
+    "factor",
+    "figure",
+    "percent",
     "reporting",
     "reports_progress",
     "rounded",

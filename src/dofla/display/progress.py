@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from dofla.storage.processes import is_first
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _taken: ContextVar[bool] = ContextVar("dofla_bar", default=False)
 """Whether there is a bar already, or none is wanted: what is called within shows none of its own."""
@@ -26,12 +27,13 @@ class Bar:
 
     def __init__(self, label: str, shown: bool) -> None:
         self.text = ""
-        form = "{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
-        options = {"desc": label, "bar_format": form, "leave": False, "dynamic_ncols": True, "disable": not shown}
+        waiting = "{desc} [{elapsed}]"  # until the first report says of how much
+        options = {"desc": label, "bar_format": waiting, "leave": False, "dynamic_ncols": True, "disable": not shown}
         self._bar = tqdm(**options)
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         self.text = text
+        self._bar.bar_format = "{desc} {bar:20} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
         self._bar.set_postfix_str(text, refresh=False)
         if total != self._bar.total:  # the first report, which may be of work that goes on; or another stage
             self._bar.reset(total)
@@ -40,8 +42,9 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
     def stage(self, stage: str, done: int, total: int) -> None:
-        """Of something that goes through several stages."""
+        """Of something that goes through several stages, none of which is what comes out."""
         self(done, total, stage)
+        self.text = ""
 
     def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
         """Of a training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from html import escape
@@ -100,6 +101,26 @@ def _cell(content: RenderableType) -> str:
 def rounded(value: float, digits: int = 3) -> str:
     """A figure. The divergence of attention that does not see some key at all is astronomical as computed: endless."""
     return f"{value:.{digits}f}" if value < 1e4 else "∞"
+
+
+def figure(value: float) -> str:
+    """A number in three significant digits, never in powers of ten."""
+    if not math.isfinite(value):
+        return str(value)
+    value = float(f"{value:.2e}")
+    places = 2 - math.floor(math.log10(abs(value))) if value else 2
+    return f"{value:,.{min(max(places, 0), 8)}f}"
+
+
+def percent(fraction: float) -> str:
+    """An increase in percent, with its sign: ``+0.332 %``."""
+    return f"{'-' if fraction < 0 else '+'}{figure(100 * abs(fraction))} %"
+
+
+def factor(before: float, after: float) -> str:
+    """The size of a cache beside that of another: ``15.1 x smaller``."""
+    ratio, word = (before / after, "smaller") if before >= after else (after / before, "larger")
+    return f"{figure(ratio)} x {word}"
 
 
 def size(count: float) -> str:

@@ -81,6 +81,7 @@ class Compressor:
         self.model, self.windows = model, windows_for(model, windows)
         self.keep_softmax, self.batch_size, self.context = keep_softmax, batch_size, context
         self.retrieval_heads, self.tokenizer = retrieval_heads, tokenizer
+        self._directed: Callable[[int, int], None] | None = None
         self._measured: dict[float, HeadBudgets] = {}  # by the budget they were measured at: one for all large sizes
 
     def budget(self, size: str | int | None = None, ratio: float | None = None) -> float:
@@ -152,7 +153,7 @@ class Compressor:
         """The budget that head budgets of ``budget`` are measured with: no more than
         :data:`MAX_CALIBRATION_FRACTION` of a window."""
         even = compressed_plan(self.model, _REFERENCE, keep_softmax=self.keep_softmax, context=_ANY)
-        held = [layer.places_per_head[0] for layer in even.layers]
+        held = [layer.slots_per_head[0] for layer in even.layers]
         most = math.floor(_REFERENCE * MAX_CALIBRATION_FRACTION * self.windows.length / max(held, default=1))
         return min(budget, max(MIN_CALIBRATION_BUDGET, most))
 
@@ -181,7 +182,13 @@ class Compressor:
     def directions(self) -> dict[str, Directions]:
         """Directions of keys and values that matter to coded tokens, by layer."""
         layers = [layer.name for layer in self.plan(_REFERENCE).layers if not layer.keep_softmax]
-        return directions_of(self.model, self.windows, layers, batch_size=self.batch_size, context=self.context)
+        options = {"batch_size": self.batch_size, "context": self.context, "progress": self._directed}
+        return directions_of(self.model, self.windows, layers, **options)
+
+    def measure_directions(self, progress: Callable[[int, int], None] | None) -> None:
+        """Measure :attr:`directions` now; ``progress`` is called with (done, total) after each batch."""
+        self._directed = progress
+        self.directions  # noqa: B018  the property is kept
 
     @cached_property
     def _facts(self) -> Facts:

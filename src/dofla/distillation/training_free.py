@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import count
 
 from torch import Tensor
@@ -77,6 +78,7 @@ def compress(
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
     prefill: str = "auto",
+    progress: Callable[[str, int, int], None] | bool = True,
 ) -> PreTrainedModel:
     """Give a causal model a compressed cache of constant size, in place and without training: recent tokens in int8,
     older ones in 3 bits, eviction by attention score.
@@ -103,6 +105,8 @@ def compress(
             retain are selected at the end of each call, by the attention of all its queries. ``stream``: token by
             token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, else
             stream.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each pass.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
@@ -124,10 +128,23 @@ def compress(
     options = {"keep_softmax": keep_softmax, "batch_size": batch_size, "context": context}
     options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
     compressor = Compressor(model, windows, **options, prefill=prefill)
-    budget = compressor.budget(size, ratio)
+    return _made(compressor, compressor.budget(size, ratio), head_budgets, progress=progress)
+
+
+@reports_progress("compress", Bar.stage)
+def _made(
+    compressor: Compressor,
+    budget: float,
+    head_budgets: HeadBudgets | str,
+    *,
+    progress: Callable[[str, int, int], None] | None,
+) -> PreTrainedModel:
     if head_budgets == "measured":
-        return compressor.make(budget, _measured(compressor, budget))
-    return tried(compressor.make(budget, head_budgets if isinstance(head_budgets, HeadBudgets) else None))
+        return compressor.make(budget, _measured(compressor, budget, progress=progress))
+    given = head_budgets if isinstance(head_budgets, HeadBudgets) else None
+    compressor.plan(budget, given)  # its errors come first
+    compressor.measure_directions(progress and partial(progress, "directions"))
+    return tried(compressor.make(budget, given))
 
 
 @reports_progress("head budgets", Bar.stage)
@@ -135,6 +152,7 @@ def _measured(
     compressor: Compressor, budget: float, *, progress: Callable[[str, int, int], None] | None
 ) -> HeadBudgets:
     compressor.check_head_budgets(budget)
+    compressor.measure_directions(progress and partial(progress, "directions"))
     compressor.check_consistency(budget)
     done, total = count(1), compressor.passes
-    return compressor.head_budgets(budget, lambda: progress and progress("passes", next(done), total))
+    return compressor.head_budgets(budget, lambda: progress and progress("head budgets", next(done), total))

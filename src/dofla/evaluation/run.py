@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
-from dofla.display import Part, Result, reports_progress, rounded, size, table
+from dofla.display import Part, Result, as_text, factor, figure, reports_progress, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import describe, plan_of
+from dofla.integration.surgery import describe, plan_of, record_of
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
-_LANGUAGE = ("tokens", "teacher_loss", "student_loss", "gap", "gap_interval", "kl", "top1_agreement")
+_LANGUAGE = (
+    "tokens",
+    "teacher_loss",
+    "student_loss",
+    "loss_increase",
+    "loss_increase_interval",
+    "kl",
+    "top1_agreement",
+)
 _EMBEDDINGS = ("cosine", "spearman")
+_ENDLESS = 1e4
+"""Nats: the divergence of attention that does not see some token at all is astronomical as computed."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,8 @@ class Evaluation(Result):
         softmax_bytes: of a key-value cache at the windows' length.
         tokens: predicted.
         teacher_loss, student_loss: next-token loss, nats per token.
-        gap: the student's loss less the teacher's, nats per token.
-        gap_interval: of 95 %, bootstrap over windows.
+        loss_increase: the student's loss less the teacher's, nats per token.
+        loss_increase_interval: of 95 %, bootstrap over windows.
         kl: KL(teacher ‖ student) of the next-token distributions, nats.
         top1_agreement: share of positions where both find the same token likeliest.
         cosine: mean similarity between both models' embeddings of the same input.
@@ -59,41 +71,86 @@ class Evaluation(Result):
     tokens: int | None = None
     teacher_loss: float | None = None
     student_loss: float | None = None
-    gap: float | None = None
-    gap_interval: list[float] | None = None
+    loss_increase: float | None = None
+    loss_increase_interval: list[float] | None = None
     kl: float | None = None
     top1_agreement: float | None = None
     cosine: float | None = None
     spearman: float | None = None
 
-    def parts(self) -> Iterator[Part]:
-        """The figures of the whole, then those of each layer."""
-        whole = table("", "", show_header=False)
-        for name in (*_LANGUAGE, *_EMBEDDINGS):
-            value = getattr(self, name)
-            if value is not None:
-                shown = f"{value[0]:.4f} to {value[1]:.4f}" if isinstance(value, list) else f"{value:.6g}"
-                whole.add_row(name.replace("_", " "), shown)
-        whole.add_row("state", size(self.state_bytes))
-        if self.softmax_bytes is not None:
-            whole.add_row(f"softmax cache at {self.length} tokens", size(self.softmax_bytes))
-        yield whole
+    @property
+    def perplexity_increase(self) -> float | None:
+        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
+        return None if self.loss_increase is None else math.expm1(self.loss_increase)
+
+    def parts(self, layers: bool = False) -> Iterator[Part]:
+        """What a person decides by, and one sentence; with ``layers``, a row per layer as well."""
+        length = "" if self.length is None else f" of {self.length} tokens"
+        yield f"{self.windows} windows{length}: {self.source}\n"
+        yield from self._language() if self.loss_increase is not None else self._embeddings()
+        if layers:
+            yield ""
+            yield self._layers()
+
+    def table(self, layers: bool = False) -> str:
+        """The result as text; with ``layers``, a row per layer as well: the error of its attention output relative to
+        the original's, and the KL of its attention, where that is finite."""
+        return as_text(self.parts(layers))
+
+    def _language(self) -> Iterator[Part]:
+        both = table("", "original", "compressed", "")
+        before, after = self.softmax_bytes, self.state_bytes
+        losses = self.teacher_loss, self.student_loss
+        both.add_row("loss, nats per token", *map(figure, losses))
+        both.add_row("perplexity", *(figure(math.exp(loss)) if loss < 20 else "over 10^8" for loss in losses))
+        both.add_row(f"cache at {self.length} tokens", size(before), size(after), factor(before, after))
+        yield both
         yield ""
-        layers = table("layer", "attention KL", "output error")
+        low, high = self.loss_increase_interval
+        shown = table("", "", show_header=False)
+        shown.columns[1].justify = "left"
+        interval = f"95 % interval {figure(low)} to {figure(high)}"
+        shown.add_row("loss increase, nats per token", f"{figure(self.loss_increase)} ({interval})")
+        ends = " to ".join(map(perplexity, self.loss_increase_interval))
+        shown.add_row("perplexity increase", f"{perplexity(self.loss_increase)} ({ends})")
+        shown.add_row("KL divergence, nats per token", figure(self.kl))
+        shown.add_row("same likeliest token", f"{100 * self.top1_agreement:.1f} %")
+        yield shown
+        yield f"\n{verdict(self.loss_increase, self.loss_increase_interval, factor(before, after), self.length)}"
+
+    def _embeddings(self) -> Iterator[Part]:
+        shown = table("", "", show_header=False)
+        shown.add_row("cosine of embeddings", figure(self.cosine))
+        shown.add_row("rank correlation of similarities", figure(self.spearman))
+        yield shown
+        yield f"\n{embedding_words(min(self.cosine, self.spearman))}"
+
+    def _layers(self) -> Part:
+        # Attention that no longer sees some token diverges without end: the column would say nothing.
+        finite = all(layer.kl < _ENDLESS for layer in self.layers.values())
+        shown = table("layer", "output error", *(["attention KL"] if finite else []))
         for name, layer in self.layers.items():
-            layers.add_row(name, rounded(layer.kl, 4), rounded(layer.output_error, 4))
-        yield layers
+            shown.add_row(name, figure(layer.output_error), *([figure(layer.kl)] if finite else []))
+        return shown
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: the seven figures from ``tokens`` on are under ``language``, the last two under
         ``embeddings``; what is not known of such a model is left out."""
         data: dict[str, Any] = {"model": self.model, "source": self.source, "windows": self.windows}
-        section, names = ("language", _LANGUAGE) if self.gap is not None else ("embeddings", _EMBEDDINGS)
+        section, names = ("language", _LANGUAGE) if self.loss_increase is not None else ("embeddings", _EMBEDDINGS)
         data[section] = {name: getattr(self, name) for name in names}
         data["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
         if self.length is not None:
             data |= {"length": self.length, "softmax_bytes": self.softmax_bytes}
         return data | {"state_bytes": self.state_bytes, "strategy": self.strategy}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Evaluation:
+        """The reverse of :meth:`to_dict`; entries of other names are passed over."""
+        known = {spec.name for spec in fields(cls)}
+        whole = {**data, **data.get("language", {}), **data.get("embeddings", {})}
+        layers = {name: LayerFidelity(**layer) for name, layer in data["layers"].items()}
+        return cls(**{name: value for name, value in whole.items() if name in known} | {"layers": layers})
 
 
 @unwraps_its_model
@@ -108,7 +165,7 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | bool = True,
 ) -> Evaluation:
-    """Compare a linearised model with the softmax model it was.
+    """Compare a linearised model with the softmax model it was. The figures stand on its model card when it is saved.
 
     Args:
         student: a linearised model; it is its own teacher.
@@ -120,7 +177,8 @@ def evaluate(
             called with (done, total) batches.
 
     Returns:
-        Figures that are fields (``result.gap``); ``print`` shows them as tables, ``to_dict()`` is for JSON.
+        Figures that are fields (``result.loss_increase``); ``print`` shows what to decide by,
+        ``result.table(layers=True)`` adds a row per layer, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: not linearised; windows of one token; logits that are not finite.
@@ -141,7 +199,7 @@ def evaluate(
         else:
             figures = embedding_figures(student, windows, **options)
         layers = attention_fidelity(student, some, batch_size=batch_size, seed=seed, progress=after(first))
-    return Evaluation(
+    result = Evaluation(
         model=describe(student),
         source=windows.source,
         windows=len(windows),
@@ -153,3 +211,5 @@ def evaluate(
         softmax_bytes=plan.softmax_bytes(windows.length, student.dtype) if of_text else None,
         **figures,
     )
+    record_of(student).add_figures(result.to_dict())
+    return result

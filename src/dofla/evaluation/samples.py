@@ -2,37 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
 from dofla.integration.surgery import softmax
 
 
-def continuations(
-    student: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+class Prompt(NamedTuple):
+    """A text to continue.
+
+    Attributes:
+        ids: its tokens [T].
+        new_tokens: to write at most.
+    """
+
+    ids: Tensor
+    new_tokens: int
+
+
+def beginnings(
     windows: TokenWindows,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     prompts: int,
     prompt_tokens: int,
     new_tokens: int,
+) -> list[Prompt]:
+    """A prompt from each of the first windows: the beginning of a document, or of a sentence, if there is one.
+
+    Args:
+        windows: held-out text; padded ones too short for a prompt are passed over.
+        tokenizer: knows separators and where sentences end; without one, windows begin where they do.
+        prompts: how many at most.
+        prompt_tokens: of each; fewer in shorter windows.
+        new_tokens: to write at most.
+    """
+    size, rows = min(prompt_tokens, windows.length), windows.input_ids
+    if windows.attention_mask is not None:
+        rows = rows[windows.attention_mask[:, :size].bool().all(dim=1)]
+    starts = [_start(row.tolist(), tokenizer, size) for row in rows[:prompts]]
+    return [Prompt(row[start : start + size], new_tokens) for row, start in zip(rows, starts, strict=False)]
+
+
+def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int) -> int:
+    """Where a prompt of so many tokens begins best; 0 if nowhere else."""
+    if tokenizer is None:
+        return 0
+    special, places = set(tokenizer.all_special_ids), range(len(ids) - size + 1)
+    whole = [n for n in places if not special.intersection(ids[n + 1 : n + size])]
+    documents = (n for n in whole if ids[n] in special)
+    sentences = (n for n in whole if n and tokenizer.decode([ids[n - 1]]).rstrip().endswith((".", "!", "?")))
+    return next(documents, next(sentences, 0))
+
+
+def continuations(
+    student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Greedy continuations, of ``new_tokens`` tokens, of the beginnings of a few windows: ``prompt``, ``teacher``,
-    ``student`` and ``agree``, the number of tokens until they first differ."""
-    beginnings = windows.input_ids[:prompts, :prompt_tokens].to(student.device)
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
-    options["attention_mask"] = torch.ones_like(beginnings)
-    with softmax(student):
-        teacher = student.generate(beginnings, **options)[:, beginnings.shape[1] :]
-    ours = student.generate(beginnings, **options)[:, beginnings.shape[1] :]
+    """Greedy continuations of each prompt: ``prompt``, ``teacher``, ``student`` and ``agree``, the number of tokens
+    until they first differ."""
     rows = []
-    for prompt, a, b in zip(beginnings, teacher, ours, strict=True):
-        shared = min(len(a), len(b))
-        differ = (a[:shared] != b[:shared]).nonzero()
-        texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (prompt, a, b)]
+    for ids, new_tokens in prompts:
+        beginning = ids[None].to(student.device)
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
+        options["attention_mask"] = torch.ones_like(beginning)
+        with softmax(student):
+            teacher = student.generate(beginning, **options)[0, len(ids) :]
+        ours = student.generate(beginning, **options)[0, len(ids) :]
+        shared = min(len(teacher), len(ours))
+        differ = (teacher[:shared] != ours[:shared]).nonzero()
+        texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, teacher, ours)]
         agree = int(differ[0]) if len(differ) else shared
         rows.append(dict(zip(("prompt", "teacher", "student"), texts, strict=True)) | {"agree": agree})
     return rows

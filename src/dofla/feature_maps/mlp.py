@@ -14,7 +14,7 @@ from dofla.feature_maps.exponential import START
 from dofla.feature_maps.standardised import StandardisedMap
 
 HIDDEN = 32
-"""Hidden units: weights, not state. Twice and four times as many were no better (``docs/quality/features.md``)."""
+"""Hidden units: weights, not state. Twice and four times as many were no better (``docs/research/features.md``)."""
 
 
 class MLP(StandardisedMap):

@@ -15,7 +15,7 @@ class StandardisedMap(FeatureMap):
 
     The statistics are buffers and not folded into the weights: so Adam, whose steps are alike in all coordinates, sees
     coordinates that are alike. Real heads need it: after rotary positions some coordinates are ten times as large as
-    others. (Folded, the same map ends with a tenth more attention KL; ``docs/quality/features.md``.)
+    others. (Folded, the same map ends with a tenth more attention KL; ``docs/research/features.md``.)
 
     Attributes:
         query_mean, query_std, key_mean, key_std: [heads, d]; 0 and 1 before :meth:`calibrate`.

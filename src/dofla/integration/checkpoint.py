@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dofla.integration.attaching import check_coders
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
-from dofla.integration.packages import packaged_name, packaged_path
+from dofla.integration.packages import DEMO, packaged_name, packaged_path
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
@@ -72,15 +73,20 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
         model: a linearised model. Its base model is named as on the hub where that is known: it was opened by that name
             or from the hub's cache, or :func:`dofla.note` was told. Otherwise its folder is named, with a warning
             unless that is in an installed package.
-        folder: a new folder.
+        folder: a new folder, or that of another adapter, which it replaces when everything is written; other files in
+            it stay.
 
     Raises:
-        DoflaError: if the model is not linearised or the folder exists.
+        DoflaError: if the model is not linearised, or the folder holds something and no adapter.
     """
-    with new_folder(folder) as out:
+    folder = Path(folder)
+    replaced = (folder / ADAPTER).exists()
+    with new_folder(folder, replaced) as out:
+        if replaced:
+            shutil.copytree(folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_FILES))
         write_adapter(model, out)
     warn_of_local_base(model, folder)
-    return Path(folder)
+    return folder
 
 
 def write_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -128,7 +134,8 @@ def load(
     """Open a student: an adapter, or a standalone checkpoint.
 
     Args:
-        path: folder written by :func:`save_adapter` or by ``save_pretrained``, or the name of one on the hub.
+        path: folder written by :func:`save_adapter` or by ``save_pretrained``, or the name of one on the hub; or
+            ``demo``, the bundled model, which is not compressed (:func:`dofla.demo`).
         base_model: folder or hub name of an adapter's base model, if it is not where the adapter says.
         trust_remote_code: allow the base model's repository to bring its own code.
         **kwargs: for ``from_pretrained`` (``dtype``, ``device_map``, ...).
@@ -138,8 +145,11 @@ def load(
             adapter's base model is not where it should be.
     """
     model = load_any(path, base_model=base_model, trust_remote_code=trust_remote_code, **kwargs)
-    if not is_linearized(model):
-        raise DoflaError(f"{path} is neither an adapter nor a linearised checkpoint: it is a plain model")
+    if not is_linearized(model) and str(path) != DEMO:
+        raise DoflaError(
+            f"{path} is neither an adapter nor a linearised checkpoint: it is a plain model, which dofla compress "
+            "(dofla.compress in Python) compresses"
+        )
     return model
 
 
@@ -147,6 +157,7 @@ def load_any(
     path: str | Path, *, base_model: str | Path | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
     """Open a student, or a model that is none: as :func:`load`, but a plain checkpoint is opened as it is."""
+    path = path if Path(path).is_dir() else packaged_path(str(path))
     folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES)
     if not (folder / ADAPTER).exists():
         return load_model(path, trust_remote_code=trust_remote_code, **kwargs)

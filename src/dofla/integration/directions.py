@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -39,15 +40,15 @@ class Directions:
     weighing: Tensor | None
 
     def calibrate(self, layer: AttachedLinearAttention) -> None:
-        """Give them to all stages of the layer, and to what smooths its keys."""
+        """Give them to all tiers of the layer, and to what smooths its keys."""
         queries, keys = self.queries, self.keys
         if layer.smoothing is not None:
             layer.smoothing.calibrate(keys)
             queries, keys = layer.smoothing.moments(queries, keys)
         for group, heads in enumerate(layer.groups):
-            if (fading := layer.fading_of(group)) is not None:
-                fading.key.calibrate(keys[heads], queries.second[heads])
-                fading.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
+            if (coded_tiers := layer.coded_tiers_of(group)) is not None:
+                coded_tiers.key.calibrate(keys[heads], queries.second[heads])
+                coded_tiers.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
 
 
 def measure_directions(
@@ -56,19 +57,21 @@ def measure_directions(
     *,
     batch_size: int = 4,
     context: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Calibrate the coders of all stages (:class:`dofla.attention.Coder`) that have not been.
+    """Calibrate the coders of all tiers (:class:`dofla.attention.Coder`) that have not been.
 
     Args:
         student: a linearised model.
-        tokens, batch_size, context: as for :func:`directions_of`.
+        tokens, batch_size, context, progress: as for :func:`directions_of`.
 
     Raises:
         DoflaError: the model is not linearised; as :func:`directions_of`.
     """
     new = [name for name, layer in linear_layers(student).items() if _is_new(layer)]
     if new:
-        give_directions(student, directions_of(student, tokens, new, batch_size=batch_size, context=context))
+        options = {"batch_size": batch_size, "context": context, "progress": progress}
+        give_directions(student, directions_of(student, tokens, new, **options))
 
 
 def give_directions(student: PreTrainedModel, directions: Mapping[str, Directions]) -> None:
@@ -86,6 +89,7 @@ def directions_of(
     *,
     batch_size: int = 4,
     context: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Directions]:
     """Measure the directions of layers, under softmax attention; the model may be linearised or not.
 
@@ -97,7 +101,8 @@ def directions_of(
         tokens: a few windows, of any text: a dozen of 512 tokens are enough.
         layers: names.
         batch_size: windows per forward pass.
-        reach: as for :func:`dofla.compress`.
+        context: as for :func:`dofla.compress`.
+        progress: called with (done, total) after each batch.
 
     Raises:
         DoflaError: as :func:`dofla.compress`; NaN in the activations, with layer and batch.
@@ -123,6 +128,8 @@ def directions_of(
         for batch in placed_over(windows, batch_size, calibration_context(model, windows, context)):
             run_body(model, batch)
             batch_number += 1
+            if progress:
+                progress(batch_number, math.ceil(len(windows) / batch_size))
     return {
         name: Directions(*found[name], _weighing(outputs.get(name), *found[name][2].total.shape)) for name in layers
     }
@@ -130,7 +137,10 @@ def directions_of(
 
 def _is_new(layer: AttachedLinearAttention) -> bool:
     # Smoothed keys have a mean of almost 0.
-    return any(not (fading.key.is_calibrated or fading.value.is_calibrated) for fading in layer.fading.values())
+    return any(
+        not (coded_tiers.key.is_calibrated or coded_tiers.value.is_calibrated)
+        for coded_tiers in layer.coded_tiers.values()
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -56,8 +57,17 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         text += f", {record['windows']} windows" + (f" of {record['length']} tokens" if "length" in record else "")
     if language := record.get("language"):
         yield "loss", "next-token loss, nats", language["student_loss"], language["teacher_loss"], text
-        yield "gap", "gap, nats per token", language["gap"], None, text, language["gap_interval"]
-        yield "kl", "KL(original ‖ student), nats per token", language["kl"], None, text
+        perplexities = (math.exp(min(language[key], _LARGEST)) for key in ("student_loss", "teacher_loss"))
+        yield "perplexity", "perplexity", *perplexities, text
+        yield (
+            "loss_increase",
+            "loss increase, nats per token",
+            language["loss_increase"],
+            None,
+            text,
+            language["loss_increase_interval"],
+        )
+        yield "kl", "KL divergence from the original, nats per token", language["kl"], None, text
         yield "agreement", "same likeliest next token, share", language["top1_agreement"], None, text
     if embeddings := record.get("embeddings"):
         yield "cosine", "cosine of embeddings with the original's", embeddings["cosine"], None, text
@@ -76,3 +86,5 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
 
 
 _BOTH = ("student", "teacher")
+_LARGEST = 300.0
+"""Nats, whose exponential is still a number."""

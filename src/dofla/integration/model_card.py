@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -14,9 +13,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto import modeling_auto
 
 import dofla
+from dofla.display import factor
 from dofla.integration.record import Figure, Record
 from dofla.plans.head_budgets import flat_head_budgets
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.plan import Plan
 from dofla.storage.files import replacing
 
 README = "README.md"
@@ -82,12 +82,16 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
     causal = task == "text-generation"
     base = record.base_model or Path(plan.model).name
     title = f"{base.rpartition('/')[2] or 'model'}-dofla"
+    dtype = getattr(torch, record.dtype, torch.float32)
+    linear = [layer for layer in plan.layers if not layer.keep_softmax]
+    bits = [each for layer in linear for head in layer.coded_per_head for _, each in head]
+    state = plan.state_bytes(dtype) + plan.kept_softmax_bytes(_CONTEXT, dtype)
     data = ModelCardData(
         base_model=record.base_model or None,
         **record.license,
         library_name="dofla",
         pipeline_tag=task,
-        tags=list(dict.fromkeys(["dofla", "linear-attention", *tags])),
+        tags=list(dict.fromkeys(["dofla", "kv-cache" if bits else "linear-attention", *tags])),
         datasets=record.datasets or None,
         metrics=list(dict.fromkeys(figure.metric for figure in record.figures)) or None,
         model_name=title,
@@ -95,8 +99,6 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
     )
     if not record.figures:
         data.model_name = None  # which stands in the index of figures only
-    dtype = getattr(torch, record.dtype, torch.float32)
-    linear = sum(not layer.keep_softmax for layer in plan.layers)
     commands = list(dict.fromkeys(_cell(figure.command) for figure in record.figures))
     return ModelCard.from_template(
         data,
@@ -107,16 +109,17 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         adapter=adapter,
         auto_class=auto_class,
         causal=causal,
-        fades=any(layer.stages for layer in plan.layers),
-        keeps=any(any(layer.kept_per_head) for layer in plan.layers),
-        features=any(sum(layer.features_per_head) for layer in plan.layers if not layer.keep_softmax),
+        compressed=bool(bits),
+        bits=_range(bits) if bits else "",
+        exact="in int8" if any(layer.token_dtype == "int8" for layer in linear) else "as they are",
+        retains=any(any(layer.heavy_hitters_per_head) for layer in linear),
+        features=any(sum(layer.features_per_head) for layer in linear),
         record=record,
-        state=_size(plan.state_bytes(dtype)),
+        state=_size(state),
         cache=_size(plan.softmax_bytes(_CONTEXT, dtype)),
-        linear=linear,
-        kept_apart=linear < len(plan.layers),
-        layers=[_row(layer, dtype) for layer in plan.layers],
-        made_by=_cell(", ".join(_made_by(plan))),
+        grows=len(linear) < len(plan.layers),
+        factor=factor(plan.softmax_bytes(_CONTEXT, dtype), state),
+        plan=list(_plan_lines(plan)),
         context=plan.context,
         new_weights=any(training.weights for training in record.training),
         trained_length=max([x.positions for x in record.training if x.positions], default=None),
@@ -152,21 +155,40 @@ def _made_by(plan: Plan) -> Iterator[str]:
             yield f"KV heads have {min(head_budgets):.2f} to {max(head_budgets):.2f} times the bytes of an even split"
         elif key == "size":
             yield f"size {_size(value)}"
+        elif key == "retrieval_heads":
+            yield f"{sum(map(len, value.values()))} retrieval heads"
         elif key != "normalization":
             yield f"{key} {value}"
 
 
-def _row(layer: LayerPlan, dtype: torch.dtype) -> list[Any]:
-    if layer.keep_softmax:
-        return [_cell(layer.name), *[""] * 5, "yes", "grows"]
-    features, window, sinks = (
-        ", ".join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1])) for sizes in zip(*layer.sizes, strict=True)
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    """The plan in a few lines; ranges are over all KV heads."""
+    layers = [layer for layer in plan.layers if not layer.keep_softmax]
+    kept = len(plan.layers) - len(layers)
+    kind = "have a compressed cache" if any(layer.tiers for layer in layers) else "have linear attention"
+    yield f"Attention layers: {len(plan.layers)}, of which {len(layers)} {kind}" + (
+        f" and {kept} keep softmax attention." if kept else "."
     )
-    exact = "8 bits" if layer.token_dtype == "int8" else str(dtype).removeprefix("torch.")
-    if layer.stages_in_words:
-        exact += f", then {layer.stages_in_words}"
-    size = f"{layer.state_bytes(dtype.itemsize):,}"
-    return [_cell(layer.name), features, window, sinks, exact, layer.feature_map, "no", size]
+    counts = {
+        "features": [count for layer in layers for count in layer.features_per_head],
+        "tokens in the local window": [window for layer in layers for _, window, _ in layer.sizes],
+        "attention sinks": [sinks for layer in layers for _, _, sinks in layer.sizes],
+        "tokens in fewer bits": [sum(n for n, _ in head) for layer in layers for head in layer.coded_per_head],
+        "of these heavy hitters": [kept for layer in layers for kept in layer.heavy_hitters_per_head],
+    }
+    ranges = [f"{_range(numbers)} {name}" for name, numbers in counts.items() if any(numbers)]
+    if ranges:
+        yield f"Per KV head: {', '.join(ranges)}."
+    kinds = {layer.feature_map for layer in layers if any(layer.features_per_head)}
+    if kinds:
+        yield f"Feature map: {', '.join(sorted(kinds))}."
+    if made_by := _cell(", ".join(_made_by(plan))):
+        yield f"Made with {made_by}."
+
+
+def _range(numbers: Sequence[float]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _figure_row(figure: Figure, commands: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Models inside installed packages, by a name that holds wherever the package is: ``package:NAME/FOLDER``."""
+"""Models inside installed packages, by a name that holds wherever the package is: ``package:NAME/FOLDER``; one of them,
+which is in this package, is also called ``demo``."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from pathlib import Path
 from dofla.errors import DoflaError
 
 _PREFIX = "package:"
+DEMO, _DEMO = "demo", f"{_PREFIX}dofla/runs/demo/teacher"
 
 
 def packaged_path(name: str) -> str:
-    """The folder that ``package:NAME/FOLDER`` stands for; any other name as it is.
+    """The folder that ``package:NAME/FOLDER`` or ``demo`` stands for; any other name as it is.
 
     Raises:
         DoflaError: there is no such package.
     """
+    name = _DEMO if name == DEMO else name
     if not name.startswith(_PREFIX):
         return name
     package, _, inside = name.removeprefix(_PREFIX).partition("/")

@@ -51,7 +51,7 @@ class Record:
         license: ``license`` of the base model's card, with ``license_name`` and ``license_link`` if it has them.
         model_class, dtype: of the student.
         datasets: names on the hub of what the student was trained on.
-        training, figures: in the order in which they came about.
+        training, figures: in the order in which they came about; figures since the last training.
     """
 
     base_model: str = ""
@@ -82,6 +82,7 @@ class Record:
         text += f" of {length} tokens" if length else ""
         text += f", read anywhere among {context} positions" if context != length else ""
         self.training.append(Training(how, text, options["steps"], command, context, weights))
+        self.figures = []  # of other weights
         dataset = dataset_name(windows.source)
         if dataset and dataset not in self.datasets:
             self.datasets.append(dataset)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from dofla.data import TokenWindows
 from dofla.data.documents import Source
 from dofla.data.packing import check_cut, membership, separator_id, stream_seed, text_windows
+from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
@@ -32,6 +35,7 @@ def token_windows(
     text_field: str = "text",
     padded: bool = False,
     model: PreTrainedModel | None = None,
+    progress: Callable[[int, int], None] | bool = True,
 ) -> TokenWindows:
     """Windows of tokens from any source, in the order of its documents; the same each time.
 
@@ -55,6 +59,8 @@ def token_windows(
         text_field: where the text stands in records.
         padded: one text per window instead of packed ones.
         model: to sample from, for ``self``.
+        progress: of ``self``: a bar by default, where there is a terminal or a notebook; False for none; or a function,
+            which is called with (done, total) after each token of a batch.
 
     Returns:
         At most ``windows`` windows, input_ids [N, length]; padded ones with a mask and their texts.
@@ -69,10 +75,13 @@ def token_windows(
     membership(split, holdout)
     if model is None or windows is None:
         raise DoflaError(f'source "self": no {"model" if model is None else "number of windows"} given; give one')
-    samples = self_sample(model, tokenizer, count=windows, length=length, seed=stream_seed(seed, split))
+    samples = self_sample(
+        model, tokenizer, count=windows, length=length, seed=stream_seed(seed, split), progress=progress
+    )
     return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
 
 
+@reports_progress("sample text")
 def self_sample(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -82,6 +91,7 @@ def self_sample(
     seed: int = 0,
     batch_size: int = 64,
     temperature: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> TokenWindows:
     """Windows of tokens drawn from the model, each starting with the tokenizer's separator.
 
@@ -98,6 +108,7 @@ def self_sample(
         seed: of the draws.
         batch_size: windows that are drawn at a time.
         temperature: of the distribution; 1 is the model's own.
+        progress: as for :func:`dofla.token_windows`.
 
     Returns:
         Windows [count, length] on the CPU.
@@ -108,14 +119,28 @@ def self_sample(
     """
     start = separator_id(tokenizer)
     _check(model, start, count, length, batch_size, temperature)
-    samples = []
+    samples, counter = [], _Counter(progress, length * math.ceil(count / batch_size)) if progress else None
     settings = _sampling_settings(model, temperature, length)
     with as_teacher(model), evaluation_mode(model), settings, _seeded(model, seed):
         for begin in range(0, count, batch_size):
             prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=model.device)
-            samples.append(model.generate(prompt, attention_mask=torch.ones_like(prompt)).cpu())
+            samples.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=counter).cpu())
     name = f"self-sampled from {type(model).__name__}, seed {seed}, temperature {temperature:g}"
     return TokenWindows(torch.cat(samples), source=name)
+
+
+class _Counter(BaseStreamer):
+    """Counts what ``generate`` writes: the tokens of a batch side by side are one."""
+
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._done += 1
+        self._progress(self._done, self._total)
+
+    def end(self) -> None:
+        pass
 
 
 def _check(

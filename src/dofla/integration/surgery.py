@@ -177,7 +177,10 @@ def is_linearized(model: PreTrainedModel) -> bool:
 def linear_layers(model: PreTrainedModel) -> dict[str, AttachedLinearAttention]:
     """The linear attention of each linearised module, by the module's name; DoflaError if there is none."""
     if not is_linearized(model):
-        raise DoflaError("the model is not linearised: call dofla.linearize(model, plan) first")
+        raise DoflaError(
+            "the model is not linearised: run dofla compress first, or call dofla.compress(model, windows) or "
+            "dofla.linearize(model, plan)"
+        )
     return {m.name: m for m in model.modules() if isinstance(m, AttachedLinearAttention)}
 
 

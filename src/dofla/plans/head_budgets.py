@@ -17,7 +17,7 @@ RUNG = math.sqrt(2)
 """From one size of a KV head to the next: few heads of a layer then differ, and those of one size are one call."""
 LEAST, MOST = 1 / RUNG, 4 * RUNG
 """Bytes of a KV head over those of an even split. With half of it, too many heads that seemed to need little missed it
-(``docs/quality/fading.md``)."""
+(``docs/research/cache.md``)."""
 
 MAX_FULL_FRACTION = 0.5
 """Fraction of all bytes that retrieval heads may take: the others do worse with what is left to them."""

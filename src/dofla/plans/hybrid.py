@@ -12,7 +12,7 @@ dtype."""
 
 TOKEN_SHARE = 0.73
 """Of the bytes, what goes to exact tokens. On SmolLM2 shares from .65 to .85 are within 5 % of one another in
-attention KL, for tokens in bfloat16 as in float32 (``docs/quality/features.md``)."""
+attention KL, for tokens in bfloat16 as in float32 (``docs/research/features.md``)."""
 
 SINKS = 2
 

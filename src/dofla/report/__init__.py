@@ -6,23 +6,20 @@ Reads the folders that ``runs`` leaves, and measures what a reader wants to see 
 from __future__ import annotations
 
 import datetime
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.plans.curves import Curves
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.report.html import write_page
 from dofla.report.look import look_closer, missing
-from dofla.report.page import layers_of, model_title, run_data
+from dofla.report.page import degrees_of_freedom, layers_of, model_title, run_data
 from dofla.report.runs import RunRecord, read_run
 from dofla.report.sizes import is_frontier, sizes_data
-from dofla.report.tables import slider_tables
 from dofla.report.verdict import RULE
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop
@@ -79,38 +76,30 @@ def _look(run: RunRecord, workshop: Workshop | None, view: View, speed: bool) ->
 
 
 def write_profile_page(profile: Profile, out: str | Path, *, folder: str | Path, lam: float) -> Path:
-    """Write the page of a profile: degrees of freedom, and sliders that make a plan.
+    """Write the page of a profile: the degrees of freedom of every head.
 
     Args:
         profile: of the teacher.
         out: HTML file, which is replaced.
-        folder: of the profile, as commands should name it.
-        lam: where the slider starts.
+        folder: of the profile, which the page names.
+        lam: tolerance.
 
     Raises:
         DoflaError: the file cannot be written.
     """
-    return write_page(out, _page([_profiled(profile, folder, 64, lam, {})]))
+    return write_page(out, _page([_profiled(profile, folder, lam)]))
 
 
-def write_plan_page(
-    profile: Profile, plan: Plan, out: str | Path, *, folder: str | Path, lam: float, curves: Mapping[Path, Curves]
-) -> Path:
-    """Write the page of a plan: as :func:`write_profile_page`, and what each layer becomes; ``curves``, by their file,
-    are those it was made from, if it was."""
-    data = _profiled(profile, folder, plan.made_by["budget"], lam, curves)
-    data["plan"] = layers_of(plan.layers, profile.itemsize)
-    data["sliders"]["strategy"] = plan.made_by["strategy"]
-    return write_page(out, _page([data]))
+def write_plan_page(profile: Profile, plan: Plan, out: str | Path, *, folder: str | Path, lam: float) -> Path:
+    """Write the page of a plan: as :func:`write_profile_page`, and what each layer becomes."""
+    return write_page(
+        out, _page([_profiled(profile, folder, lam) | {"plan": layers_of(plan.layers, profile.itemsize)}])
+    )
 
 
-def _profiled(
-    profile: Profile, folder: str | Path, budget: int, lam: float, curves: Mapping[Path, Curves]
-) -> dict[str, Any]:
-    named = {shlex.quote(str(file)): found for file, found in curves.items()}
-    tables = slider_tables(profile, named, budget=budget, lam=lam)
-    tables |= {"model": shlex.quote(profile.model), "profile": shlex.quote(str(folder)), "length": None}
-    return {"name": str(folder), "model": {"title": model_title(profile.model)}, "sliders": tables, "students": []}
+def _profiled(profile: Profile, folder: str | Path, lam: float) -> dict[str, Any]:
+    known = {"name": str(folder), "model": {"title": model_title(profile.model)}}
+    return known | {"profile": degrees_of_freedom(profile, lam), "students": []}
 
 
 def _page(runs: list[dict[str, Any]]) -> dict[str, Any]:

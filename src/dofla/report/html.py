@@ -17,10 +17,10 @@ LIMIT = 5_000_000
 """Bytes of a page at most."""
 
 _PARTS = {
-    "styles": ("theme", "base", "answer", "charts", "sliders", "layers", "attention", "texts", "repeat"),
+    "styles": ("theme", "base", "answer", "charts", "plan", "layers", "attention", "texts", "repeat"),
     "scripts": (
-        *("tools", "colours", "scales", "charts", "heat", "allocate", "maps", "plan"),
-        *("answer", "sliders", "layers", "attention", "texts", "speed", "frontier", "sizes", "repeat", "page"),
+        *("tools", "colours", "scales", "charts", "heat", "maps", "plan"),
+        *("answer", "layers", "attention", "texts", "speed", "compared", "sizes", "repeat", "page"),
     ),
 }
 """Files that a page consists of, in order; a script may use what those before it define."""

@@ -32,6 +32,7 @@ from dofla.storage.files import write_json
 MOST = 3
 """Students of a run that are looked at closely: those that lost least."""
 
+_CONTINUED = {"prompts": 3, "prompt_tokens": 48, "new_tokens": 48}
 _BEFORE_WINDOWS = _POSITION_WINDOWS = 4
 _RECALL_PROMPTS, _RECALL_LENGTHS = 8, (64, 128, 256, 512)
 
@@ -114,7 +115,7 @@ def _before(
     model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
 ) -> dict[str, Any] | None:
     """Errors of the student just linearised, on the first of the windows that it is evaluated on. Maps that start from
-    data take their scale from held-out text here, and stages their directions, and not from training's."""
+    data take their scale from held-out text here, and tiers their directions, and not from training's."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")
     if not student.trained or start == "leverage":
@@ -148,7 +149,7 @@ def _of_student(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
     parts(record, "maps", lambda: _compared(model, ids))
     if model.can_generate():
         options = run.recipe.evaluate
-        parts(record, "texts", lambda: side_by_side(model, tokenizer, windows))
+        parts(record, "texts", lambda: side_by_side(model, tokenizer, workshop.prompts(**_CONTINUED)))
         some, size = windows.take(_POSITION_WINDOWS), {"batch_size": options.batch_size}
         parts(record, "positions", lambda: _positions(model, tokenizer, some, **size))
         parts(record, "recall", lambda: _recall(model, workshop))

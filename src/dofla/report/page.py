@@ -7,20 +7,20 @@ import math
 import shlex
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dofla.plans.head_budgets import flat_head_budgets
 from dofla.plans.plan import LayerPlan
+from dofla.profiles.profile import Profile
 from dofla.report.look import passed_over
 from dofla.report.maps import LEVELS
 from dofla.report.recall import by_distance, forgets_from
 from dofla.report.runs import LOOK, RunRecord, StudentRecord, naming
 from dofla.report.speed import crossing
-from dofla.report.tables import slider_tables
 from dofla.report.verdict import Figures, verdict
 from dofla.runs.demo import teacher_path
 from dofla.runs.recipe import Recipe
@@ -60,7 +60,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "seeds": sorted({x["seed"] for student in run.students for x in student.evaluations if "seed" in x}),
         **text,
         "longest": look.get("longest"),
-        "sliders": None if run.profile is None else sliders(run, where),
+        "profile": None if run.profile is None else degrees_of_freedom(run.profile, run.recipe.lam),
         "text": _text(look),
         "students": students,
         "best": run.students.index(run.best[0]),
@@ -71,30 +71,27 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def sliders(run: RunRecord, where: str) -> dict[str, Any]:
-    """Tables for the sliders of a run, and the command that they make."""
-    curves = {f"{where}/{file.name}": found for file, found in run.curves.items()}
-    head_budgets = [share for x in run.students for share in flat_head_budgets(x.plan.made_by.get("head_budgets", {}))]
-    known = {"budget": run.recipe.budget, "lam": run.recipe.lam, "largest_share": max(head_budgets, default=1.0)}
-    known |= {"contexts": [x.plan.context for x in run.students]}
-    known |= {"full_heads": any("retrieval_heads" in x.plan.made_by for x in run.students)}
-    tables = slider_tables(run.profile, curves, **known)
-    tables |= {"model": shlex.quote(run.recipe.model), "profile": f"{where}/profile"}
-    return tables | {"length": run.students[0].evaluations[0].get("length")}
+def degrees_of_freedom(profile: Profile, lam: float) -> dict[str, Any]:
+    """By layer and KV head: the degrees of freedom at the tolerance, and their standard errors, None where unknown."""
+    values = [[_short(n, 4) for n in row] for row in profile.dof(lam)]
+    errors = [[_short(n, 2) for n in row] for row in profile.dof_errors(lam)]
+    skipped = [{"name": x.name, "reason": x.reason} for x in profile.skipped]
+    names = [x.name for x in profile.layers]
+    return {"lambda": lam, "names": names, "values": values, "errors": errors, "skipped": skipped}
 
 
 def model_title(name: str) -> str:
     """A model's name without the path to it."""
     if name == "demo" or Path(name) == teacher_path():
-        return "The bundled teacher"
+        return "The bundled model"
     path = Path(name.removeprefix("package:"))
     return path.parent.name if path.name == "model" else path.name
 
 
 def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]]:
-    """What each layer is: sizes (features, window, sinks) and stages (tokens, bits) of its KV heads, None where it is
-    softmax; whether the last stage keeps what draws attention; its bytes, and the parts of them: of features, of window
-    and sinks, and (bits, bytes) of stages."""
+    """What each layer is: sizes (features, window, sinks) and tiers (tokens, bits) of its KV heads, None where it is
+    softmax; whether the last tier keeps what draws attention; its bytes, the parts of them: of features, of window and
+    sinks, and (bits, bytes) of tiers; and the bytes of each KV head."""
     found = []
     for layer in layers:
         features, exact, coded = layer.bytes_by_kind(itemsize)
@@ -102,15 +99,27 @@ def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]
             {
                 "name": layer.name,
                 "sizes": None if layer.keep_softmax else layer.sizes,
-                "stages": None if layer.keep_softmax else layer.coded_per_head,
-                "kept": any(layer.kept_per_head),
+                "tiers": None if layer.keep_softmax else layer.coded_per_head,
+                "kept": any(layer.heavy_hitters_per_head),
                 "map": layer.feature_map,
                 "tokens": layer.token_dtype,
                 "bytes": layer.state_bytes(itemsize),
                 "parts": [features, exact, list(coded.items())],
+                "heads": _head_bytes(layer, itemsize),
             }
         )
     return found
+
+
+def _head_bytes(layer: LayerPlan, itemsize: int) -> list[int]:
+    """Bytes of each KV head."""
+    heads = zip(layer.sizes, layer.tiers_per_head, layer.heavy_hitters_per_head, strict=True)
+    return [
+        replace(
+            layer, kv_heads=1, features=features, window=window, sinks=sinks, tiers=tiers, heavy_hitters=kept
+        ).state_bytes(itemsize)
+        for (features, window, sinks), tiers, kept in heads
+    ]
 
 
 def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +135,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
     crossings = {what: _crossing(speed, what) for what in ("read", "write")}
     data = {
         "name": student.name,
+        "word": _word(student),
         "seeds": [x.get("seed", 0) for x in student.evaluations],
         "quality": _quality(student),
         "lost": _short(student.lost),
@@ -149,20 +159,29 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "left_out": own.get("left_out", {}) if own else _all_left_out(run, student),
         "commands": _student_commands(run, student),
     }
-    quality = data["quality"]
+    answers, language = data["tasks"], student.is_language_model
     figures = Figures(
-        language=student.is_language_model,
-        worst=quality["worst"],
-        mean=student.lost,
+        language=language,
+        increase=student.lost,
+        interval=_interval(student),
+        length=first.get("length"),
         state_bytes=state,
         token_bytes=per_token - kept,
-        longest=look.get("longest") if student.is_language_model else _timed_to(speed),
-        faster_from=crossings["write" if student.is_language_model else "read"],
+        kept_bytes=kept,
+        longest=look.get("longest") if language else _timed_to(speed),
+        faster_from=crossings["write" if language else "read"],
         timed=speed is not None,
+        recall=_recall(recalled),
         forgets_from=forgets_from(recalled),
-        learns=any(sum(layer.features_per_head) for layer in student.plan.layers if not layer.keep_softmax),
+        tasks=answers and (answers["teacher"], answers["student"]),
     )
     return data | {"smaller_from": figures.smaller_from, "verdict": verdict(figures)}
+
+
+def _word(student: StudentRecord) -> str:
+    """What the page calls it: a student is trained, or has features, which are for training."""
+    features = any(sum(x.features_per_head) for x in student.plan.layers if not x.keep_softmax)
+    return "student" if features or student.trained else "compressed"
 
 
 def _all_left_out(run: RunRecord, student: StudentRecord) -> dict[str, str]:
@@ -180,7 +199,7 @@ def _per_token(student: StudentRecord) -> tuple[int, int]:
 
 
 def _quality(student: StudentRecord) -> dict[str, Any]:
-    """Means over seeds, with half their range; ``worst`` is what the verdict goes by."""
+    """Means over seeds, with half their range."""
     section = "language" if student.is_language_model else "embeddings"
     runs = [x[section] for x in student.evaluations]
     quality: dict[str, Any] = {
@@ -190,11 +209,18 @@ def _quality(student: StudentRecord) -> dict[str, Any]:
         found = [statistics.fmean(layer[key] for layer in x["layers"].values()) for x in student.evaluations]
         quality[f"attention_{key}"] = _mean(found)
     if student.is_language_model:
-        low, high = (statistics.fmean(x["gap_interval"][n] for x in runs) for n in (0, 1))
-        quality |= {"interval": [_short(low), _short(high)], "worst": high}
-    else:
-        quality["worst"] = min(statistics.fmean(x[key] for x in runs) for key in ("cosine", "spearman"))
+        quality["interval"] = [_short(end) for end in _interval(student)]
     return quality
+
+
+def _interval(student: StudentRecord) -> list[float]:
+    """What the verdict goes by: the interval of the loss increase, mean over seeds; of an encoder, the smaller of its
+    likenesses twice."""
+    if student.is_language_model:
+        runs = [x["language"]["loss_increase_interval"] for x in student.evaluations]
+        return [statistics.fmean(ends) for ends in zip(*runs, strict=True)]
+    runs = [x["embeddings"] for x in student.evaluations]
+    return 2 * [min(statistics.fmean(x[key] for x in runs) for key in ("cosine", "spearman"))]
 
 
 def _mean(values: list[float]) -> dict[str, Any]:
@@ -228,15 +254,25 @@ def _losses(folder: Path) -> dict[str, Any] | None:
 
 
 def _agreed(probed: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
-    """For how many tokens the greedy continuations stay the same."""
+    """The share of the tokens of greedy continuations that stand before the first that differs; and the number of
+    prompts."""
     if "generation" in probed:
         figures = probed["generation"]
-        return {"tokens": figures["agreed_tokens"], "of": figures["new_tokens"], "prompts": figures["prompts"]}
+        return {"share": figures["agreed_tokens"] / figures["new_tokens"], "prompts": figures["prompts"]}
     texts = own.get("texts")
     if not texts:
         return None
-    most = max(max(len(x["teacher"]), len(x["student"])) for x in texts)
-    return {"tokens": statistics.fmean(x["agree"] for x in texts), "of": most, "prompts": len(texts)}
+    written = sum(max(len(x["teacher"]), len(x["student"])) for x in texts)
+    return {"share": sum(x["agree"] for x in texts) / max(written, 1), "prompts": len(texts)}
+
+
+def _recall(points: Sequence[dict[str, Any]]) -> tuple[int, float, float] | None:
+    """The largest distance, and the share of right answers over all questions, of both models."""
+    if not points:
+        return None
+    total = sum(x["n"] for x in points)
+    shares = (sum(x[who] * x["n"] for x in points) / total for who in ("teacher", "student"))
+    return points[-1]["distance"], *shares
 
 
 def _tasks(record: dict[str, Any]) -> dict[str, Any] | None:

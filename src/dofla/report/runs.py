@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dofla.errors import DoflaError
-from dofla.plans.curves import Curves
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.runs.recipe import Recipe, read_yaml
@@ -60,10 +59,10 @@ class StudentRecord:
 
     @property
     def lost(self) -> float:
-        """What linearising cost, mean over seeds: the gap in nats per token, or 1 − cosine of an encoder."""
+        """What linearising cost, mean over seeds: the loss increase in nats per token, or 1 − cosine of an encoder."""
         with naming(self.folder):
             if self.is_language_model:
-                return statistics.fmean(x["language"]["gap"] for x in self.evaluations)
+                return statistics.fmean(x["language"]["loss_increase"] for x in self.evaluations)
             return 1 - statistics.fmean(x["embeddings"]["cosine"] for x in self.evaluations)
 
     @property
@@ -99,8 +98,7 @@ class RunRecord:
         machine: versions and hardware.
         students: those that are finished, in the recipe's order.
         profile: of the teacher, if there is one.
-        curves: error curves by file.
-        unread: why a profile or curves that are there cannot be read; older versions wrote other ones.
+        unread: why a profile that is there cannot be read; older versions wrote other ones.
     """
 
     folder: Path
@@ -109,7 +107,6 @@ class RunRecord:
     machine: dict[str, Any]
     students: list[StudentRecord]
     profile: Profile | None
-    curves: dict[Path, Curves]
     unread: list[str]
 
     @property
@@ -138,15 +135,13 @@ def read_run(folder: str | Path) -> RunRecord:
     if not students:
         raise DoflaError(f"{folder} has no finished student yet: let dofla run go on until one is evaluated")
     machine = read_json(folder / "run.json", "a machine") if (folder / "run.json").exists() else {}
-    profiles, curves, unread = {}, {}, []
-    for file in [*folder.glob("profile"), *sorted(folder.glob("curves-*.json"))]:
-        into, kind = (profiles, Profile) if file.name == "profile" else (curves, Curves)
+    profile, unread = None, []
+    if (folder / "profile").exists():
         try:
-            into[file] = kind.load(file)
+            profile = Profile.load(folder / "profile")
         except DoflaError as error:
             unread.append(str(error))
-    profile = next(iter(profiles.values()), None)
-    return RunRecord(folder, recipe, path.read_text(encoding="utf-8"), machine, students, profile, curves, unread)
+    return RunRecord(folder, recipe, path.read_text(encoding="utf-8"), machine, students, profile, unread)
 
 
 def _recipe(path: Path) -> Recipe:

@@ -26,6 +26,7 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
     folder, found = Path(folder), Frontier.load(folder)
     with naming(folder):
         sizes = {
+            "verdict": found.verdict(),
             "target": found.target,
             "texts": found.evaluated,
             "made": found.made_from,
@@ -34,7 +35,7 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
         data = {
             "name": folder.resolve().name,
             "model": {"title": model_title(found.model["name"]), **found.model},
-            "sliders": None,
+            "profile": None,
             "students": [],
             "sizes": sizes,
         }
@@ -53,6 +54,6 @@ def _length(found: Frontier, length: int, folder: Path) -> dict[str, Any]:
 
 
 def _point(x: Point) -> dict[str, Any]:
-    low, high = x.gap_interval
+    low, high = x.loss_increase_interval
     kept = {"size": x.size, "bytes": x.bytes, "text": x.text}
-    return {**kept, "gap": x.gap, "error": (high - low) / 2, "kl": x.kl}
+    return {**kept, "loss_increase": x.loss_increase, "error": (high - low) / 2, "kl": x.kl}

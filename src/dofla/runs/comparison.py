@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from dofla.display import rounded, size, table
+from dofla.display import Part, rounded, size, table
+from dofla.evaluation import Evaluation
 
 _COLUMNS = {
     "student_loss": "loss",
-    "gap": "gap",
+    "loss_increase": "+loss",
     "kl": "KL",
     "top1_agreement": "top-1",
     "cosine": "cosine",
     "spearman": "Spearman",
-    "attention_kl": "attn KL",
-    "attention_output_error": "out err",
+    "attention_output_error": "attention",
 }
-
+_WORDS = {
+    "student_loss": "next-token loss, nats per token",
+    "loss_increase": "increase over the original's loss",
+    "kl": "KL divergence of the next-token distributions from the original's, nats",
+    "top1_agreement": "share of positions with the original's likeliest token",
+    "cosine": "similarity of embeddings to the original's",
+    "spearman": "rank correlation of the similarities of pairs with the original's",
+    "attention_output_error": "relative error of attention outputs, mean over layers",
+}
+_LONGEST = 300
+"""Characters of a prompt that are shown."""
 
 _FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 
 
-def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> Iterator[Table | str]:
-    """A student of a run, as soon as it is known; the first with what stands above all of them.
+def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> Iterator[Part]:
+    """A student of a run, as soon as it is known; the first with the header, and what its columns say.
 
     Args:
         row: of the results.
@@ -34,28 +43,46 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
         seeds: of the run.
     """
     first, several = row["name"] == names[0], len(seeds) > 1
+    keys = [key for key in _COLUMNS if key in row]
     if first:
         yield ""
-    keys = [key for key in _COLUMNS if key in row]
-    shown = table("student", *(_COLUMNS[key] for key in keys), "state", gap=1, show_header=first)
+        yield from (f"{_COLUMNS[key]}: {_WORDS[key]}" for key in keys)
+        yield "cache: bytes per sequence\n"
+    shown = table("model", *(_COLUMNS[key] for key in keys), "cache", gap=1, show_header=first)
     # In columns as wide as for any other.
-    widths = [_FIGURE + (_SPREAD if several and key == "gap" else 0) for key in keys]
+    widths = [_FIGURE + (_SPREAD if several and key == "loss_increase" else 0) for key in keys]
     for column, width in zip(shown.columns, (max(map(len, names)), *widths, _SIZE), strict=True):
         column.min_width = max(width, len(str(column.header)))
-    cells = [rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+    cells = [
+        rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "loss_increase" else "") for k in keys
+    ]
     shown.add_row(row["name"], *cells, size(row["state_bytes"]))
     yield shown
 
 
-def closing(results: dict[str, Any]) -> Iterator[Text | str]:
-    """What stands below the students of a run, and what the best of them writes."""
-    if "teacher_loss" in results["students"][0]:
-        yield f"teacher loss {results['students'][0]['teacher_loss']:.4f} nats per token"
-    if len(results["seeds"]) > 1:
+def first_student(row: dict[str, Any]) -> Iterator[Part | Text]:
+    """The first student of a run, at length: its evaluation, and what it writes beside the original."""
+    yield ""
+    yield from Evaluation.from_dict(row["runs"][0]).parts()
+    yield from _samples(row)
+
+
+def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
+    """What stands below the students of a run, and what the best of them writes, unless that was the first."""
+    students = results["students"]
+    if len(students) > 1 and len(results["seeds"]) > 1:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"
-    best = min(results["students"], key=lambda row: row.get("gap", row["attention_kl"])["mean"])
-    for sample in best["runs"][0].get("samples", []):
+    best = min(students, key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
+    if best is not students[0]:
+        yield from _samples(best)
+
+
+def _samples(row: dict[str, Any]) -> Iterator[Part | Text]:
+    for sample in row["runs"][0].get("samples", []):
         yield ""
-        for who in ("prompt", "teacher", "student"):
-            name = f"student ({best['name']})" if who == "student" else who
+        prompt = " ".join(sample["prompt"].split())
+        if len(prompt) > _LONGEST:
+            prompt = f"{prompt[: _LONGEST * 2 // 3]} [...] {prompt[-_LONGEST // 3 :]}"
+        yield Text.assemble(("prompt: ", "bold"), prompt)
+        for name, who in (("original", "teacher"), (row["name"], "student")):
             yield Text.assemble((f"{name}: ", "bold"), " ".join(sample[who].split()))

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.display import Bar, Part, Result, reports_progress, size, table
+from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
 from dofla.distillation.compressor import Compressor
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import evaluation_mode
@@ -48,8 +51,8 @@ class Point:
         bytes: of the compressed cache per sequence, at most ``size``.
         text: its name.
         length: of the windows, in tokens.
-        gap: student loss less teacher loss, nats per token.
-        gap_interval: of 95 %, bootstrap over windows.
+        loss_increase: student loss less teacher loss, nats per token.
+        loss_increase_interval: of 95 %, bootstrap over windows.
         kl: KL(teacher ‖ student) of the next-token distributions, nats.
     """
 
@@ -57,15 +60,21 @@ class Point:
     bytes: int
     text: str
     length: int
-    gap: float
-    gap_interval: list[float]
+    loss_increase: float
+    loss_increase_interval: list[float]
     kl: float
 
     @property
+    def perplexity_increase(self) -> float:
+        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
+        return math.expm1(self.loss_increase)
+
+    @property
     def loss(self) -> float:
-        """What is held against a target: the gap, or the KL where that is more. On text like the model's own the two
-        have the same mean, and chance, which moves the gap of a few windows by half of it, hardly moves the KL."""
-        return max(self.gap, self.kl)
+        """What is held against a target: the loss increase, or the KL where that is more. On text like the model's own
+        the two have the same mean, and chance, which moves the loss increase of a few windows by half of it, hardly
+        moves the KL."""
+        return max(self.loss_increase, self.kl)
 
 
 @dataclass
@@ -130,28 +139,53 @@ class Frontier(Result):
         size = math.ceil(max(low.size * (high.size / low.size) ** part, _STEP * low.size) / unit) * unit
         return size if _STEP * size <= high.size else None
 
+    def verdict(self) -> str:
+        """A sentence for each length: the size that suffices; without a target, what the smallest and largest cost."""
+        return " ".join(self._sentence(length) for length in sorted(self.cache))
+
+    def _sentence(self, length: int) -> str:
+        tried, found = self.at(length), self.smallest(length)
+        where = f"at {length:,} tokens"
+        if self.target is None:
+            ends = tried if len(tried) == 1 else [tried[0], tried[-1]]
+            costs = "; ".join(f"{size(x.bytes)} ({self._smaller(x)}): {_costs(x)}" for x in ends)
+            return f"{where[0].upper()}{where[1:]}, {costs}."
+        if found is None:
+            best = min(tried, key=lambda x: x.loss)
+            return (
+                f"No size tried is within {self.target:g} nats per token {where}: {size(best.bytes)} "
+                f"({self._smaller(best)}) comes closest, {_costs(best)}."
+            )
+        sentence = f"{size(found.bytes)} suffices {where}: {self._smaller(found)}, {_costs(found)}."
+        if found is tried[0]:
+            sentence += " It is the smallest size tried, so less may suffice."
+        return sentence
+
+    def _smaller(self, x: Point) -> str:
+        return f"{factor(self.cache[x.length], x.bytes)} than the original's cache"
+
     def parts(self) -> Iterator[Part]:
-        """By length, gap and KL by size and text, and the smallest size within the target."""
+        """The verdict; by length, loss increase and KL by size and text."""
+        yield f"{self.verdict()}\n"
         for length in sorted(self.cache):
             yield from self._part(length)
-        yield "gap to the original and KL, nats per token; within the target where both are, on every text"
+        yield "loss increase and KL, nats per token"
+        if self.target is not None:
+            yield f"A size is within the target of {self.target:g} if both are, on every text."
         if heads := self.made_from.get("retrieval_heads"):
             yield f"retrieval heads: {heads}; smaller sizes have no room for so many"
 
     def _part(self, length: int) -> Iterator[Part]:
-        shown = table("cache", *self.texts, gap=2)
+        shown = table("cache", "smaller", *self.texts, "perplexity", gap=2)
         points = {(x.size, x.text): x for x in self.points if x.length == length}
         for worst in self.at(length):
             own = [points.get((worst.size, text)) for text in self.texts]
-            cells = [f"{x.gap:.4f}, {x.kl:.4f}" if x else "" for x in own]
-            shown.add_row(size(worst.bytes), *cells)
-        shown.add_row(f"softmax, {size(self.cache[length])}")
-        yield f"{length} tokens"
+            cells = [f"{figure(x.loss_increase)}, {figure(x.kl)}" if x else "" for x in own]
+            smaller = f"{figure(self.cache[length] / worst.bytes)} x"
+            shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.loss_increase))
+        yield f"{length} tokens, of which the original's cache is {size(self.cache[length])}"
         yield shown
-        if self.target is not None:
-            found = self.smallest(length)
-            words = "none tried" if found is None else size(found.bytes)
-            yield f"within {self.target:g} at {length} tokens: {words}\n"
+        yield ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -199,16 +233,16 @@ def frontier(
         texts: by name of a text, windows of it that are not used for calibration, some of each length.
         sizes: to try, as for :func:`dofla.compress`; default five, each twice the one before, of the bytes of
             :data:`BUDGETS`.
-        target: nats per token that gap and KL are to stay within, on all texts. Sizes are then tried from the smallest
-            up until they do at all lengths, and a few more between the last that misses it and the first that does
-            not.
+        target: nats per token that loss increase and KL are to stay within, on all texts. Sizes are then tried from the
+            smallest up until they do at all lengths, and a few more between the last that misses it and the first that
+            does not.
         batch_size: windows per pass.
         context: as for :func:`dofla.compress`; a shorter one needs fewer bytes.
         retrieval_heads, tokenizer: as for :func:`dofla.compress`. Sizes without room for so many heads are not tried.
         out: new folder for ``frontier.json`` and for ``compressed``: adapters, named by their bytes, of the sizes that
             are the smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each size.
+            called with (stage, done, total) after each pass and each size.
 
     Raises:
         DoflaError: as :func:`dofla.compress`; no size, or none with room for so many retrieval heads; no text; a text
@@ -233,11 +267,16 @@ def frontier(
     sources = {text: own[0].source for text, own in texts.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
 
+    def measured() -> None:  # once for each size that head budgets are measured with
+        if progress:
+            progress("head budgets", (next(passes) - 1) % compressor.passes + 1, compressor.passes)
+
     with new_folder(out) if out is not None else nullcontext() as folder:
-        tried, unit = 0, compressor.bytes(1)
+        tried, passes, unit = 0, count(1), compressor.bytes(1)
+        compressor.measure_directions(progress and partial(progress, "directions"))
         while (size := _next(found, order, unit)) is not None:
             budget = size / unit
-            with compressor.made(budget, compressor.head_budgets(budget)) as compressed:
+            with compressor.made(budget, compressor.head_budgets(budget, measured)) as compressed:
                 plan = plan_of(compressed)
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
                 found.points += _evaluated(compressed, size, sets, batch_size)
@@ -277,6 +316,10 @@ def _with_room(compressor: Compressor, budgets: Sequence[float]) -> list[int]:
     return []
 
 
+def _costs(x: Point) -> str:
+    return f"perplexity {perplexity(x.loss_increase)}"
+
+
 def _evaluated(
     compressed: PreTrainedModel, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
 ) -> Iterator[Point]:
@@ -284,7 +327,7 @@ def _evaluated(
     for (text, length), windows in sets.items():
         with evaluation_mode(compressed):
             figures = next_token_figures(compressed, windows, batch_size=batch_size)
-        known = {name: figures[name] for name in ("gap", "gap_interval", "kl")}
+        known = {name: figures[name] for name in ("loss_increase", "loss_increase_interval", "kl")}
         yield Point(size, held, text, length, **known)
 
 

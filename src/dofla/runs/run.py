@@ -13,7 +13,8 @@ from typing import Any
 from dofla.evaluation import evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
-from dofla.runs.comparison import closing, student_row
+from dofla.plans.compressed import COMPRESSED
+from dofla.runs.comparison import closing, first_student, student_row
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
@@ -52,12 +53,18 @@ def run(
 def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, Any]]:
     claim(folder, RECIPE, recipe.to_dict())
     workshop = Workshop(recipe, folder, view)
-    view.profile(workshop.profile(), recipe.lam)
-    rows = []
+    rows, names, profiled = [], [x.name for x in recipe.students], False
     for student in recipe.students:
+        if student.strategy != COMPRESSED and not profiled:  # the first that degrees of freedom say something of
+            view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")
+            view.profile(workshop.profile(), recipe.lam)
+            profiled = True
         runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
-        view.show(*student_row(rows[-1], [x.name for x in recipe.students], recipe.seeds))
+        if len(rows) == 1:
+            view.show(*first_student(rows[0]))
+        if len(names) > 1:
+            view.show(*student_row(rows[-1], names, recipe.seeds))
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
     view.show(*closing(results))
@@ -74,7 +81,7 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, 
             figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress).to_dict()
         figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
         if options.prompts and model.can_generate():
-            figures["samples"] = continuations(model, workshop.tokenizer, windows, **options.samples)
+            figures["samples"] = continuations(model, workshop.tokenizer, workshop.prompts(**options.samples))
         note(workshop.adapter(spec, seed), figures=figures)
         write_json(path, figures, sealed=True)
     return figures
@@ -84,7 +91,9 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread (half the range) over seeds of the figures that are compared."""
     summary: dict[str, Any] = {"state_bytes": runs[0]["state_bytes"]}
     section = "language" if "language" in runs[0] else "embeddings"
-    keys = ("student_loss", "gap", "kl", "top1_agreement") if section == "language" else ("cosine", "spearman")
+    keys = (
+        ("student_loss", "loss_increase", "kl", "top1_agreement") if section == "language" else ("cosine", "spearman")
+    )
     series = {key: [run[section][key] for run in runs] for key in keys}
     for key in ("kl", "output_error"):
         series[f"attention_{key}"] = [statistics.fmean(x[key] for x in run["layers"].values()) for run in runs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,17 +17,23 @@ from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
 from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
-from dofla.runs.demo import teacher_path
 from dofla.runs.demo.data import demo_windows
 from dofla.runs.recipe import DataSpec
+from dofla.runs.view import View
 
 logger = logging.getLogger(__name__)
 
 
 def windows_of(
-    spec: DataSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
+    spec: DataSpec,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int = 0,
+    view: View | None = None,
 ) -> TokenWindows:
-    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture.
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture. Where text is sampled,
+    which takes long, the ``view`` shows it.
 
     Raises:
         DoflaError: a bad source, too little text in it, or text that the model cannot read.
@@ -34,24 +41,32 @@ def windows_of(
     if spec.source == "demo":
         return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
     options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
-    windows = token_windows(spec.source, tokenizer, model=model, seed=seed, **options)
+    with view.progress("sample text") if view and spec.source == "self" else nullcontext() as bar:
+        windows = token_windows(spec.source, tokenizer, model=model, seed=seed, progress=bar, **options)
     check_readable(model, windows.input_ids, windows.source)
     logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
     return windows
 
 
 def load_teacher(
-    name: str, dtype: str | None = None, stream: bool = False
+    name: str, dtype: str | None = None, stream: bool = False, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package); if
-    it is to ``stream``, its layers stay on disk."""
-    path = resolve_model(name)
+    it is to ``stream``, its layers stay on disk.
+
+    Raises:
+        DoflaError: no such model, tokenizer, dtype or device; a device for a model that is streamed.
+    """
+    if stream and device is not None:
+        raise DoflaError(f"device is {device!r}: a streamed model places its layers itself, so leave device out")
+    path, place = resolve_model(name), device_of(device)
     logger.info("loading %s", path)
-    return load_model(path, stream=stream, **_options(dtype)), load_tokenizer(path)
+    model = load_model(path, stream=stream, **_options(dtype, place))
+    return model if device is None else model.to(place), load_tokenizer(path)
 
 
 def open_student(
-    name: str, dtype: str | None = None, base_model: str | None = None
+    name: str, dtype: str | None = None, base_model: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
 
@@ -59,37 +74,58 @@ def open_student(
         name: of the student.
         dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
         base_model: where an adapter's base is, if not where the adapter says; any name that :func:`load_teacher` takes.
+        device: see :func:`device_of`.
 
     Raises:
-        DoflaError: no such student; no tokenizer with it or its base model.
+        DoflaError: no such student; no tokenizer with it or its base model; no such dtype or device.
     """
-    return _opened(load, name, dtype, base_model)
+    return _opened(load, name, dtype, base_model, device)
 
 
 def open_model(
-    name: str, dtype: str | None = None, base_model: str | None = None
+    name: str, dtype: str | None = None, base_model: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
 
     Raises:
-        DoflaError: no such model; no tokenizer with it or its base model.
+        DoflaError: no such model; no tokenizer with it or its base model; no such dtype or device.
     """
-    return _opened(load_any, resolve_model(name), dtype, base_model)
+    return _opened(load_any, resolve_model(name), dtype, base_model, device)
 
 
 def _opened(
-    load: Callable[..., PreTrainedModel], path: str, dtype: str | None, base_model: str | None
+    load: Callable[..., PreTrainedModel], path: str, dtype: str | None, base_model: str | None, device: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    place = device_of(device)
     logger.info("loading %s", path)
     base_model = None if base_model is None else resolve_model(base_model)
-    model = load(path, base_model=base_model, **_options(dtype))
-    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+    model = load(path, base_model=base_model, **_options(dtype, place))
+    tokenizer = load_tokenizer(path, resolve_model(model.config._name_or_path))
+    return model if device is None else model.to(place), tokenizer
 
 
-def _options(dtype: str | None) -> dict[str, torch.dtype]:
+def device_of(name: str | None) -> torch.device:
+    """The device of a name: ``cpu``, ``cuda``, ``cuda:1``, ``mps`` or another that torch knows; ``auto`` is the first
+    accelerator, or the CPU where there is none; None is the CPU.
+
+    Raises:
+        DoflaError: torch knows no such device, or it is not available.
+    """
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name in (None, "auto"):
+        return torch.device("cpu" if name is None or kind is None else kind.type)
+    names = ["cpu"]
+    if kind is not None:
+        names += [kind.type, *(f"{kind.type}:{n}" for n in range(torch.accelerator.device_count()))]
+    if name not in names:
+        raise DoflaError(f"device {name!r} is not available: choose {', '.join(names)} or auto")
+    return torch.device(name)
+
+
+def _options(dtype: str | None, device: torch.device) -> dict[str, torch.dtype]:
     if dtype is not None:
         return {"dtype": dtype_of(dtype)}
-    if half_is_slow():
+    if device.type == "cpu" and half_is_slow():
         logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
         return {"dtype": torch.float32}
     return {}
@@ -126,7 +162,7 @@ def reader_of(
 
 def resolve_model(name: str) -> str:
     """The folder or hub name that a recipe's ``model`` stands for."""
-    return str(teacher_path()) if name == "demo" else packaged_path(name)
+    return packaged_path(name)
 
 
 def dtype_of(name: str) -> torch.dtype:

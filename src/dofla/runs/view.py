@@ -37,6 +37,11 @@ class View:
         if self._answers:
             print(text)
 
+    def stream(self, text: str) -> None:
+        """A piece of such a text, as soon as it is there."""
+        if self._answers:
+            print(text, end="", flush=True)
+
     def show(self, *parts: Part | Result | Text) -> None:
         """Tables, results and lines, one below the other."""
         for part in parts:

@@ -22,6 +22,7 @@ from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_head_budgets, tracked
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
+from dofla.evaluation.samples import Prompt, beginnings
 from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes
 from dofla.integration.directions import WINDOWS, measure_directions
@@ -35,6 +36,7 @@ from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
+from dofla.runs.demo.prompts import demo_prompts
 from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
@@ -57,7 +59,7 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
         self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
-        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream)
+        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream, recipe.device)
         self._windows: dict[str, TokenWindows] = {}
         self._profile: Profile | None = None
 
@@ -71,8 +73,16 @@ class Workshop:
 
     def _made(self, name: str, spec: DataSpec) -> TokenWindows:
         if name not in self._windows:
-            self._windows[name] = windows_of(spec, self.model, self.tokenizer, seed=self.recipe.seeds[0])
+            self._windows[name] = windows_of(
+                spec, self.model, self.tokenizer, seed=self.recipe.seeds[0], view=self.view
+            )
         return self._windows[name]
+
+    def prompts(self, **sizes: int) -> list[Prompt]:
+        """What continuations begin with; ``sizes`` as for :func:`dofla.evaluation.samples.beginnings`."""
+        if self.recipe.validation.source == "demo":
+            return demo_prompts(self.tokenizer, sizes["new_tokens"])[: sizes["prompts"]]
+        return beginnings(self.validation(), self.tokenizer, **sizes)
 
     def profile(self) -> Profile:
         """The teacher's profile, measured once."""
@@ -235,10 +245,9 @@ class Workshop:
 
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.strategy == COMPRESSED:
-            with self.view.progress(f"directions of {spec.name}, seed {seed}"):
-                measure_directions(
-                    self.model, self._few(), batch_size=self.recipe.profile.batch_size, context=spec.context
-                )
+            with self.view.progress(f"directions of {spec.name}, seed {seed}") as bar:
+                options = {"batch_size": self.recipe.profile.batch_size, "context": spec.context, "progress": bar}
+                measure_directions(self.model, self._few(), **options)
         elif spec.start == "leverage":
             windows = self.training().take(self.recipe.profile.windows)
             with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
@@ -305,9 +314,9 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
 
 
 def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
-    """All of a recipe but what has no influence on what comes out; nor what is not given, which versions before may not
-    have known."""
-    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream")})
+    """All of a recipe but where it is computed and recorded; nor what is not given, which versions before may not have
+    known."""
+    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream", "device")})
 
 
 def _given(data: Any) -> Any:

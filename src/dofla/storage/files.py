@@ -39,12 +39,17 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
+def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
     """A temporary folder of the same name that takes the place of ``folder`` when the block ends well, and vanishes
     otherwise; and in any case in a process that is not the first of its launch.
 
+    Args:
+        folder: to be made.
+        replaced: whether it may be there already. It then stays as it is until the block ends.
+
     Raises:
-        DoflaError: if ``folder`` exists already, or the system does not let it be written.
+        DoflaError: if ``folder`` holds something and is not to be ``replaced``, or the system does not let it be
+            written.
     """
     folder = Path(folder)
     if not is_first():
@@ -52,13 +57,15 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
             (Path(nowhere) / folder.name).mkdir()
             yield Path(nowhere) / folder.name
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not replaced and (not folder.is_dir() or any(folder.iterdir())):
         raise DoflaError(f"{folder} exists already: choose another output folder or remove it")
     with _temporary(folder, parents=True) as partial:
         (partial / folder.name).mkdir()
         yield partial / folder.name
         _to_disk(partial)
-        if folder.exists():
+        if replaced and folder.exists():
+            folder.rename(partial / f"{folder.name}.before")
+        elif folder.exists():
             folder.rmdir()
         (partial / folder.name).rename(folder)
     logger.debug("wrote %s", folder)

@@ -23,8 +23,8 @@ needs_device = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def calls_of_kernels() -> Iterator[list[str]]:
-    """The kernels of a memory that fades are used, in the interpreter as well; gives their names as they are called."""
-    from dofla.attention.gpu import kept, stages, token  # noqa: F401, a decoded token's are called there as they are
+    """The kernels of a compressed cache are used, in the interpreter as well; gives their names as they are called."""
+    from dofla.attention.gpu import heavy_hitters, tiers, token  # noqa: F401, a decoded token's are called there as they are
 
     called: list[str] = []
 
@@ -40,8 +40,8 @@ def calls_of_kernels() -> Iterator[list[str]]:
         return not gradients and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "attend", told(stages.attend))
-        patch.setattr(kept, "choose", told(kept.choose))
+        patch.setattr(tiers, "attend", told(tiers.attend))
+        patch.setattr(heavy_hitters, "select_survivors", told(heavy_hitters.select_survivors))
         if INTERPRETED:
             patch.setattr(gpu, "usable", usable)
         yield called

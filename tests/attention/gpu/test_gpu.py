@@ -76,6 +76,7 @@ def check_state(got, expected, tolerance):
     check(got.log_mass, expected.log_mass, tolerance)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_float32_is_exact(shape):
     a, b, value = make(*shape)
@@ -87,6 +88,7 @@ def test_float32_is_exact(shape):
     check_state(state, empty(*doubles[1:]).map(torch.Tensor.double).absorb(*doubles[1:]), 1e-4)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bfloat16_values_stay_close(shape):
     a, b, value = make(*shape)
@@ -137,6 +139,7 @@ def test_any_split_into_calls_is_one_call(cuts, spread):
     check_state(state, once[2], 1e-4)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("shape", [(2, 2, 3, 70, 37, 6), (1, 1, 1, 70, 100, 150)], ids=str)
 def test_decoding_is_prefill_and_the_recurrent_form(shape):
     a, b, value = make(*shape)
@@ -155,6 +158,7 @@ def test_decoding_is_prefill_and_the_recurrent_form(shape):
     assert torch.equal(start.mean, kept.mean)  # a state given is not changed
 
 
+@pytest.mark.interpreter
 def test_tensors_of_any_strides():
     """As models give them: heads after tokens; also rows that are not contiguous."""
     a, b, value = make(2, 2, 2, 70, 16, 16)
@@ -165,6 +169,7 @@ def test_tensors_of_any_strides():
     check(gpu.linear_attention(*strided, state=empty(b, value))[0], expected[0], 1e-6)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("length", [1, 30, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_padding(length, dtype):
@@ -182,6 +187,7 @@ def test_padding(length, dtype):
     check(out, truth(a, b, value, weight)[0], 1e-4 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.interpreter
 def test_chunked_gives_the_same_after_a_state():
     a, b, value = make(1, 2, 2, 100, 16, 6, spread=30.0)
     start = empty(b, value).absorb(b.flip(-2), value.flip(-2))

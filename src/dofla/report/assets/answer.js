@@ -1,36 +1,42 @@
 // The answer first: one sentence, and four figures with what they are compared with.
 
-const LEVELS = { use: ["✓", "Use it"], care: ["!", "With care"], no: ["✕", "Not this one"] };
+const LEVELS = { use: ["✓", "Close"], care: ["!", "Worse"], no: ["✕", "No"] };
 
 function drawAnswer(host, run, student) {
-  const [sign, words] = LEVELS[student.verdict.level];
+  const [sign, words] = LEVELS[student.verdict.level],
+    { unchecked } = student.verdict;
   host.replaceChildren(
     el(
       "div",
       { class: "answer" },
-      el("p", { class: "kicker" }, `Linear attention instead of softmax · run ${run.name}`),
+      el("p", { class: "kicker" }, `${student.word === "compressed" ? "Compressed cache" : "Student"} · run ${run.name}`),
       el("h1", { id: "answer-title" }, run.model.title),
       el(
         "div",
         { class: `verdict ${student.verdict.level}` },
         el("span", { class: "badge" }, el("span", { "aria-hidden": "true" }, sign), words),
-        el("p", { id: "verdict" }, student.verdict.sentence),
+        el(
+          "div",
+          {},
+          el("p", { id: "verdict" }, unbroken(student.verdict.sentence)),
+          unchecked.length && el("p", { class: "unchecked" }, `Not checked: ${unchecked.join(", ")}.`),
+        ),
       ),
       el(
         "div",
         { class: "tiles" },
         qualityTile(run, student),
-        run.language ? wordsTile(student) : likenessTile(student),
+        run.language ? wordsTile(run, student) : likenessTile(student),
         memoryTile(run, student),
-        speedTile(run, student),
+        student.speed && speedTile(run, student),
       ),
       el(
         "p",
         { class: "facts" },
-        el("span", {}, `Student: ${student.name}`),
+        el("span", {}, `Shown: ${student.name}`),
         el("span", {}, `${run.model.class}, ${whole(run.model.parameters / 1e6)} M parameters`),
-        el("span", {}, `budget: the bytes of ${run.budget} features per head`),
-        el("span", {}, `judged on ${run.windows} ${run.length ? `windows of ${run.length} tokens` : "inputs"}`),
+        student.word === "student" && el("span", {}, `budget: the bytes of ${run.budget} features per head`),
+        el("span", {}, `evaluated on ${run.windows} ${run.length ? `windows of ${run.length} tokens` : "inputs"}`),
         student.seeds.length > 1 && el("span", {}, `${student.seeds.length} seeds`),
       ),
       el("details", {}, el("summary", {}, "How the sentence is chosen"), el("p", { class: "lead small" }, data.rule)),
@@ -40,13 +46,15 @@ function drawAnswer(host, run, student) {
 }
 
 function drawTitle(host, run) {
-  const words = run.sizes ? "how many bytes it needs" : "a plan";
-  const named = run.sizes || run.plan ? `Linear attention instead of softmax · ${words}` : "Profile";
-  const kicker = el("p", { class: "kicker" }, named);
+  const words = run.sizes ? "Sizes of the compressed cache" : run.plan ? "Plan" : "Profile";
   const title = el("h1", { id: "answer-title" }, run.model.title);
-  host.replaceChildren(el("div", { class: "answer" }, kicker, title));
+  const sentence = run.sizes && el("div", { class: "verdict" }, el("p", { id: "verdict" }, unbroken(run.sizes.verdict)));
+  host.replaceChildren(el("div", { class: "answer" }, el("p", { class: "kicker" }, words), title, sentence || ""));
   return true;
 }
+
+// A figure stays beside its sign.
+const unbroken = (text) => text.replace(/ (%|x|KiB|MiB)/g, "\u00a0$1");
 
 function tile(title, big, unit, more, ...rest) {
   return el(
@@ -77,30 +85,28 @@ function bars(rows) {
   );
 }
 
-const both = (teacher, student, words) =>
+const both = (word, teacher, student, words) =>
   bars([
     { name: "original", value: teacher, words: words(teacher), colour: "var(--teacher)" },
-    { name: "student", value: student, words: words(student), colour: "var(--student)" },
+    { name: word, value: student, words: words(student), colour: "var(--student)" },
   ]);
 
 const overSeeds = ({ spread }, seeds) => (seeds.length > 1 ? ` ± ${digits(spread)} over ${seeds.length} seeds` : "");
 
-function qualityTile(run, { quality, seeds }) {
+function qualityTile(run, { word, quality, seeds }) {
   if (!run.language) {
     return tile("Embeddings", digits(quality.cosine.mean), "cosine to the original’s", [
       `Rank correlation of similarities ${digits(quality.spearman.mean)}${overSeeds(quality.spearman, seeds)}.`,
     ]);
   }
-  const gap = quality.gap.mean,
-    more = Math.exp(gap) - 1;
-  const sure = overSeeds(quality.gap, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
-  const higher = more < 1 ? `${more < 0 ? "−" : "+"}${percent(Math.abs(more), 1)}` : `× ${digits(1 + more)}`;
+  const gap = quality.loss_increase.mean;
+  const sure = overSeeds(quality.loss_increase, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
   return tile(
-    "Quality lost",
-    digits(gap),
-    "nats per token",
-    [`Perplexity ${higher}; ${sure}.`],
-    both(quality.teacher_loss.mean, quality.student_loss.mean, (x) => digits(x)),
+    "Perplexity increase",
+    perplexity(gap),
+    `loss +${digits(gap)} nats per token`.replace("+−", "−"),
+    [`Loss increase: ${sure.replace(/^ /, "")}.`],
+    both(word, quality.teacher_loss.mean, quality.student_loss.mean, (x) => digits(x)),
   );
 }
 
@@ -110,14 +116,15 @@ function likenessTile({ quality }) {
   ]);
 }
 
-function wordsTile({ quality, agreed, tasks }) {
-  return tile("Same next token", percent(quality.top1_agreement.mean), "of the time", [
-    agreed &&
-      `Left to themselves, both write the same for ${agreed.tokens.toFixed(1)} of ${agreed.of} tokens ` +
-        `(${agreed.prompts} prompts).`,
-    tasks
-      ? `Tasks (${tasks.rows.length}): ${percent(tasks.student, 1)} right, the original ${percent(tasks.teacher, 1)}.`
-      : "Tasks: not asked yet; the command is below.",
+function wordsTile(run, { quality, agreed, tasks }) {
+  return tile("Same next token", percent(quality.top1_agreement.mean), "of the positions", [
+    agreed && agreed.share === 1
+      ? `Greedy continuations of ${agreed.prompts} prompts are the same as the original’s.`
+      : agreed &&
+        `In greedy continuations of ${agreed.prompts} prompts, the first ${percent(agreed.share)} of the tokens are ` +
+          "the original’s.",
+    tasks &&
+      `Tasks (${tasks.rows.length}): ${percent(tasks.student, 1)} right, the original ${percent(tasks.teacher, 1)}.`,
   ]);
 }
 
@@ -125,34 +132,26 @@ function memoryTile(run, student) {
   const { state_bytes: state, cache_bytes: token, kept_bytes: kept, smaller_from: from } = student,
     length = run.length;
   if (!run.language) {
-    return tile("Size", bytes(state), "counted as a decoder’s state", [
+    return tile("Size", bytes(state), "as the cache of a decoder is counted", [
       "An encoder keeps none: the bytes say how large its features and windows are.",
     ]);
   }
   const here = state + kept * length,
-    ratio = (token * length) / here,
-    less = ratio >= 1 ? `${times(ratio)} less` : `${times(1 / ratio)} more`;
+    ratio = (token * length) / here;
   return tile(
-    "Memory",
-    bytes(here),
-    kept ? `at ${whole(length)} tokens` : "whatever the length",
-    [`${less} than the original at ${whole(length)} tokens${from ? `; smaller from ${roughly(from)} tokens on` : ""}.`],
-    both(token * length, here, bytes),
+    "Cache",
+    ratio >= 1 ? `${times(ratio)} smaller` : `${times(1 / ratio)} larger`,
+    `at ${whole(length)} tokens`,
+    [kept ? "Some layers keep softmax attention, and grow." : "The same size at any length.", from && `Smaller from ${roughly(from)} tokens on.`],
+    both(student.word, token * length, here, bytes),
   );
 }
 
-function speedTile(run, { speed, crossings }) {
+function speedTile(run, { word, speed, crossings }) {
   const what = run.language ? "write" : "read",
-    own = speed && speed.student[what],
-    theirs = speed && speed.teacher[what];
-  if (!own || !theirs)
-    return tile(
-      "Speed",
-      "–",
-      "not timed",
-      [],
-      el("p", { class: "more" }, "Timed when asked for: ", el("code", {}, run.commands.speed)),
-    );
+    own = speed.student[what],
+    theirs = speed.teacher[what];
+  if (!own || !theirs) return null;
   const [length, seconds] = own.at(-1),
     against = theirs.at(-1)[1],
     from = crossings[what];
@@ -162,6 +161,6 @@ function speedTile(run, { speed, crossings }) {
     big[0],
     `${big[1]} as the original, at ${whole(length)} tokens`,
     [from === null ? "Not faster at the longest context timed." : `Faster from ${roughly(from)} tokens on.`],
-    both(against, seconds, time),
+    both(word, against, seconds, time),
   );
 }

@@ -40,7 +40,7 @@ function drawAttention(host, run, student) {
   );
   const strips = ["teacher", "student"].map((who) => strip(who, text.pieces, (row) => look(row, now.column)));
   const exactly = student.layers.some(hasExact),
-    fading = student.layers.some(hasStages);
+    coded_tiers = student.layers.some(hasTiers);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   let width = 0,
     latest = 0;
@@ -55,9 +55,9 @@ function drawAttention(host, run, student) {
           height: Math.min(60, Math.max(7, Math.floor(width / layers.length))),
           format: (x) => percent(x),
           chosen: [now.layer, now.head],
-          label: "Share of attention that goes elsewhere, by layer and head. Arrow keys read it, Enter chooses.",
+          label: "Share of attention that falls on other tokens, by layer and head. Arrow keys read it, Enter chooses.",
           choose: (r, c) => moved[r] && c >= 0 && c < moved[r].length && pick(r, c),
-          describe: (r, c) => `Layer ${names[r]}, head ${c}: ${percent(moved[r][c], 1)} of attention goes elsewhere`,
+          describe: (r, c) => `Layer ${names[r]}, head ${c}: ${percent(moved[r][c], 1)} of the attention falls on other tokens`,
         },
         width,
       ),
@@ -78,13 +78,13 @@ function drawAttention(host, run, student) {
     const layer = student.layers.find((x) => x.name === layers[now.layer]);
     frames.forEach((frame) => frame.cross(now.row, now.column));
     const share_ = layer.sizes.length / now.teacherHeads,
-      own = [layer.sizes, layer.stages].map((heads) => heads[Math.floor(now.head * share_)]);
+      own = [layer.sizes, layer.tiers].map((heads) => heads[Math.floor(now.head * share_)]);
     frames.slice(1).forEach((frame) => frame.edges(...own, run.language));
     strips.forEach((one, n) => one.paint(now.row, (column) => share(["teacher", "student"][n], now.row, column)));
     const named = (n) => `“${visible(text.pieces[n])}” (${n})`;
     const shares = ["teacher", "student"].map((who) => percent(share(who, now.row, now.column), 1));
     const looks = `${named(now.row)} looks at ${named(now.column)}`;
-    readout.textContent = `${looks}: original ${shares[0]}, student ${shares[1]}${keptAs(...own, now.row, now.column)}.`;
+    readout.textContent = `${looks}: original ${shares[0]}, this model ${shares[1]}${keptAs(...own, now.row, now.column)}.`;
   };
   const look = (row, column) => {
     now.row = Math.min(Math.max(row, 0), size - 1);
@@ -96,7 +96,7 @@ function drawAttention(host, run, student) {
     layerPick.list.value = layer;
     headPick.list.replaceChildren(...moved[layer].map((_, n) => el("option", { value: n }, n)));
     headPick.list.value = head;
-    words.textContent = `In this head ${percent(moved[layer][head], 1)} of the attention goes elsewhere, in this text.`;
+    words.textContent = `In this head ${percent(moved[layer][head], 1)} of the attention falls on other tokens than in the original, in this text.`;
     drawPicker();
     const order = (latest += 1);
     const [teacher, own] = await Promise.all([
@@ -126,11 +126,11 @@ function drawAttention(host, run, student) {
       el(
         "p",
         { class: "legend" },
-        exactly && el("span", {}, "Dashed: what the student keeps exactly, window and sinks."),
-        fading &&
-          el("span", {}, "Dotted: where a stage ends; behind it tokens have fewer bits, or are in features, or gone."),
-        el("span", { class: "teacher" }, "Blue: the student looks less there."),
-        el("span", { class: "student" }, "Orange: more."),
+        exactly && el("span", {}, "Dashed: window and attention sinks, which stay as they are or in int8."),
+        coded_tiers &&
+          el("span", {}, "Dotted: where a tier ends; older tokens have fewer bits, are in features, or are evicted."),
+        el("span", { class: "teacher" }, "Blue: less attention than the original’s."),
+        el("span", { class: "student" }, "Orange: more attention."),
       ),
     ),
     el(

@@ -1,13 +1,28 @@
 // A line chart: axes, lines with a band of error, marks, a cursor for pointer and keys, and its numbers as a table.
 
 // spec: title, words, x and y {label, kind, format, from, to}, lines [{name, colour, points [[x, y, error]], dash,
-// dots, thin, unseen (only read, not drawn)}], marks [{x, words}], rules [{y, words}], height
-function lineChart(spec) {
+// dots, thin, wide (to lie under another), unseen (only read, not drawn)}], marks [{x, words, colour}], rules [{y,
+// words}], height. Lines without points are left out; without any line there is no chart.
+function lineChart(given) {
+  const lines = given.lines.filter((line) => line.points.some((point) => point[1] !== null));
+  if (!lines.some((line) => !line.unseen)) return null;
+  // A line of one point is a marker.
+  const spec = { ...given, lines: lines.map((line) => (line.points.length > 1 ? line : { ...line, dots: true })) };
   const head = el("div", { class: "chart-title" }, el("h3", {}, spec.title));
   const legend = el(
     "div",
     { class: "legend" },
-    spec.lines.filter((line) => line.name && !line.unseen).map((line) => el("span", {}, sample(line), line.name)),
+    [
+      ...spec.lines.filter((line) => line.name && !line.unseen),
+      // Rules and marks are named here, as words inside a narrow chart would lie on its lines.
+      ...[...(spec.rules || []), ...(spec.marks || [])].map(({ words, colour, x }) => ({
+        name: words,
+        colour: colour || "var(--ink)",
+        dash: "2 3",
+        dots: false,
+        upright: x !== undefined,
+      })),
+    ].map((line) => el("span", {}, sample(line), line.name)),
   );
   const host = el("div", { class: "chart" });
   const readout = el("p", { class: "readout", "aria-live": "polite" }, spec.words || "");
@@ -17,12 +32,13 @@ function lineChart(spec) {
 }
 
 function sample(line) {
-  const style = { stroke: line.colour, "stroke-width": "2.5" };
+  const style = { stroke: line.colour, "stroke-width": line.wide ? "7" : "2.5", opacity: line.wide ? ".4" : "1" };
+  const ends = line.upright ? { x1: 13, x2: 13, y1: 0, y2: 10 } : { x1: 1, x2: 25, y1: 5, y2: 5 };
   return svg(
     "svg",
     { viewBox: "0 0 26 10", "aria-hidden": "true" },
-    svg("line", { x1: 1, x2: 25, y1: 5, y2: 5, style, "stroke-dasharray": line.dash }),
-    line.dots !== false && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.colour } }),
+    svg("line", { ...ends, style, "stroke-dasharray": line.dash }),
+    line.dots !== false && !line.wide && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.colour } }),
   );
 }
 
@@ -40,6 +56,10 @@ function numbers(spec) {
     el("summary", {}, "The numbers"),
     table([spec.x.label, ...named.map((line) => line.name)], rows),
   );
+}
+
+function looks({ thin, wide }) {
+  return { "stroke-width": thin ? "1" : wide ? "8" : "2.25", opacity: thin ? ".45" : wide ? ".4" : "1" };
 }
 
 function extent(spec, axis) {
@@ -93,42 +113,11 @@ function draw(spec, width, readout) {
       `${spec.x.label}  ·  ${spec.y.label}`,
     ),
   );
-  for (const rule of spec.rules || [])
-    picture.append(
-      svg("line", {
-        x1: left,
-        x2: width - right,
-        y1: y(rule.y),
-        y2: y(rule.y),
-        style: { stroke: "var(--ink)" },
-        "stroke-dasharray": "2 3",
-      }),
-      svg(
-        "text",
-        { class: "halo strong", x: width - right - 6, y: y(rule.y) - 6, "text-anchor": "end" },
-        rule.words,
-      ),
-    );
-  for (const [n, mark] of (spec.marks || []).entries()) {
-    const at = x(mark.x),
-      end = at > width * 0.6;
-    picture.append(
-      svg("line", {
-        x1: at,
-        x2: at,
-        y1: top,
-        y2: height - bottom,
-        style: { stroke: "var(--ink)" },
-        "stroke-dasharray": "2 3",
-      }),
-      svg(
-        "text",
-        // Each on a line of its own, that they do not meet.
-        { class: "halo strong", x: at + (end ? -6 : 6), y: top + 9 + 15 * n, "text-anchor": end ? "end" : "start" },
-        mark.words,
-      ),
-    );
-  }
+  const dashed = (ends, colour) =>
+    picture.append(svg("line", { ...ends, style: { stroke: colour || "var(--ink)" }, "stroke-dasharray": "2 3" }));
+  for (const rule of spec.rules || []) dashed({ x1: left, x2: width - right, y1: y(rule.y), y2: y(rule.y) });
+  for (const mark of spec.marks || [])
+    dashed({ x1: x(mark.x), x2: x(mark.x), y1: top, y2: height - bottom }, mark.colour);
   for (const line of spec.lines.filter((one) => !one.unseen)) {
     const points = line.points.filter((p) => p[1] !== null);
     if (points.some((p) => p[2])) {
@@ -146,10 +135,10 @@ function draw(spec, width, readout) {
         fill: "none",
         "stroke-dasharray": line.dash,
         "stroke-linejoin": "round",
-        style: { stroke: line.colour, "stroke-width": line.thin ? "1" : "2.25", opacity: line.thin ? ".45" : "1" },
+        style: { stroke: line.colour, ...looks(line) },
       }),
     );
-    if (line.dots !== false && !line.thin)
+    if (line.dots !== false && !line.thin && !(line.wide && points.length > 1))
       picture.append(
         ...points.map((p) => svg("circle", { cx: x(p[0]), cy: clamp(p[1]), r: 3.2, style: { fill: line.colour } })),
       );

@@ -5,13 +5,13 @@ const redraw = {}; // what depends on the colours of the theme
 
 const NAV = {
   answer: "Answer",
+  sizes: "Sizes",
+  compared: "Compared",
   bytes: "Bytes",
   layers: "Layers",
   attention: "Attention",
   texts: "Texts",
   speed: "Speed",
-  frontier: "Frontier",
-  sizes: "Sizes",
   repeat: "Repeat",
 };
 
@@ -19,13 +19,13 @@ function show(run, student) {
   tip("");
   const parts = {
     answer: (host) => (student ? drawAnswer(host, run, student) : drawTitle(host, run)),
-    bytes: (host) => drawSliders(host, run, student),
+    sizes: (host) => drawSizes(host, data.runs),
+    compared: student && ((host) => drawCompared(host, data.runs, student)),
+    bytes: (host) => drawBytes(host, run, student),
     layers: (host) => drawLayers(host, run, student),
     attention: student && ((host) => drawAttention(host, run, student)),
     texts: student && ((host) => drawTexts(host, run, student)),
     speed: student && ((host) => drawSpeed(host, run, student)),
-    frontier: student && ((host) => drawFrontier(host, data.runs, student)),
-    sizes: (host) => drawSizes(host, data.runs),
     repeat: student && ((host) => drawRepeat(host, run, student)),
   };
   const there = Object.keys(parts).filter((name) => {

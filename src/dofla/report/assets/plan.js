@@ -1,41 +1,41 @@
-// A plan, drawn beside the degrees of freedom it may come from.
+// Where the bytes go: by KV head, and by what they are spent on.
 
-function sizeWords({ sizes, stages }) {
+function sizeWords({ sizes, tiers }) {
   if (!sizes) return "softmax kept";
   const [features, window, sinks] = [0, 1, 2].map((n) => range(sizes.map((size) => size[n])));
   const parts = [];
   if (features !== "0") parts.push(`${features} ${features === "1" ? "feature" : "features"}`);
   if (window !== "0") parts.push(`window ${window}`);
-  parts.push(...stageWords(stages));
+  parts.push(...tierWords(tiers));
   if (sinks !== "0") parts.push(`${sinks} ${sinks === "1" ? "sink" : "sinks"}`);
   return parts.join(", ");
 }
 
-// Stages of all heads: of each, tokens over heads and bits; all tokens together where heads have other bits.
-function stageWords(stages) {
+// Tiers of all heads: of each, tokens over heads and bits; all tokens together where heads have other bits.
+function tierWords(tiers) {
   const words = (counts, bits) => `${range(counts)} @ ${range(bits)} bits`;
-  const bits = stages.map((own) => own.map((stage) => stage[1])),
+  const bits = tiers.map((own) => own.map((tier) => tier[1])),
     alike = bits.every((own) => String(own) === String(bits[0]));
   if (alike)
     return bits[0].map((each, n) =>
       words(
-        stages.map((own) => own[n][0]),
+        tiers.map((own) => own[n][0]),
         [each],
       ),
     );
   return [
     words(
-      stages.map((own) => sum(own.map((stage) => stage[0]))),
+      tiers.map((own) => sum(own.map((tier) => tier[0]))),
       bits.flat(),
     ),
   ];
 }
 
-// A line for all heads of the same stages; nothing where they are all alike.
-function stagesByHead(stages) {
+// A line for all heads of the same tiers; nothing where they are all alike.
+function tiersByHead(tiers) {
   const kinds = new Map();
-  stages.forEach((own, n) => {
-    const words = stageWords([own]).join(", ") || "no stages";
+  tiers.forEach((own, n) => {
+    const words = tierWords([own]).join(", ") || "no tiers";
     kinds.set(words, [...(kinds.get(words) || []), n]);
   });
   const line = ([words, heads]) => `${heads.length > 1 ? "heads" : "head"} ${heads.join(", ")}: ${words}`;
@@ -43,13 +43,13 @@ function stagesByHead(stages) {
 }
 
 // What bytes are spent on, the oldest of a text first, from parts [features, window and sinks, [[bits, bytes]]].
-function segments([features, exact, stages]) {
+function segments([features, exact, tiers]) {
   return [
     { words: "features", name: "bar-features", bytes: features },
-    ...[...stages].reverse().map(([bits, size]) => ({
+    ...[...tiers].reverse().map(([bits, size]) => ({
       words: `${bits} bits`,
       of: "in",
-      name: "bar-stage",
+      name: "bar-tier",
       bytes: size,
       // The fewer bits, the paler.
       style: { "--strength": `${Math.round(100 * (bits / 6) ** 1.2)}%` },
@@ -57,6 +57,11 @@ function segments([features, exact, stages]) {
     { words: "window and sinks", name: "bar-tokens", bytes: exact },
   ].filter((segment) => segment.bytes);
 }
+
+const pointed = (words) => ({
+  pointermove: (event) => tip(words, event),
+  pointerleave: () => tip(""),
+});
 
 const swatch = ({ name, style, words }) => el("span", {}, el("i", { class: `swatch ${name}`, style }), words);
 
@@ -73,97 +78,120 @@ function allParts(layers) {
   return [all(0), all(1), [...coded].sort((a, b) => b[0] - a[0])];
 }
 
-function planFigure(tables, plan, wanted, names, student, width, readout) {
-  const rows = tables.dof[wanted.lambda],
-    tall = rows.length > 40 ? 14 : rows.length > 16 ? 18 : rows.length > 8 ? 26 : 34;
-  const wide = width > 680,
-    half = Math.round(width * (wide ? 0.45 : 0.5));
-  const room = 14 + 6.2 * Math.max(0, ...(plan.layers || []).map((layer) => sizeWords(layer).length));
-  const words = wide && room < 0.6 * (width - half) ? room : 0; // otherwise pointing at a layer says them
-  const left = Math.max(26, 8 + 7 * Math.max(...names.map((name) => name.length)));
-  const beside = (layer) => (own.has(layer.name) ? `\nthe student shown: ${bytes(own.get(layer.name))}` : "");
-  const given = (layer) => `${sizeWords(layer)} = ${bytes(layer.bytes)}`;
-  const errors = tables.errors[wanted.lambda];
+// Left, a map of KV heads: their bytes or, where features are given out by them, their degrees of freedom. Right, rows
+// aligned, what each layer's bytes are spent on.
+function drawBytes(host, run, student) {
+  const layers = (student ? student.layers : run.plan || []).filter((layer) => layer.sizes);
+  const free = run.profile && (!layers.length || layers.some(hasFeatures)) ? run.profile : null;
+  if (!free && !layers.length) return false;
+  const map = free
+    ? { names: free.names, rows: free.values, words: (x) => `${digits(x)} degrees of freedom`, format: (x) => digits(x) }
+    : { names: layers.map((x) => x.name), rows: layers.map((x) => x.heads), words: bytes, format: bytes };
+  $("bytes").querySelector(".lead").textContent = bytesLead(free, layers);
+  const names = shortNames(map.names),
+    by = new Map(layers.map((layer) => [layer.name, layer])),
+    rows = map.names.map((name) => by.get(name));
   const describe = (row, column) => {
-    const error = errors[row][column];
-    const shown = digits(rows[row][column]) + (error === null ? "" : ` ± ${digits(error)}`);
-    const words = `Layer ${names[row]}, head ${column}: ${shown} degrees of freedom`;
-    return plan.error ? words : `${words}\n${given(plan.layers[row])}`;
+    const error = free && free.errors[row][column];
+    const words = map.words(map.rows[row][column]) + (error === null || !error ? "" : ` ± ${digits(error)}`);
+    const given = rows[row] ? `\n${sizeWords(rows[row])} = ${bytes(rows[row].bytes)}` : "";
+    return `Layer ${names[row]}, KV head ${column}: ${words}${given}`;
   };
+  const readout = el("p", { class: "readout", "aria-live": "polite" }, "Point at a layer, or use the arrow keys.");
+  const figure = el("div", { class: "heat", id: "plan" });
+  const legend = el("div", { class: "legend" });
+  let width = 0;
+  const again = () => {
+    if (width) figure.replaceChildren(planFigure({ ...map, rowNames: names, describe }, rows, width, readout));
+    const scale = heatLegend(Math.max(...map.rows.flat()), map.format);
+    const left = el("span", {}, free ? `Degrees of freedom at λ = ${digits(free.lambda, 5)}:` : "Bytes of a KV head:");
+    legend.replaceChildren(left, scale, ...(layers.length ? segments(allParts(layers)).map(swatch) : []));
+  };
+  host.replaceChildren(el("div", { class: "card" }, layers.length && totals(layers), legend, figure, readout));
+  onWidth(figure, (now) => {
+    width = now;
+    again();
+  });
+  redraw.bytes = again;
+  const skipped = free ? free.skipped : [];
+  if (skipped.length) host.append(note(`Left softmax: ${skipped.map((x) => `${x.name} (${x.reason})`).join("; ")}.`));
+  return true;
+}
+
+function bytesLead(free, layers) {
+  const left = free
+    ? "degrees of freedom: how many directions the attention of a head needs at the tolerance λ."
+    : "bytes of each KV head, which were given out by how much more or fewer bytes change what the model predicts.";
+  return `${layers.length ? "Left" : "Shown are the"}${layers.length ? ", " : " "}${left}${
+    layers.length ? " Right, what the bytes of each layer are spent on." : ""
+  }`;
+}
+
+const totals = (layers) =>
+  el(
+    "div",
+    { class: "sum", id: "plan-sum" },
+    el("strong", {}, `${bytes(sum(layers.map((layer) => layer.bytes)))} per sequence`),
+    el("span", { class: "quiet" }, partWords(allParts(layers))),
+  );
+
+function planFigure(map, layers, width, readout) {
+  const tall = map.rows.length > 40 ? 14 : map.rows.length > 16 ? 18 : map.rows.length > 8 ? 26 : 34;
+  const drawn = layers.some(Boolean),
+    half = drawn ? Math.round(width * (width > 680 ? 0.45 : 0.5)) : width;
+  const left = Math.max(26, 8 + 7 * Math.max(...map.rowNames.map((name) => name.length)));
   const heat = heatMap(
     {
-      rows,
-      names,
+      rows: map.rows,
+      names: map.rowNames,
       left: Math.min(left, half / 3),
       height: tall,
-      top: Math.max(...rows.flat()),
-      format: (x) => digits(x),
-      describe,
+      top: Math.max(...map.rows.flat()),
+      format: map.format,
+      describe: map.describe,
       visit: (row, column) => {
-        readout.textContent = describe(row, column).replace("\n", ": ");
+        readout.textContent = map.describe(row, column).replace("\n", ": ");
       },
-      label: `Degrees of freedom of ${rows.length} layers by head. Arrow keys read them.`,
+      label: `${map.rows.length} layers by KV head. Arrow keys read them.`,
     },
     half,
   );
+  if (!drawn) return heat;
+  const columns = { display: "grid", "grid-template-columns": `${half}px ${width - half}px` };
+  return el("div", { style: columns }, heat, barsOfLayers(layers, map.rowNames, width - half, tall));
+}
+
+function barsOfLayers(layers, names, width, tall) {
   const picture = svg("svg", {
-    viewBox: `0 0 ${width - half} ${rows.length * tall}`,
-    height: rows.length * tall,
+    viewBox: `0 0 ${width} ${layers.length * tall}`,
+    height: layers.length * tall,
     role: "img",
-    "aria-label": "Bytes of each layer in this plan",
+    "aria-label": "Bytes of each layer",
   });
-  const own = new Map((student ? student.layers : []).map((layer) => [layer.name, layer.bytes]));
-  const most = Math.max(1, ...own.values(), ...(plan.layers || []).map((layer) => layer.bytes));
-  const x = (value) => 14 + (value / most) * (width - half - words - 20);
-  (plan.layers || []).forEach((layer, n) => {
-    const top = n * tall + tall * 0.18,
-      height = tall * 0.64;
+  const there = layers.filter(Boolean);
+  const room = 14 + 6.4 * Math.max(...there.map((layer) => sizeWords(layer).length));
+  const words = room < 0.6 * width ? room : 0; // otherwise pointing at a layer says them
+  const most = Math.max(1, ...there.map((layer) => layer.bytes));
+  const x = (value) => 14 + (value / most) * (width - words - 20);
+  layers.forEach((layer, n) => {
+    if (!layer) return;
     let from = 0;
     const bars = segments(layer.parts).map(({ name, style, bytes: size }) => {
-      const bar = svg("rect", { class: name, style, x: x(from), y: top, height, width: x(size) - x(0), rx: 2 });
+      const place = { x: x(from), y: n * tall + tall * 0.18, height: tall * 0.64, width: x(size) - x(0), rx: 2 };
       from += size;
-      return bar;
+      return svg("rect", { class: name, style, ...place });
     });
+    const hit = { class: "row-hit", x: 0, y: n * tall, width, height: tall };
+    const hint = `Layer ${names[n]}: ${sizeWords(layer)} = ${bytes(layer.bytes)}\n${partWords(layer.parts)}`;
     picture.append(
       svg(
         "g",
-        {
-          class: "plan-row",
-          "data-name": layer.name,
-          "data-sizes": JSON.stringify(layer.sizes),
-          "data-stages": JSON.stringify(layer.stages),
-          "data-bytes": layer.bytes,
-        },
+        { class: "plan-row" },
         bars,
-        own.get(layer.name) &&
-          svg("line", {
-            x1: x(own.get(layer.name)),
-            x2: x(own.get(layer.name)),
-            y1: n * tall + 1,
-            y2: (n + 1) * tall - 1,
-            style: { stroke: "var(--ink)", "stroke-width": "2" },
-          }),
-        words > 0 && svg("text", { x: width - half, y: (n + 0.5) * tall + 4, "text-anchor": "end" }, sizeWords(layer)),
-        svg("rect", {
-          class: "row-hit",
-          x: 0,
-          y: n * tall,
-          width: width - half,
-          height: tall,
-          on: {
-            pointermove: (event) => {
-              tip(`Layer ${names[n]}: ${given(layer)}\n${partWords(layer.parts)}${beside(layer)}`, event);
-            },
-            pointerleave: () => tip(""),
-          },
-        }),
+        words > 0 && svg("text", { x: width, y: (n + 0.5) * tall + 4, "text-anchor": "end" }, sizeWords(layer)),
+        svg("rect", { ...hit, on: pointed(hint) }),
       ),
     );
   });
-  return el(
-    "div",
-    { style: { display: "grid", "grid-template-columns": `${half}px ${width - half}px` } },
-    heat,
-    picture,
-  );
+  return picture;
 }

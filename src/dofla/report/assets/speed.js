@@ -1,4 +1,4 @@
-// Seconds and bytes against the length of the context, with the lengths from which the student is ahead.
+// Seconds and bytes against the length of the context, with the lengths from which the original is behind.
 
 function drawSpeed(host, run, student) {
   host.replaceChildren();
@@ -22,7 +22,7 @@ function howTimed({ threads, machine }) {
   const where = machine ? ` of ${machine.gpu || machine.processor || machine.platform}` : "";
   return (
     `A first impression: batch of one, ${threads} ${threads === 1 ? "thread" : "threads"}${where}, the best of a few ` +
-    "times, original and student by turns. Writing after long contexts is timed with a cache filled up by repetition."
+    "times, one model after the other. Writing after long contexts is timed with a cache filled up by repetition."
   );
 }
 
@@ -41,12 +41,12 @@ function memoryChart(run, student) {
         dots: false,
         points: lengths.map((n) => [n, n * token]),
       },
-      { name: "student", colour: "var(--student)", dots: false, points: lengths.map((n) => [n, state + kept * n]) },
+      { name: student.word, colour: "var(--student)", dots: false, points: lengths.map((n) => [n, state + kept * n]) },
     ],
-    marks: from && from > 16 && from < last ? [{ x: from, words: `${roughly(from)} tokens` }] : [],
+    marks: from && from > 16 && from < last ? [{ x: from, words: `smaller from ${roughly(from)} tokens on` }] : [],
     words: from
-      ? `The state is the smaller from ${whole(from)} tokens on.`
-      : "The student keeps as much as the original.",
+      ? `Smaller than the original’s from ${whole(from)} tokens on.`
+      : "As large as the original’s.",
     x: { label: "tokens of context", kind: "binary", format: tokens },
     y: { label: "bytes", kind: "binary", format: plainBytes },
   });
@@ -64,15 +64,15 @@ function timeChart(run, student, what) {
     ratio = theirs.at(-1)[1] / own.at(-1)[1];
   const words =
     from === null
-      ? `At ${tokens(last)} tokens the student takes ${times(1 / ratio)} as long.`
-      : `At ${tokens(last)} tokens the student is ${times(ratio)} as fast.`;
+      ? `At ${tokens(last)} tokens it takes ${times(1 / ratio)} as long as the original.`
+      : `At ${tokens(last)} tokens it is ${times(ratio)} as fast as the original.`;
   return lineChart({
     title: what === "write" ? "Writing one more token" : "Reading a text",
     lines: [
       { name: "original", colour: "var(--teacher)", dash: "6 4", points: theirs },
-      { name: "student", colour: "var(--student)", points: own },
+      { name: student.word, colour: "var(--student)", points: own },
     ],
-    marks: from !== null && from > first ? [{ x: from, words: `${roughly(from)} tokens` }] : [],
+    marks: from !== null && from > first ? [{ x: from, words: `faster from ${roughly(from)} tokens on` }] : [],
     words,
     x: { label: "tokens of context", kind: "binary", format: tokens },
     y: { label: "seconds", kind: "log", format: time },

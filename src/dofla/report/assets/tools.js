@@ -54,6 +54,15 @@ function roughly(tokens) {
 }
 
 const times = (ratio) => `${ratio >= 10 ? whole(ratio) : ratio.toFixed(1)} ×`;
+const capital = (word) => word[0].toUpperCase() + word.slice(1);
+
+// The increase of the perplexity that goes with one of the loss.
+function perplexity(increase) {
+  const more = Math.expm1(increase);
+  if (more >= 1) return `× ${digits(1 + more)}`;
+  return `${more < 0 ? "−" : "+"}${digits(100 * Math.abs(more), 2)} %`;
+}
+
 const range = (values) => {
   const low = Math.min(...values),
     high = Math.max(...values);
@@ -122,7 +131,7 @@ function command(text) {
 const note = (...children) => el("p", { class: "note" }, ...children);
 const adds = (what, words) => note(`${what}: `, el("code", {}, words));
 
-// A part that a student lacks, and why, or what adds it.
+// A part that a model lacks, and why, or what adds it.
 function missing(run, student, what, title) {
   const why = student.left_out[what];
   return why

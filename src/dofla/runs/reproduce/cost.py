@@ -48,7 +48,7 @@ def generation_time(bench: Bench) -> Table:
             f"best of {_REPEATS}, greedy, with cache, batch 1, {record['threads']} thread(s); students untrained, "
             "which changes no time",
             "MFLOP: of attention alone (scores or features, state and read-out), by count; reading a prompt is where "
-            "linear attention gains most, see docs/performance.md",
+            "linear attention gains most, see docs/results/speed.md",
         ],
     )
 

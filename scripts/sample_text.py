@@ -1,0 +1,30 @@
+"""Draws the bundled sample text, which is known as data source ``sample``: run it when the demo's model changes.
+
+python scripts/sample_text.py
+"""
+
+import gzip
+
+from dofla.data.documents import SAMPLE
+from dofla.runs.demo.data import drawn_windows
+from dofla.runs.teacher import load_teacher
+
+WINDOWS, LENGTH, SEED = 96, 2048, 1
+"""Another seed than the demo's, so that text and demo have no window in common."""
+
+
+def main() -> None:
+    model, tokenizer = load_teacher("demo")
+    drawn = drawn_windows(model, tokenizer, WINDOWS, LENGTH, split="train", seed=SEED)
+    documents = []
+    for window in drawn.input_ids.tolist():
+        # The last document of a window is cut, and so is the first unless the window begins with a separator.
+        documents += tokenizer.decode(window).split(tokenizer.bos_token)[1:-1]
+    lines = [" ".join(document.split()) for document in documents]
+    text = "\n\n".join(dict.fromkeys(line for line in lines if line)) + "\n"
+    SAMPLE.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{SAMPLE}: {text.count(chr(10) * 2) + 1} documents, {len(tokenizer(text)['input_ids'])} tokens")
+
+
+if __name__ == "__main__":
+    main()

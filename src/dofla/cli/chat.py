@@ -1,0 +1,85 @@
+"""The verb ``dofla chat``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from dofla.cli.options import BaseModel, Device, Dtype, ModelArgument, Seed
+from dofla.cli.verb import current_view
+from dofla.errors import DoflaError
+
+_HELP = "/reset begins anew, /stats shows the cache, /exit leaves; Ctrl-C stops an answer"
+
+
+def chat(
+    model: ModelArgument,
+    new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample; default: the model's generation settings.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message; default: none.")] = None,
+    base_model: BaseModel = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+) -> dict[str, Any]:
+    """Chat with a model, compressed or not.
+
+    The cache is kept between turns. Lines of a piped standard input are turns, too.
+    """
+    import torch
+
+    from dofla.distillation.steps import check_numbers
+    from dofla.runs.chatting import Conversation
+    from dofla.runs.teacher import open_model
+
+    check_numbers(new_tokens=new_tokens)
+    view, asked = current_view(), sys.stdin.isatty()
+    network, tokenizer = open_model(model, dtype, base_model, device)
+    conversation = Conversation(network, tokenizer, new_tokens=new_tokens, sample=sample, system=system)
+    if not conversation.templated:
+        view.note("the tokenizer has no chat template: the model continues your text")
+    if asked:
+        view.say(_HELP)
+    torch.manual_seed(seed)
+    turns = []
+    for line in filter(str.strip, _lines(asked)):
+        if line.strip() == "/exit":
+            break
+        if line.strip() == "/reset":
+            conversation.reset()
+        elif line.strip() == "/stats":
+            view.answer(str(conversation.stats()))
+        elif line.startswith("/") and asked:
+            view.note(_HELP)
+        else:
+            try:
+                text, interrupted = conversation.answer(line, view.stream)
+            except DoflaError as error:
+                if not asked:
+                    raise
+                view.note(f"{error}, or /reset")
+                continue
+            view.answer(" [stopped]" if interrupted else "")
+            turns.append({"prompt": line, "text": text, "interrupted": interrupted})
+    return {"model": model, "turns": turns, **vars(conversation.stats())}
+
+
+def _lines(asked: bool) -> Iterator[str]:
+    """Lines of standard input until it ends; on a terminal, each is asked for and may be edited."""
+    if not asked:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() then edits lines
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return

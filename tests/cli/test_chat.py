@@ -1,0 +1,144 @@
+"""``dofla chat``: turns from a pipe and from a terminal, with and without a compressed cache."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import re
+import sys
+
+import pytest
+from command_line import call
+from students import reader_of
+
+import dofla
+from dofla.cli.chat import _HELP
+from dofla.runs.chatting import Conversation
+from dofla.runs.view import View
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+STATS = re.compile(r"(\d+) tokens read; cache (.+), full cache (.+)")
+
+
+@pytest.fixture(scope="module")
+def student(tiny, tokenizer, tmp_path_factory):
+    """The folder of a compressed model."""
+    folder = tmp_path_factory.mktemp("chat") / "student"
+    reader_of(tiny, features=0, window=30, sinks=2, feature_map="none").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """What a person types, line by line."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def lines(*given) -> None:
+        waiting = iter(given)
+
+        def answer(prompt: str) -> str:
+            line = next(waiting, EOFError)
+            if isinstance(line, type):
+                raise line
+            return line
+
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        monkeypatch.setattr(builtins, "input", answer)
+
+    return lines
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_lines_of_a_pipe_are_turns(student, monkeypatch, capsys, plain):
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("Once upon a time\n\nThen\n/stats\n/reset\nOnce upon a time\n/stats\n")
+    )
+    assert call("chat", "demo" if plain else student, "--new-tokens", 6) == 0
+    out, err = capsys.readouterr()
+    first, _, stats, again, last = out.splitlines()
+    assert first == again
+    assert "no chat template" in err
+    (tokens, cache, full), (before, *_) = (STATS.fullmatch(line).groups() for line in (last, stats))
+    assert int(before) > int(tokens) > 6
+    assert (cache == full) == plain
+
+
+def test_what_was_said_is_read_once_and_the_answer_is_the_models(student, tokenizer):
+    model = dofla.load(student)
+    conversation = Conversation(model, tokenizer, new_tokens=5)
+    pieces = []
+    first, stopped = conversation.answer("Once upon a time", pieces.append)
+    assert ("".join(pieces), stopped) == (first, False)
+    conversation.answer("Then", pieces.append)
+    assert model._dofla_sessions.read <= len(tokenizer("\nThen")["input_ids"]) + 1
+    other = dofla.load(student)
+    ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(other.generate(ids, max_new_tokens=5)[0, ids.shape[1] :], skip_special_tokens=True) == first
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_turns_go_through_the_chat_template(tiny, tokenizer, student, compressed, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    model = dofla.load(student) if compressed else tiny.llama(vocab_size=2048)
+    conversation = Conversation(model, tokenizer, new_tokens=4, system="Be brief.")
+    answers = [conversation.answer(text, lambda _: None)[0] for text in ("Who?", "Why?")]
+    text = f"system: Be brief.\nuser: Who?\nassistant: {answers[0]}\nuser: Why?\nassistant:"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    written = model.generate(ids, max_new_tokens=4, use_cache=True)[0, ids.shape[1] :]
+    assert tokenizer.decode(written, skip_special_tokens=True) == answers[1]
+
+
+def test_a_plain_models_cache_goes_on_where_turns_stay_as_they_were(tokenizer):
+    model, _, _ = dofla.demo()
+    conversation = Conversation(model, tokenizer, new_tokens=4)
+    conversation.answer("Once upon a time", lambda _: None)
+    cache = conversation._cache
+    conversation.answer("Then", lambda _: None)
+    assert conversation._cache is cache
+    assert cache.get_seq_length() == conversation.stats().tokens - 1
+
+
+def test_a_terminal_is_told_the_commands_and_left_by_exit_or_the_end(student, typed, capsys):
+    typed("Once", KeyboardInterrupt, "/what", "/exit", "never")
+    assert call("chat", student, "--new-tokens", 3) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(_HELP)
+    assert _HELP in err
+    typed("Once")
+    assert call("chat", student, "--new-tokens", 3, "--json") == 0
+    found = json.loads(capsys.readouterr().out.strip())
+    assert [turn["prompt"] for turn in found["turns"]] == ["Once"]
+    assert found["tokens"] > 3
+    assert found["cache_bytes"] > 0
+
+
+def test_an_answer_is_stopped_and_the_conversation_goes_on(student, typed, monkeypatch, capsys):
+    pieces, stream = [], View.stream
+
+    def interrupted(self, text: str) -> None:
+        pieces.append(text)
+        stream(self, text)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(View, "stream", interrupted)
+    typed("Once upon a time", "and then", "/exit")
+    assert call("chat", student, "--new-tokens", 40) == 0
+    assert " [stopped]" in capsys.readouterr().out
+    assert len(pieces) > 2
+
+
+def test_what_cannot_be_chatted_with_is_refused(tiny, tokenizer, student, capsys):
+    with pytest.raises(dofla.DoflaError, match="not a causal language model"):
+        Conversation(tiny.bert(), tokenizer)
+    assert call("chat", student, "--system", "Be brief.") == 2
+    assert "no chat template" not in capsys.readouterr().out
+    assert call("chat", "no/such/model") == 2
+    assert "no such folder" in capsys.readouterr().err
