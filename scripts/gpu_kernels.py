@@ -23,12 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dofla.attention import Coder, Fading, FeatureState, gpu
+from dofla.attention import CodedTiers, Coder, FeatureState, gpu
 from dofla.attention.coding.heavy_hitters import WEIGHTS
 from dofla.attention.compressed import _decoder
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.encode import entered
-from dofla.attention.gpu.heavy_hitters import choose
+from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import ask
 from dofla.attention.gpu.tiers import attend
 
@@ -53,7 +53,7 @@ def main(
     capabilities: Annotated[list[int] | None, typer.Argument(help="Compute capabilities, ten times.")] = None,
     dim: Annotated[int, typer.Option(help="Size of a head, and features.")] = 64,
     groups: Annotated[int, typer.Option(help="Query heads of a KV head.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Of the stage.")] = 217,
+    tokens: Annotated[int, typer.Option(help="Of the tier.")] = 217,
 ) -> None:
     run = JITFunction.run
 
@@ -79,11 +79,11 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     coder.reset()
     line = torch.zeros(1, 1, tokens + length, dim)
     codes = coder.for_kernels(*coder.encode(line), 0)
-    turned, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
-    score, gone = log_weight.to(torch.int16), log_weight.int()
+    rotated, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
+    score, evicted_at = log_weight.to(torch.int16), log_weight.int()
     if length == 1:  # all that a decoded token of a compressed cache takes
-        fading = Fading(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
-        layout, out = Layout(fading, [0], 0, 31, 2), torch.zeros_like(a)
+        coded_tiers = CodedTiers(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
+        layout, out = Layout(coded_tiers, [0], 0, 31, 2), torch.zeros_like(a)
         state = layout.flat(layout.empty(1, a.device)).tokens
         decoder = _decoder(layout)
         return [
@@ -95,9 +95,11 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         lambda: gpu.linear_attention(a, b, value.bfloat16(), state=features),
         lambda: entered(coder, b),
         lambda: ask(coder, a, groups),
-        lambda: choose(coder.asking(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS),
-        lambda: attend(turned, codes, codes, log_weight[0], None, 1.0),
-        lambda: attend(turned, codes, codes, log_weight, gone, 1.0),
+        lambda: select_survivors(
+            coder.rotate_query_integer(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS
+        ),
+        lambda: attend(rotated, codes, codes, log_weight[0], None, 1.0),
+        lambda: attend(rotated, codes, codes, log_weight, evicted_at, 1.0),
     ]
 
 

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 import dofla
 
-COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "kept": 6}
-COMPRESSED |= {"stages": [[5, 4.0], [4, 3.0]]}
+COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "heavy_hitters": 6}
+COMPRESSED |= {"tiers": [[5, 4.0], [4, 3.0]]}
 """Layers with a compressed cache of a few tokens."""
 
 

@@ -135,7 +135,7 @@ def test_int8_weights(student, capsys):
 def test_sharing(student, capsys):
     card = run("sharing", student)
     assert "license: apache-2.0" in card
-    assert "| gap, nats per token |" in card
+    assert "| loss increase, nats per token |" in card
     assert "dofla.distill(student, tokens, loss='output', steps=8" in card
     out = capsys.readouterr().out
     assert re.search(r"^adapter/feature_maps.safetensors: [\d,]+ KiB$", out, re.MULTILINE)

@@ -5,9 +5,9 @@
         --text data/english-val.txt.gz --text data/stories-val.txt.gz \\
         --out runs/peers-2048 --kvpress build/peers/bin/python
 
-A row is a memory; its gap is what the last 512 tokens of a window lose against softmax attention, in nats per token: a
-mean over windows with an interval of 95 % by bootstrap, and so is what it loses beyond dofla at the same bytes, over
-the windows of all texts. Windows are the ends of longer ones (``--longest``), so that at
+A row is a memory; its loss increase is what the last 512 tokens of a window lose against softmax attention, in nats per
+token: a mean over windows with an interval of 95 % by bootstrap, and so is what it loses beyond dofla at the same
+bytes, over the windows of all texts. Windows are the ends of longer ones (``--longest``), so that at
 every ``--length`` the same tokens are judged, with more or less before them. Python source, the modules of the standard
 library of the interpreter that runs this, is always among the texts.
 

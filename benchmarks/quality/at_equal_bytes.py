@@ -84,12 +84,19 @@ def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
         runs, texts, recall = _measures(bench, spec)
         if not rows:
             rows.append(["Original", *[None] * 7, *_recall(recall, "teacher"), _kib(runs[0]["softmax_bytes"])])
-        gaps = [Figure.of([run["language"]["gap"] for run in runs])]
-        gaps += [Figure.of([x[name]["gap"] for x in texts]) for name in ("other", "long", "no_window", "no_features")]
+        gaps = [Figure.of([run["language"]["loss_increase"] for run in runs])]
+        gaps += [
+            Figure.of([x[name]["loss_increase"] for x in texts])
+            for name in ("other", "long", "no_window", "no_features")
+        ]
         kl, error = (_mean_of_layers(runs, key) for key in ("kl", "output_error"))
         rows.append([spec.name, *gaps, kl, error, *_recall(recall, "student"), _kib(runs[0]["state_bytes"])])
         recalled[spec.name] = [record["recall"]["records"] for record in recall]
-    columns = ["student", "gap", "gap, other text", "gap, long", "gap, window off", "gap, features off"]
+    columns = [
+        "student",
+        "loss increase",
+        *(f"loss increase, {x}" for x in ("other text", "long", "window off", "features off")),
+    ]
     columns += ["attention KL", "output error", "recall, chosen", "recall, written", "state"]
     lengths = bench.workshop.validation().length, bench.study.long.length
     return Table(
@@ -98,8 +105,8 @@ def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
         columns,
         rows,
         notes=[
-            f"gap to the original in nats per token, at {lengths[0]} tokens; on text of another kind than that trained "
-            f"on; at {lengths[1]} tokens; with window and sinks hidden, and with the features hidden",
+            f"loss increase over the original in nats per token, at {lengths[0]} tokens; on text of another kind than "
+            f"that trained on; at {lengths[1]} tokens; with window and sinks hidden, and with the features hidden",
             "± half the range over seeds, of features, training order and rows; students trained end to end have one",
             f"recall of facts told {', '.join(map(str, bench.study.probe.lengths))} tokens before: likeliest of those "
             "in the context; likeliest of all tokens, so that it would be written",

@@ -6,9 +6,10 @@
 
 Students of four budgets read windows of all texts; Python source, the modules of the standard library, is always among
 them. Then many times, of a few windows of the first text, drawn by chance, the smallest state within the target is
-found, by a power law between the budgets: where the gap is within it, the upper end of the gap's interval, or both gap
-and KL. Printed is that state, 5th to 95th percentile, and beside each text, with what it then loses in the mean, how
-often that is more than 1.3 times the target. With --rows the windows are taken from a file of --out, not read again.
+found, by a power law between the budgets: where the loss increase is within it, the upper end of the loss increase's
+interval, or both loss increase and KL. Printed is that state, 5th to 95th percentile, and beside each text, with what
+it then loses in the mean, how often that is more than 1.3 times the target. With --rows the windows are taken from a
+file of --out, not read again.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ DRAWS, EXCESS = 200, 1.3
 
 Rule = Callable[[Sequence[float], Sequence[float]], float]
 RULES: dict[str, Rule] = {
-    "gap": lambda gaps, _: fmean(gaps),
+    "loss increase": lambda gaps, _: fmean(gaps),
     "upper end": lambda gaps, _: fmean(gaps) + 1.96 * pstdev(gaps) / math.sqrt(len(gaps)),
-    "gap and KL": lambda gaps, kls: max(fmean(gaps), fmean(kls)),
+    "loss increase and KL": lambda gaps, kls: max(fmean(gaps), fmean(kls)),
 }
 
 
@@ -62,7 +63,7 @@ def main(
         write_json(out, {"rows": known})
     found: dict[tuple[str, int], dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in known:
-        found[row["text"], row["length"]][row["bytes"]].append((row["gap"], row["kl"]))
+        found[row["text"], row["length"]][row["bytes"]].append((row["loss_increase"], row["kl"]))
     shown, generator, first = table("tokens, by", "state", *texts, gap=2), random.Random(0), next(iter(texts))
     for length, (few, *_) in WINDOWS.items():
         chosen = defaultdict(list)
@@ -97,7 +98,7 @@ def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[st
                 for ids in dofla.token_windows(where, tokenizer, length=length, windows=count, split="all").input_ids:
                     with evaluation_mode(student):
                         figures = next_token_figures(student, TokenWindows(ids[None]))
-                    known = {"gap": figures["gap"], "kl": figures["kl"]}
+                    known = {"loss_increase": figures["loss_increase"], "kl": figures["kl"]}
                     rows.append({"text": kind, "length": length, "budget": budget, "bytes": held, **known})
         dofla.restore(teacher)
     return rows

@@ -14,7 +14,7 @@ is the mean over windows, with an interval of 95 % by bootstrap; with several se
 measured on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖
 student) of the next-token distributions, which chance moves less. With --recall, how many of the pairs of words that
 are told in a context of so many tokens are found, the right word before all others, by the student and by the original.
-Each gap is said as soon as it is known, the table at the end; with --out all is written as JSON too.
+Each loss increase is said as soon as it is known, the table at the end; with --out all is written as JSON too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
-from dofla.attention import stage_bytes
+from dofla.attention import tier_bytes
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
@@ -83,10 +83,10 @@ def by_age(budget: int, context: int | None) -> Student:
         plan = compressed_plan(model, budget)
         for layer in plan.layers:
             before = layer.state_bytes(model.dtype.itemsize)
-            layer.stages, layer.kept = layer.coded_per_head[0], 0
+            layer.tiers, layer.heavy_hitters = layer.coded_per_head[0], 0
             spare = before - layer.state_bytes(model.dtype.itemsize)
-            per_token = stage_bytes(layer.head_dim, layer.value_dim, layer.stages[-1][1])
-            layer.stages[-1][0] += spare // (layer.kv_heads * per_token)
+            per_token = tier_bytes(layer.head_dim, layer.value_dim, layer.tiers[-1][1])
+            layer.tiers[-1][0] += spare // (layer.kv_heads * per_token)
         student = dofla.linearize(model, plan)
         measure_directions(student, tokens, context=context)
         return student
@@ -251,12 +251,12 @@ def _pairs_cell(found: list[Figures]) -> str:
 
 
 def _cell(found: list[Figures]) -> str:
-    means = [x["gap"] for x in found]
+    means = [x["loss_increase"] for x in found]
     mean = sum(means) / len(means)
     kl = sum(x["kl"] for x in found) / len(found)
     if len(means) > 1:
         return f"{mean:.4f} ± {(max(means) - min(means)) / 2:.4f}, {kl:.4f}"
-    low, high = found[0]["gap_interval"]
+    low, high = found[0]["loss_increase_interval"]
     return f"{mean:.4f} ({low:.4f} to {high:.4f}), {kl:.4f}"
 
 

@@ -37,14 +37,14 @@ def main(
     original, *rows = table["rows"]
     # Names become those of the students' folders, as dofla.runs.workshop makes them.
     tasks = {path.stem.removeprefix("tasks-"): _agreement(path) for path in run.glob("tasks-*.json")}
-    panels = ["gap", "recall, written"] + (["tasks"] if tasks else [])
+    panels = ["loss_increase", "recall, written"] + (["tasks"] if tasks else [])
     titles = {
-        "gap": "loss increase, nats per token",
+        "loss_increase": "loss increase, nats per token",
         "recall, written": "facts recalled, written",
         "tasks": "tasks, the original's answer",
     }
     plt.rcParams |= {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "gap", tasks))
+    sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "loss_increase", tasks))
     figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.3), layout="constrained")
     for panel, axis in zip(panels, axes, strict=True):
         for method, colour in METHODS.items():
@@ -53,14 +53,14 @@ def main(
                 sizes, means, spreads = zip(*points, strict=True)
                 axis.errorbar(sizes, means, spreads, marker="o", ms=4, capsize=2, color=colour, label=method)
         teacher = original[panel]["mean"] if panel == "recall, written" else 1.0
-        if panel != "gap":  # whose axis is logarithmic
+        if panel != "loss_increase":  # whose axis is logarithmic
             axis.axhline(teacher, ls=":", color="#555")
             axis.annotate("the original", (sizes_of_all[0], teacher), va="bottom", color="#555")
         axis.set(xscale="log", xlabel="size per sequence, KiB", title=titles[panel])
         axis.set_xticks(sizes_of_all, [f"{size:.0f}" for size in sizes_of_all])
         axis.set_xlim(sizes_of_all[0] / 1.3, sizes_of_all[-1] * 1.3)
         axis.minorticks_off()
-        if panel == "gap":
+        if panel == "loss_increase":
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(True, lw=0.3, color="#ccc")

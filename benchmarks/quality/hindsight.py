@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dofla
-from dofla.attention.coding.heavy_hitters import FADES
+from dofla.attention.coding.heavy_hitters import DECAY
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
@@ -59,7 +59,7 @@ def drawn_before(_: LayerPlan, scores: Tensor) -> Tensor:
     score, found = torch.zeros_like(scores[:, 0, 0]), []
     for row in squares(scores).unbind(1):
         found.append(score)
-        score = score * (1 - 1 / FADES) + row
+        score = score * (1 - 1 / DECAY) + row
     return torch.stack(found, 1)
 
 
@@ -77,7 +77,7 @@ def anew(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], T
     """The tokens that are worth most as a query asks, whatever others saw."""
     old = old_enough(plan, scores.shape[-1])
     ranked = worth(plan, scores).masked_fill(~old, -torch.inf)
-    chosen = ranked.topk(min(plan.kept, scores.shape[-1]), dim=-1).indices
+    chosen = ranked.topk(min(plan.heavy_hitters, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, chosen, True) & old
 
 
@@ -91,13 +91,13 @@ def held(plan: LayerPlan, scores: Tensor, foreseen: bool) -> Tensor:
     for query in range(length):
         if (entering := query - near) >= plan.sinks:
             there[:, entering] = True
-            if entering - plan.sinks >= plan.kept:
+            if entering - plan.sinks >= plan.heavy_hitters:
                 least = (score if future is None else future[:, query]).masked_fill(~there, torch.inf)
                 least[:, entering] = torch.inf
                 there[heads, least.argmin(-1)] = False
         found[:, query] = there
         row = scores[:, :, query].masked_fill(~(there | always[query]).unsqueeze(1), -torch.inf)
-        score = score * (1 - 1 / FADES) + row.softmax(-1).square().sum(1)
+        score = score * (1 - 1 / DECAY) + row.softmax(-1).square().sum(1)
     return found
 
 
@@ -112,7 +112,7 @@ CHOICES: dict[str, Choice] = {
 
 def near_tokens(plan: LayerPlan) -> int:
     """How many are there for their age."""
-    return plan.window + sum(count for count, _ in plan.stages)
+    return plan.window + sum(count for count, _ in plan.tiers)
 
 
 def old_enough(plan: LayerPlan, length: int) -> Tensor:

@@ -71,12 +71,12 @@ def mixed(prose: TokenWindows, writer: Writer, share: float, seed: int) -> Token
 def judge(
     student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: dict[str, TokenWindows], tasks: list[Task]
 ) -> Figures:
-    """Gap and KL of each text, and the share of needles found in each length."""
+    """Loss increase and KL of each text, and the share of needles found in each length."""
     found: Figures = {}
     with evaluation_mode(student):
         for name, windows in texts.items():
             figures = next_token_figures(student, windows)
-            found |= {f"{name}, gap": figures["gap"], f"{name}, KL": figures["kl"]}
+            found |= {f"{name}, loss increase": figures["loss_increase"], f"{name}, KL": figures["kl"]}
     for task in tasks:
         scores = [score for context in task.contexts for score in answer(student, tokenizer, context)[0]]
         found[f"found in {task.length}"] = sum(scores) / len(scores)

@@ -4,9 +4,9 @@
         --text data/books-val.txt.gz
 
 Text is not equally hard everywhere, so beside the student stands its original on the same tokens, each of them read
-with the ``--context`` tokens before it, or half as many at least: the gap between the two is what is to stay as it is.
-Gaps are means over a block with an interval of 95 % by bootstrap over its pieces of 500 tokens, in nats per token; the
-change is against the first block. Bytes are the most that was held in a block, of one sequence. ``--way``:
+with the ``--context`` tokens before it, or half as many at least: the loss increase between the two is what is to stay
+as it is. Gaps are means over a block with an interval of 95 % by bootstrap over its pieces of 500 tokens, in nats per
+token; the change is against the first block. Bytes are the most that was held in a block, of one sequence. ``--way``:
 
 - on: one state, positions going on past those that the model has;
 - wrapped: one state, positions beginning anew at 0 when they are used up;
@@ -152,7 +152,9 @@ def main(
 
 def summary(found: dict[str, Way], teacher: Tensor, block: int) -> Table:
     """A row of each way and block."""
-    shown = table("way", "tokens", "original", "student", "gap", "change of the gap", "state", gap=2)
+    shown = table(
+        "way", "tokens", "original", "student", "loss_increase", "change of the loss increase", "state", gap=2
+    )
     for name, each in found.items():
         gaps = each.gaps(teacher, block)
         for n, own in enumerate(gaps):

@@ -25,7 +25,13 @@ from dofla.attention import gpu
 from dofla.feature_maps.layer import LinearAttention
 
 HEADS, DIM, FEATURES = 12, 64, 64
-MEMORY = {"window": 31, "sinks": 2, "token_dtype": "int8", "stages": [[(58, 3.0)]] * HEADS, "kept": [159] * HEADS}
+MEMORY = {
+    "window": 31,
+    "sinks": 2,
+    "token_dtype": "int8",
+    "tiers": [[(58, 3.0)]] * HEADS,
+    "heavy_hitters": [159] * HEADS,
+}
 SCALING = DIM**-0.5
 
 

@@ -214,14 +214,14 @@ def memory() -> None:
     dim, floor, per_token, per_bit = 64, 224, 1.55, 13
     cost = HeadCost.of(dim, dim, 4, "int8")
     found = even_counts(64, dim, dim, cost)
-    ((newest, far),) = found.stages
+    ((newest, far),) = found.tiers
     parts = [text(20, 28, "The life of a token in the cache of a KV head", "title")]
     parts += [text(540, 62, "a new token", "small", "end"), arrow((458, 58), (150, 58))]
     parts += [text(142, 62, "evicted", "small", "end")]
     columns = [
         (540, found.window, 8, BLUE, "local window", "int8"),
         (466, newest, far, BLUE, "older tokens", f"{far:g} bits"),
-        (340, found.kept, far, RED, "heavy hitters", f"{far:g} bits, by attention"),
+        (340, found.heavy_hitters, far, RED, "heavy hitters", f"{far:g} bits, by attention"),
     ]
     for right, tokens, bits, colour, name, precision in columns:
         width, height = per_token * tokens, per_bit * bits

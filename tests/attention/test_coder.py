@@ -11,7 +11,7 @@ from forms import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import Coder, Moments, stage_bytes
+from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import MOST_BITS, UNIT, distortion, levels, scale_code, scale_of
@@ -19,7 +19,7 @@ from dofla.attention.coding.trellis import FINE, WINDOW, search, windows
 
 
 def vectors(heads=2, length=256, dim=32, seed=0, batch=1, fall=8.0):
-    """Correlated, off centre, of falling variance."""
+    """Correlated, off centre, of weight_steps variance."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(heads, dim, dim, generator=generator) * torch.exp(-torch.arange(dim) / fall)
     middle = 3 * torch.randn(heads, 1, dim, generator=generator)
@@ -111,16 +111,16 @@ def test_blocks_keep_their_length(bits, seed, exponent):
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(seed))
     x = x / x.square().mean(-1, keepdim=True).sqrt() * 2.0**exponent
     numbers, unit = decode(*encode(*whole(x), bits), bits)
-    # Half a step of the scale, and rounding to whole numbers: half of one for each, where the largest is 128 at least.
+    # Half a step of the scale, and rounding to integers: half of one for each, where the largest is 128 at least.
     off = (numbers * unit).square().mean(-1).sqrt() / 2.0**exponent
     assert (off.log2().abs() < 1 / 32 + math.log2(1 + 16**0.5 * 0.5 / 128) + 2**-20).all()
 
 
 def test_calibrated_blocks_have_size_1():
     x = 1e-3 * vectors(dim=64, length=2048, fall=1e9)
-    turned = calibrated(x, (3.0,)).turned(x).unflatten(-1, (-1, 16))
-    # The rows of the turn are rounded to 16 bits, or less where their sums must stay below 2²⁴ / 127.
-    torch.testing.assert_close(turned.square().mean((0, 2, 4)), torch.ones(2, 4), rtol=2e-3, atol=0)
+    rotated = calibrated(x, (3.0,)).rotate(x).unflatten(-1, (-1, 16))
+    # The rows of the rotation are rounded to 16 bits, or less where their sums must stay below 2²⁴ / 127.
+    torch.testing.assert_close(rotated.square().mean((0, 2, 4)), torch.ones(2, 4), rtol=2e-3, atol=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -148,12 +148,14 @@ def test_products_with_the_turn_are_exact():
     x = vectors(dim=128, length=16)
     coder = calibrated(x)
     integers = torch.randint(-127, 128, (1, 2, 16, 128), generator=torch.Generator().manual_seed(1))
-    assert torch.equal((integers.float() @ coder.turn.float().mT).double(), integers.double() @ coder.turn.double().mT)
-    assert (127 * coder.turn.double().abs().sum(-1) < 2**24).all()
+    assert torch.equal(
+        (integers.float() @ coder.rotation.float().mT).double(), integers.double() @ coder.rotation.double().mT
+    )
+    assert (127 * coder.rotation.double().abs().sum(-1) < 2**24).all()
 
 
-def relative_error(coder, x, stage, of=None):
-    found = coder.chain(x)[stage] - x
+def relative_error(coder, x, tier, of=None):
+    found = coder.chain(x)[tier] - x
     centred = x - x.mean((0, 2), keepdim=True)
     of = torch.eye(x.shape[-1]) if of is None else of
     return (
@@ -166,10 +168,10 @@ def relative_error(coder, x, stage, of=None):
 def test_what_turns_back_undoes_the_turn_on_any_number_of_threads(count):
     with threads(count):
         coder = calibrated(vectors(heads=4, dim=256))
-    turn, back = coder.turn.double() * coder.fineness.double().unsqueeze(-1), coder.back.double()
+    rotation, back = coder.rotation.double() * coder.fineness.double().unsqueeze(-1), coder.back.double()
     # ``back`` is rounded to float32, and nothing else is near that.
-    bound = torch.finfo(torch.float32).eps * turn.abs() @ back.abs()
-    assert ((turn @ back - torch.eye(256, dtype=torch.float64)).abs() <= bound).all()
+    bound = torch.finfo(torch.float32).eps * rotation.abs() @ back.abs()
+    assert ((rotation @ back - torch.eye(256, dtype=torch.float64)).abs() <= bound).all()
 
 
 def test_directions_that_matter_beat_a_rotation():
@@ -189,9 +191,9 @@ def test_errors_are_small_where_they_count():
     assert weighed < 0.7 * relative_error(calibrated(x, (2.0,)), x, 0, weighing.float())
 
 
-def test_stages_lose_more_and_more():
+def test_tiers_lose_more_and_more():
     x = vectors(dim=64, length=512)
-    errors = [relative_error(calibrated(x), x, stage) for stage in range(3)]
+    errors = [relative_error(calibrated(x), x, tier) for tier in range(3)]
     assert errors == sorted(errors)
     assert errors[-1] < 0.5
 
@@ -212,7 +214,7 @@ def test_bytes_are_those_that_are_counted(dim, bits):
     coder.reset()
     codes, scales = coder.encode(vectors(heads=1, length=3, dim=dim))
     assert codes.shape[-1] + scales.shape[-1] == coder.bytes_per_token(0)
-    assert stage_bytes(dim, dim, bits) == 2 * coder.bytes_per_token(0)
+    assert tier_bytes(dim, dim, bits) == 2 * coder.bytes_per_token(0)
 
 
 def test_moments_add_up():

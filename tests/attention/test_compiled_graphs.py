@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from forms import needs_kernels, sample
-from test_faded import SCALING, STAGES, assert_same_codes, layer_of, vectors
+from test_compressed import SCALING, TIERS, assert_same_codes, layer_of, vectors
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +13,15 @@ from dofla.attention import FeatureState, TokenBuffer, compiled
 from dofla.attention.exact import ExactPart
 
 pytestmark = needs_kernels
-SIZES = {"head_dim": 16, "value_dim": 24, "window": 5, "sinks": 2, "stages": [STAGES[1]] * 2, "features": 0, "kept": 9}
+SIZES = {
+    "head_dim": 16,
+    "value_dim": 24,
+    "window": 5,
+    "sinks": 2,
+    "tiers": [TIERS[1]] * 2,
+    "features": 0,
+    "heavy_hitters": 9,
+}
 
 
 class Calls(TorchDispatchMode):
@@ -39,12 +47,12 @@ def check(calls: Calls, count: int) -> None:
     "other",
     [
         {},
-        {"kept": 0, "sinks": 0},
+        {"heavy_hitters": 0, "sinks": 0},
         {"features": 4},
-        {"kept": 0, "features": 4},
-        {"stages": [STAGES[0], STAGES[1], STAGES[0]]},
+        {"heavy_hitters": 0, "features": 4},
+        {"tiers": [TIERS[0], TIERS[1], TIERS[0]]},
     ],
-    ids=["kept", "by age", "features", "by age, features", "ragged"],
+    ids=["heavy hitters", "by age", "features", "by age, features", "ragged"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fading_returns_what_it_says_it_does(other, dtype):
@@ -56,7 +64,7 @@ def test_fading_returns_what_it_says_it_does(other, dtype):
     with Calls() as calls:
         layer(*(x[:, :, 9:] for x in inputs), scaling=SCALING, weight=weight[:, 9:], states=states)
         layer(*(x[:, :, 9:10] for x in inputs), scaling=SCALING, states=states)
-    calls.found = [call for call in calls.found if call[0] is torch.ops.dofla.fading.default]
+    calls.found = [call for call in calls.found if call[0] is torch.ops.dofla.attend_and_code.default]
     check(calls, 2)
 
 

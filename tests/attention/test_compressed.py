@@ -1,4 +1,4 @@
-"""A memory that fades by the kernels: codes bit for bit those of plain torch, outputs those of float64."""
+"""A compressed cache by the kernels: codes bit for bit those of plain torch, outputs those of float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dofla.feature_maps.layer import LinearAttention
 
 SCALING = 0.3
 SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 80, 128, 256])
-STAGES = [((3, 4.0),), ((4, 4.0), (17, 2.5)), ((2, 5.0), (3, 3.0), (50, 1.0)), ((20, 3.25), (9, 1.5))]
+TIERS = [((3, 4.0),), ((4, 4.0), (17, 2.5)), ((2, 5.0), (3, 3.0), (50, 1.0)), ((20, 3.25), (9, 1.5))]
 """Of tokens and bits; 2.5 bits and the like are whole ones of each block."""
 LAYERS = st.fixed_dictionaries(
     {
@@ -25,24 +25,24 @@ LAYERS = st.fixed_dictionaries(
         "value_dim": SIZES,
         "window": st.sampled_from([1, 5, 17]),
         "sinks": st.sampled_from([0, 2]),
-        "stages": st.lists(st.sampled_from(STAGES), min_size=1, max_size=3),
+        "tiers": st.lists(st.sampled_from(TIERS), min_size=1, max_size=3),
         "features": st.sampled_from([0, 4]),
-        "kept": st.sampled_from([0, 1, 20, 70]),
+        "heavy_hitters": st.sampled_from([0, 1, 20, 70]),
     }
 )
-WIDE = {"head_dim": 256, "value_dim": 256, "window": 17, "sinks": 2, "stages": [STAGES[0]] * 2}
+WIDE = {"head_dim": 256, "value_dim": 256, "window": 17, "sinks": 2, "tiers": [TIERS[0]] * 2}
 
 
-def layer_of(seed, head_dim, value_dim, window, sinks, stages, features, kept=0):
-    """Calibrated on falling variances off centre; a head for each of ``stages``."""
-    heads, generator = len(stages), torch.Generator().manual_seed(seed)
+def layer_of(seed, head_dim, value_dim, window, sinks, tiers, features, heavy_hitters=0):
+    """Calibrated on weight_steps variances off centre; a head for each of ``tiers``."""
+    heads, generator = len(tiers), torch.Generator().manual_seed(seed)
     kind = "prf" if features else "none"
     layer = LinearAttention(
-        kind, [features] * heads, head_dim, window, sinks, "int8", stages, [kept] * heads, value_dim
+        kind, [features] * heads, head_dim, window, sinks, "int8", tiers, [heavy_hitters] * heads, value_dim
     )
     layer.reset_parameters(generator)
-    for fading in layer.fading.values():
-        for coder in (fading.key, fading.value):
+    for coded_tiers in layer.coded_tiers.values():
+        for coder in (coded_tiers.key, coded_tiers.value):
             fall = torch.exp(-3 * torch.arange(coder.dim) / coder.dim)
             coder.calibrate(Moments.of(torch.randn(coder.heads, 200, coder.dim, generator=generator) * fall))
     return layer.requires_grad_(False)
@@ -50,12 +50,16 @@ def layer_of(seed, head_dim, value_dim, window, sinks, stages, features, kept=0)
 
 def vectors(seed, layer, batch, groups, length, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    heads, fading = len(layer.features), next(iter(layer.fading.values()))
+    heads, coded_tiers = len(layer.features), next(iter(layer.coded_tiers.values()))
 
     def random(heads, dim):
         return torch.randn(batch, length, heads, dim, generator=generator).to(dtype).transpose(1, 2)
 
-    return random(heads * groups, fading.key.dim), random(heads, fading.key.dim), random(heads, fading.value.dim)
+    return (
+        random(heads * groups, coded_tiers.key.dim),
+        random(heads, coded_tiers.key.dim),
+        random(heads, coded_tiers.value.dim),
+    )
 
 
 def run(layer, inputs, weight, cuts, kernels=True):
@@ -82,30 +86,35 @@ def assert_same_codes(ours, theirs):
 def error_of(layer, query, key, value):
     """How far outputs may be from those of float64, coded tokens being the same: what is rounded is float32, and where
     inputs are bfloat16 what is multiplied may be, too."""
-    scores, straight = 0.0, value.double().norm(dim=-1).max().item()
+    scores, unrotated = 0.0, value.double().norm(dim=-1).max().item()
     size = SCALING * query.double().norm(dim=-1).max().item()
     share = query.shape[1] // key.shape[1]
     spread = SCALING * pairs(query, key.repeat_interleave(share, 1))
-    for group, fading in zip(layer.groups, layer.fading.values(), strict=True):
-        # Of turned vectors, and of the way back: by Cauchy and Schwarz no sum of sizes is larger than their product.
-        keys, values = (coder.chain(x[:, group].float()) for coder, x in ((fading.key, key), (fading.value, value)))
-        turned = [fading.key.turn.double() * fading.key.fineness.double().unsqueeze(-1) @ x.double().mT for x in keys]
-        back = fading.key.back.double().flatten(1).norm(dim=1).max().item() / fading.key.dim**0.5
-        longest = max(x.norm(dim=-2).max().item() for x in turned) + fading.key.middle.norm(dim=-1).max().item()
+    for group, coded_tiers in zip(layer.groups, layer.coded_tiers.values(), strict=True):
+        # Of rotated vectors, and of the way back: by Cauchy and Schwarz no sum of sizes is larger than their product.
+        keys, values = (
+            coder.chain(x[:, group].float()) for coder, x in ((coded_tiers.key, key), (coded_tiers.value, value))
+        )
+        rotated = [
+            coded_tiers.key.rotation.double() * coded_tiers.key.fineness.double().unsqueeze(-1) @ x.double().mT
+            for x in keys
+        ]
+        back = coded_tiers.key.back.double().flatten(1).norm(dim=1).max().item() / coded_tiers.key.dim**0.5
+        longest = max(x.norm(dim=-2).max().item() for x in rotated) + coded_tiers.key.middle.norm(dim=-1).max().item()
         scores = max(scores, size * (back * longest + key.double().norm(dim=-1).max().item()))
-        straight = max(straight, *(2 * x.double().norm(dim=-1).max().item() for x in values))
-        asked, _ = fading.key.against(query.unflatten(1, (-1, share))[:, group].flatten(1, 2).double())
-        coded = [fading.key.turned(x.double()).repeat_interleave(share, 1) for x in keys]
+        unrotated = max(unrotated, *(2 * x.double().norm(dim=-1).max().item() for x in values))
+        asked, _ = coded_tiers.key.rotate_query(query.unflatten(1, (-1, share))[:, group].flatten(1, 2).double())
+        coded = [coded_tiers.key.rotate(x.double()).repeat_interleave(share, 1) for x in keys]
         spread = max(spread, *(SCALING * pairs(asked, x) for x in coded))
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019), of which
     # weights have those of scores, and averages those of weights twice and their own.
-    tokens = sum(count for count, _ in STAGES[2]) + 19 + 70
+    tokens = sum(count for count, _ in TIERS[2]) + 19 + 70
     of_scores = sum_error(4 * (2 * key.shape[-1] + 8) ** 0.5, scores)
     of_averages = sum_error(4 * (tokens + value.shape[-1] + 16) ** 0.5)
     if query.dtype == torch.bfloat16:
         half = torch.finfo(query.dtype).eps / 2  # of each factor, and of what comes out
         of_scores, of_averages = of_scores + 4 * 2**0.5 * half * spread, of_averages + 3 * half
-    return (math.expm1(2 * of_scores) + of_averages) * straight
+    return (math.expm1(2 * of_scores) + of_averages) * unrotated
 
 
 def pairs(query, key):
@@ -116,7 +125,7 @@ def pairs(query, key):
 # A number next to the middle between two whole ones: it is the rounding of a root that says to which it goes.
 @example(
     seed=7546823,
-    sizes={**WIDE, "features": 4, "kept": 20},
+    sizes={**WIDE, "features": 4, "heavy_hitters": 20},
     batch=2,
     groups=5,
     length=82,
@@ -153,7 +162,7 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
     assert not by_torch.names
     layer.maps.double()  # codes are float32 whatever the rest is
     wanted, _, _ = run(layer, [x.double() for x in inputs], weight, cuts, kernels=False)
-    assert "fading" in calls.names
+    assert "attend_and_code" in calls.names
     assert sizes["features"] or calls.alone
     assert_same_codes(states, plain)
     seen = torch.ones(batch, length, dtype=torch.bool) if weight is None else weight > 0
@@ -165,26 +174,28 @@ def test_kernels_keep_the_codes_of_plain_torch_and_see_what_float64_sees(
 def of_head(layer, head):
     """A layer of that KV head alone."""
     group = next(n for n, heads in enumerate(layer.groups) if head in heads)
-    fading, (features, window, sinks) = layer.fading_of(group), layer.sizes[group]
-    stages = list(zip(fading.counts, fading.key.stages, strict=True)) if fading else ()
-    kept = [fading.kept] if fading else ()
-    alone = LinearAttention("prf", [features], 16, window, sinks, "int8", [stages], kept, 24)
+    coded_tiers, (features, window, sinks) = layer.coded_tiers_of(group), layer.sizes[group]
+    tiers = list(zip(coded_tiers.counts, coded_tiers.key.tiers, strict=True)) if coded_tiers else ()
+    heavy_hitters = [coded_tiers.heavy_hitters] if coded_tiers else ()
+    alone = LinearAttention("prf", [features], 16, window, sinks, "int8", [tiers], heavy_hitters, 24)
     alone.maps[0].load_state_dict(layer.maps[group].state_dict())
-    if fading:
-        alone.fading["0"].load_state_dict(fading.state_dict())
+    if coded_tiers:
+        alone.coded_tiers["0"].load_state_dict(coded_tiers.state_dict())
     return alone.requires_grad_(False)
 
 
 @needs_kernels
 @pytest.mark.parametrize("length", [1, 70])
 def test_heads_of_all_kinds_share_a_call_and_see_what_they_see_alone(length):
-    sizes = {"features": [0, 4, 3, 4], "window": [5, 7, 5, 5], "stages": [STAGES[1], STAGES[3], (), STAGES[0]]}
-    layer = LinearAttention("prf", **sizes, head_dim=16, sinks=2, token_dtype="int8", kept=[9, 0, 0, 20], value_dim=24)
+    sizes = {"features": [0, 4, 3, 4], "window": [5, 7, 5, 5], "tiers": [TIERS[1], TIERS[3], (), TIERS[0]]}
+    layer = LinearAttention(
+        "prf", **sizes, head_dim=16, sinks=2, token_dtype="int8", heavy_hitters=[9, 0, 0, 20], value_dim=24
+    )
     layer.reset_parameters(torch.Generator().manual_seed(0))
     query, key, value = inputs = vectors(1, layer.requires_grad_(False), 2, 2, length + 30)
     with threads(2):
         out, states, calls = run(layer, inputs, None, [0, 30, length + 30])
-    assert "fading" in calls.names
+    assert "attend_and_code" in calls.names
     for head in range(4):
         own = query[:, 2 * head : 2 * head + 2], key[:, head : head + 1], value[:, head : head + 1]
         alone, (_, after), _ = run(of_head(layer, head), own, None, [0, 30, length + 30])
@@ -194,7 +205,7 @@ def test_heads_of_all_kinds_share_a_call_and_see_what_they_see_alone(length):
 
 
 def layer_and_state(batch=2, **other):
-    sizes = {"head_dim": 16, "value_dim": 24, "window": 5, "sinks": 2, "stages": [STAGES[1]] * 2, "features": 0}
+    sizes = {"head_dim": 16, "value_dim": 24, "window": 5, "sinks": 2, "tiers": [TIERS[1]] * 2, "features": 0}
     layer = layer_of(0, **{**sizes, **other})
     inputs = vectors(1, layer, batch, 2, 40)
     with torch.no_grad():
@@ -214,13 +225,13 @@ def test_states_and_inputs_are_not_changed():
     inputs = vectors(2, layer, 2, 2, 1)
     given_in = [*inputs, states[0].tokens]
     before = [t.clone() for t in given_in]
-    assert names(layer, inputs, states) == {"fading"}
+    assert names(layer, inputs, states) == {"attend_and_code"}
     assert all(torch.equal(a, b) for a, b in zip(given_in, before, strict=True))
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_sequence_begins_as_if_there_had_been_no_other(kernels):
-    layer, _ = layer_and_state(batch=1, kept=4)
+    layer, _ = layer_and_state(batch=1, heavy_hitters=4)
     inputs = vectors(3, layer, 1, 2, 40)
     first, again = (run(layer, inputs, None, [0, 1, 40], kernels) for _ in range(2))
     assert torch.equal(first[0], again[0])
@@ -235,8 +246,8 @@ def test_states_that_are_views_or_reordered_go_on_the_same():
     strided = [state.map(lambda t: t.repeat_interleave(2, 1)[:, ::2]) for state in states]
     assert torch.equal(layer(*inputs, scaling=SCALING, states=strided)[0], out)
     order = torch.tensor([2, 0, 0])
-    turned = [state.reorder(order) for state in states]
-    assert torch.equal(layer(*(x[order] for x in inputs), scaling=SCALING, states=turned)[0], out[order])
+    rotated = [state.reorder(order) for state in states]
+    assert torch.equal(layer(*(x[order] for x in inputs), scaling=SCALING, states=rotated)[0], out[order])
 
 
 @needs_kernels
@@ -268,7 +279,7 @@ def test_nan_and_infinity_pass_as_in_plain_torch(which, bad):
 @pytest.mark.parametrize("features", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_finite_reaches_those_that_see_it_and_is_kept_as_zeros(features, dtype):
-    layer = layer_of(0, 16, 24, 5, 2, [STAGES[1]] * 2, features, 9)
+    layer = layer_of(0, 16, 24, 5, 2, [TIERS[1]] * 2, features, 9)
     clean = vectors(1, layer, 2, 2, 70, dtype)
     wanted, _, _ = run(layer, clean, None, [0, 40, 41, 70])
     for which, bad in ((0, torch.nan), (1, torch.inf), (2, -torch.inf)):
@@ -280,7 +291,7 @@ def test_what_is_not_finite_reaches_those_that_see_it_and_is_kept_as_zeros(featu
         seen[0, [1] if which == 0 else [2, 3], 40] = True
         split, states, calls = run(layer, inputs, None, [0, 40, 41, 70])
         whole, (at_once,), _ = run(layer, inputs, None, [0, 70])
-        assert "fading" in calls.names
+        assert "attend_and_code" in calls.names
         assert torch.equal(split.isnan().all(-1), seen)
         assert torch.equal(split.isnan().any(-1), seen)
         if which > 0:  # those that come later in the call see it as well
@@ -299,7 +310,7 @@ def test_constants_may_change_between_calls():
     layer, states = layer_and_state()
     inputs = vectors(2, layer, 2, 2, 1)
     before, _ = layer(*inputs, scaling=SCALING, states=states)
-    coder = layer.fading["0"].value
+    coder = layer.coded_tiers["0"].value
     with torch.no_grad():
         coder.mean.add_(1.0)
     after, _ = layer(*inputs, scaling=SCALING, states=states)

@@ -1,4 +1,4 @@
-"""Tokens in eight bits: rounded once, however often they are packed, and shifted as they are."""
+"""Tokens in int8: rounded once, however often they are packed, and shifted as they are."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ SOURCE = """
 #include "together.h"
 using namespace dofla::coding;
 using Size = std::int64_t;
-extern "C" void encode(Size dim, Size count, bool together, const std::int16_t* turn, const float* fineness,
+extern "C" void encode(Size dim, Size count, bool together, const std::int16_t* rotation, const float* fineness,
                        const float* middle, const std::uint8_t* bits, const float* tables, std::uint8_t* integers,
                        std::uint8_t* exponents, std::uint8_t* codes, std::uint8_t* scales) {
-  const Coder coder{dim, dim >= 32 ? 16 : 8, turn, fineness, nullptr, nullptr, middle, bits, Tables{tables}};
+  const Coder coder{dim, dim >= 32 ? 16 : 8, rotation, fineness, nullptr, nullptr, middle, bits, Tables{tables}};
   const Size bytes = coder.bytes(0), blocks = coder.blocks();
   Together scratch(dim);
   std::vector<std::int16_t> wide(dim);
@@ -79,7 +79,7 @@ def test_codes_are_those_of_plain_torch(library, dim, bits, together):
     coder = Coder(1, dim, [bits])
     coder.calibrate(Moments.of(x[0]))
     integers, exponents = (part.contiguous() for part in pack(x))
-    constants = [coder.turn, coder.fineness, coder.middle, coder.bits, tables(), integers, exponents.to(torch.int8)]
+    constants = [coder.rotation, coder.fineness, coder.middle, coder.bits, tables(), integers, exponents.to(torch.int8)]
     expected = coder.encode(x)
     found = [torch.zeros_like(part).contiguous() for part in expected]
     pointers = [ctypes.c_void_p(part.data_ptr()) for part in (*constants, *found)]

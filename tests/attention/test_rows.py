@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import LOG_ZERO, Fading, KeptTokens, Layout
+from dofla.attention import LOG_ZERO, CodedTiers, Layout, ScoredTokens
 from dofla.attention.rows import ALIGNMENT, Rows
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.float32, torch.float64]
@@ -50,37 +50,37 @@ def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
     assert same(rows.cut(joined)[1:], given_in[1:])
 
 
-@pytest.mark.parametrize(("window", "sinks", "kept"), [(5, 2, 0), (5, 0, 3), (0, 2, 3)])
-def test_a_state_in_one_piece_is_the_state(window, sinks, kept):
-    fading = Fading(2, 16, 24, [(3, 4.0), (4, 2.5)], kept)
-    fading.reset()
-    layout = Layout(fading, [0, 2], 6, window, sinks)
+@pytest.mark.parametrize(("window", "sinks", "heavy_hitters"), [(5, 2, 0), (5, 0, 3), (0, 2, 3)])
+def test_a_state_in_one_piece_is_the_state(window, sinks, heavy_hitters):
+    coded_tiers = CodedTiers(2, 16, 24, [(3, 4.0), (4, 2.5)], heavy_hitters)
+    coded_tiers.reset()
+    layout = Layout(coded_tiers, [0, 2], 6, window, sinks)
     state = layout.opened(layout.empty(3, torch.device("cpu")))
-    for n, tokens in enumerate((state.window, state.sinks, *state.stages)):
+    for n, tokens in enumerate((state.window, state.sinks, *state.tiers)):
         for part in () if tokens is None else vars(tokens).values():
             part.copy_(torch.arange(part.numel()).view_as(part) % 100 + n)
     flat = layout.flat(state)
     opened = layout.opened(flat)
-    assert layout.sizes == [2, 0, 2, window, sinks, kept, 1, 2, 3, 4]
+    assert layout.sizes == [2, 0, 2, window, sinks, heavy_hitters, 1, 2, 3, 4]
     assert flat.tokens.shape == (3, layout.bytes)
     assert opened.features is state.features
     assert (opened.window is None, opened.sinks is None) == (window == 0, sinks == 0)
-    assert isinstance(opened.stages[-1], KeptTokens) == (kept > 0)
+    assert isinstance(opened.tiers[-1], ScoredTokens) == (heavy_hitters > 0)
     for ours, theirs in zip(
-        (opened.window, opened.sinks, *opened.stages), (state.window, state.sinks, *state.stages), strict=True
+        (opened.window, opened.sinks, *opened.tiers), (state.window, state.sinks, *state.tiers), strict=True
     ):
         assert ours is theirs is None or same(vars(ours).values(), vars(theirs).values())
     again = layout.flat(layout.opened(flat.reorder(torch.tensor([2, 2, 1]))))
     assert torch.equal(again.tokens, flat.tokens[[2, 2, 1]])
 
 
-@pytest.mark.parametrize("kept", [0, 3])
-def test_every_sequence_begins_with_nothing(kept):
-    fading = Fading(2, 16, 24, [(3, 4.0), (4, 2.5)], kept)
-    fading.reset()
-    layout = Layout(fading, [0, 1], 6, 5, 2)
+@pytest.mark.parametrize("heavy_hitters", [0, 3])
+def test_every_sequence_begins_with_nothing(heavy_hitters):
+    coded_tiers = CodedTiers(2, 16, 24, [(3, 4.0), (4, 2.5)], heavy_hitters)
+    coded_tiers.reset()
+    layout = Layout(coded_tiers, [0, 1], 6, 5, 2)
     alone, three = (layout.empty(batch, torch.device("cpu")) for batch in (1, 3))
     assert torch.equal(three.tokens, alone.tokens.expand(3, -1))
     opened = layout.opened(three)
-    for tokens in (opened.window, opened.sinks, *opened.stages):
+    for tokens in (opened.window, opened.sinks, *opened.tiers):
         assert (tokens.log_weight == LOG_ZERO).all()

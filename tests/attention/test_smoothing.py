@@ -18,7 +18,7 @@ SCALING, HEADS, GROUPS, DIM = 0.125, 2, 3, 64
 
 def keys_like_qwen(length: int, generator: torch.Generator) -> torch.Tensor:
     """Keys [1, HEADS, length, DIM] of noise, outlier channels, and a bias of norm 280 that RoPE has rotated: most of it
-    in pairs that hardly turn, some in pairs that turn once in a few tokens."""
+    in pairs that hardly rotation, some in pairs that rotation once in a few tokens."""
     key = torch.randn(1, HEADS, length, DIM, generator=generator)
     key[..., 5] *= 40
     angle = torch.arange(length)[:, None] * 1e6 ** (-torch.arange(DIM // 2) / (DIM / 2))
@@ -49,15 +49,15 @@ def softmax_of(query, key, value):
 
 
 def layer_for(key, *, smooth: bool, window: int, tier: int, bits: float) -> LinearAttention:
-    stages = [[(tier, bits)]] * HEADS
-    layer = LinearAttention("none", [0] * HEADS, DIM, window, 2, "int8", stages, [8] * HEADS, smooth_keys=smooth)
+    tiers = [[(tier, bits)]] * HEADS
+    layer = LinearAttention("none", [0] * HEADS, DIM, window, 2, "int8", tiers, [8] * HEADS, smooth_keys=smooth)
     layer.reset_parameters()
     moments = Moments.of(key[0])
     if smooth:
         layer.smoothing.calibrate(moments)
         _, moments = layer.smoothing.moments(moments, moments)
-    for fading in layer.fading.values():
-        fading.key.calibrate(moments)
+    for coded_tiers in layer.coded_tiers.values():
+        coded_tiers.key.calibrate(moments)
     return layer.requires_grad_(False)
 
 
@@ -77,7 +77,7 @@ def off(found, wanted):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("compiled", marks=needs_kernels)])
 @pytest.mark.parametrize(
     ("tier", "bits", "most"),
-    [(8, 3.0, 0.03), (200, 5.0, 0.1)],  # all tokens in eight bits but the first ones; most of them in five
+    [(8, 3.0, 0.03), (200, 5.0, 0.1)],  # all tokens in int8 but the first ones; most of them in five
     ids=["window", "tier"],
 )
 def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, tier, bits, most, monkeypatch):
@@ -91,7 +91,7 @@ def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, tier,
         layer = layer_for(inputs[1], smooth=smooth, window=window, tier=tier, bits=bits)
         with KernelCalls() as calls:
             found, _ = run(layer, inputs, [0, 150, 199, 200])
-        assert ("fading" in calls.names) == (backend == "compiled")
+        assert ("attend_and_code" in calls.names) == (backend == "compiled")
         errors[smooth] = off(found, wanted)
     assert errors[True] < most
     assert errors[True] < errors[False] / 4

@@ -247,7 +247,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     assert call("run", recipe, "--out", out) == 0
     assert (finished / "adapter" / "feature_maps.safetensors").read_bytes() == weights
     again = json.loads((out / "results.json").read_text())
-    assert [row["gap"] for row in again["students"]] == [row["gap"] for row in results["students"]]
+    assert [row["loss_increase"] for row in again["students"]] == [row["loss_increase"] for row in results["students"]]
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert call("run", recipe, "--out", out, "--set", "budget=4") == 2
     assert "another recipe" in capsys.readouterr().err
@@ -350,26 +350,30 @@ def test_a_seed_below_zero_is_refused(capsys):
 
 
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
-    def row(name, gap, kl):
-        figures = {"student_loss": gap + 1, "gap": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": kl}
+    def row(name, gap, error):
+        figures = {"student_loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
+        figures |= {"attention_output_error": error}
         figures = {key: {"mean": value, "spread": 0.0} for key, value in figures.items()}
         return {"name": name, "state_bytes": 2**17, **figures}
 
     names = ["Fix", "Window and sinks", "Measured"]
     lines = []
-    for name, gap, kl in zip(names, (12.25, 0.5, 0.0625), (3.0, 1e9, 0.5), strict=True):
-        View().show(*student_row(row(name, gap, kl), names, [0]))
+    for name, gap, error in zip(names, (12.25, 0.5, 0.0625), (3.0, 0.25, 0.5), strict=True):
+        View().show(*student_row(row(name, gap, error), names, [0]))
         lines += capsys.readouterr().out.splitlines()
-    empty, heads, *rows = lines
-    assert (empty, heads.split()[0]) == ("", "student")
+    heads, *rows = lines[-4:]
+    columns = ["loss", "+loss", "KL", "top-1", "attention", "cache"]
+    assert heads.split() == ["model", *columns]
+    assert [line.partition(":")[0] for line in lines[1:-5]] == columns  # each is explained
     assert [line.split("  ")[0] for line in rows] == names
     assert {len(line) for line in (heads, *rows)} == {len(heads)}
-    ends = [heads.index(" KL") + 3, heads.index("attn KL") + 7]
+    ends = [heads.index(" KL") + 3, heads.index("attention") + 9]
     assert [[line[:end].split()[-1] for end in ends] for line in rows] == [
         ["12.250", "3.000"],
-        ["0.500", "∞"],
+        ["0.500", "0.250"],
         ["0.062", "0.500"],
     ]
+    assert "∞" not in "".join(lines)
 
 
 def test_the_installed_command_starts():

@@ -18,12 +18,12 @@ def test_an_adapter_is_written(tmp_path, capsys):
     student = dofla.load(tmp_path / "compressed")
     plan = plan_of(student)
     assert found["state_bytes"] == plan.state_bytes(student.dtype) <= 102 * 1024
-    assert all(layer.stages and layer.feature_map == "none" for layer in plan.layers)
+    assert all(layer.tiers and layer.feature_map == "none" for layer in plan.layers)
     card = (tmp_path / "compressed" / "README.md").read_text()
-    assert "in ever fewer bits as they age, keeps of the old ones those that draw attention." in card
+    assert "quantizes tokens to fewer bits as they age, retains old ones by attention score." in card
     assert "Nothing was trained: means, directions and bits" in card
     assert "@ 3 bits" in card
-    assert " kept" in card
+    assert " heavy hitters" in card
     assert AutoTokenizer.from_pretrained(tmp_path / "compressed").vocab_size > 1000
     assert call("generate", tmp_path / "compressed", "--prompt", "Once upon a time", "--new-tokens", 4) == 0
     assert capsys.readouterr().out.strip()
@@ -47,7 +47,7 @@ def test_heads_that_hold_every_token_are_found(tmp_path, capsys):
     assert call(*words, "--out", tmp_path / "compressed") == 0
     plan = plan_of(dofla.load(tmp_path / "compressed"))
     ((name, (head,)),) = plan.made_by["retrieval_heads"].items()
-    assert plan[name].places_per_head[head] == 256
+    assert plan[name].slots_per_head[head] == 256
     assert f"KV heads that hold every token: {name} {head}\n" in capsys.readouterr().out
     assert call(*words, "--head-budgets", "even", "--out", tmp_path / "other") == 2
     assert "retrieval_heads is 1: they are found when head budgets are measured" in capsys.readouterr().err

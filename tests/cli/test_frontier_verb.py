@@ -38,7 +38,7 @@ def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
         "other": f"{folder / 'other.txt'} (all)",
     }
     said = capsys.readouterr().out
-    assert "gap to the original" in said
+    assert "loss increase and KL, nats per token" in said
     assert "report.html, compressed/52224, compressed/104448" in " ".join(said.split())
     assert (out / "report.html").exists()
     assert call("report", out) == 0  # and again

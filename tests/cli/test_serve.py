@@ -30,7 +30,14 @@ from dofla.runs.serving import _AtOnce
 pytestmark = pytest.mark.slow
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
+SIZES = {
+    "features": 0,
+    "window": 8,
+    "sinks": 2,
+    "feature_map": "none",
+    "tiers": [[8, 4.0], [8, 3.0]],
+    "heavy_hitters": 8,
+}
 
 
 @pytest.fixture(scope="module")

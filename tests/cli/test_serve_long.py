@@ -25,7 +25,14 @@ pytestmark = pytest.mark.long
 CLIENTS, REQUESTS, WARM_UP, SECONDS = 16, 500, 120, 120
 MOST = 100_000
 TOKENS = 6
-SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
+SIZES = {
+    "features": 0,
+    "window": 8,
+    "sinks": 2,
+    "feature_map": "none",
+    "tiers": [[8, 4.0], [8, 3.0]],
+    "heavy_hitters": 8,
+}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 WORDS = ("the old dog", "went home and", "the sun was warm", "who came to", "the door", "with a cat")
 HEADERS = {"content-type": "application/json", "authorization": "Bearer secret"}

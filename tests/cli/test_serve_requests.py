@@ -27,7 +27,14 @@ from dofla.runs.teacher import reader_of as processor_of
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"features": 0, "window": 8, "sinks": 2, "feature_map": "none", "stages": [[8, 4.0], [8, 3.0]], "kept": 8}
+SIZES = {
+    "features": 0,
+    "window": 8,
+    "sinks": 2,
+    "feature_map": "none",
+    "tiers": [[8, 4.0], [8, 3.0]],
+    "heavy_hitters": 8,
+}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 TEXT = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 4, "temperature": 0}

@@ -12,8 +12,8 @@ OWN = ("OMP_", "GOMP_", "KMP_", "MALLOC_", "GLIBC_")
 # Page faults of taking the same memory a second time, for a first time that took some.
 TAKEN_TWICE = """
 import resource
-from dofla.cli.threads import settle
-settle()
+from dofla.cli.threads import configure_threads
+configure_threads()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytearray(64 << 20)

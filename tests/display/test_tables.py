@@ -88,18 +88,18 @@ def results():
     )
     sizes = {"features": [3, 40], "window": 16, "sinks": 2, "token_dtype": "int8"}
     ragged = [[[40, 4], [200, 3]], [[20, 4], [1200, 3]]]
-    fading = dofla.Plan(
+    coded_tiers = dofla.Plan(
         [
-            dofla.LayerPlan(layers[0], 2, 64, 64, **sizes, stages=[[38, 4], [211, 3]]),
-            dofla.LayerPlan(layers[1], 2, 64, 64, **sizes, stages=ragged),
-            dofla.LayerPlan("2", 2, 64, 64, **sizes, stages=[[[30, 2.5]], []]),
+            dofla.LayerPlan(layers[0], 2, 64, 64, **sizes, tiers=[[38, 4], [211, 3]]),
+            dofla.LayerPlan(layers[1], 2, 64, 64, **sizes, tiers=ragged),
+            dofla.LayerPlan("2", 2, 64, 64, **sizes, tiers=[[[30, 2.5]], []]),
             dofla.LayerPlan("3", 2, 64, 64, keep_softmax=True),
         ]
     )
     points = [Point(TOKEN_SHARE, 100_000 * n, [123.456, 0.1]) for n in range(1, 6)]
     curves = dofla.Curves([LayerCurve(name, [1.5, 2.5], points) for name in layers])
     history = History(layers, torch.tensor([[2.0, 1.0]] * 10 + [[0.5, 0.25]] * 10), 3.2, {"loss": "output"})
-    return {"plan": plan, "curves": curves, "history": history, "fading": fading}
+    return {"plan": plan, "curves": curves, "history": history, "coded_tiers": coded_tiers}
 
 
 @pytest.mark.parametrize("name", results())
@@ -113,12 +113,12 @@ def test_every_result_fits_80_columns_and_is_shown_in_notebooks(name):
 
 
 def test_what_the_tables_of_results_hold():
-    plan, curves, history, fading = (str(result) for result in results().values())
+    plan, curves, history, coded_tiers = (str(result) for result in results().values())
     assert re.search(r"3-5000 +20-40000 +2 +━{24}$", plan, re.M)
     assert re.search(r"softmax$", plan, re.M)
-    assert re.search(r"3-40 +16 +38 @ 4, 211 @ 3 +2$", fading, re.M)
-    assert re.search(r"3-40 +16 +20-40 @ 4, 200-1200 @ 3 +2$", fading, re.M)
-    assert re.search(r"3-40 +16 +0-30 @ 2\.5 +2$", fading, re.M)
+    assert re.search(r"3-40 +16 +38 @ 4, 211 @ 3 +2$", coded_tiers, re.M)
+    assert re.search(r"3-40 +16 +20-40 @ 4, 200-1200 @ 3 +2$", coded_tiers, re.M)
+    assert re.search(r"3-40 +16 +0-30 @ 2\.5 +2$", coded_tiers, re.M)
     assert re.search(r"500000 +effect$", curves, re.M)
     assert re.search(r"61\.778 +4\.000$", curves, re.M)
     assert re.search(r"2\.0000 +0\.5000$", history, re.M)

@@ -441,9 +441,9 @@ def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("train", [dofla.distill, distill_end_to_end])
-def test_stages_get_their_directions_before_training(tiny, train):
-    student = student_of(tiny, features=4, window=2, stages=[[4, 3.0]])
-    coders = [layer.fading["0"].key for layer in linear_layers(student).values()]
+def test_tiers_get_their_directions_before_training(tiny, train):
+    student = student_of(tiny, features=4, window=2, tiers=[[4, 3.0]])
+    coders = [layer.coded_tiers["0"].key for layer in linear_layers(student).values()]
     assert not any(coder.is_calibrated for coder in coders)
     train(student, tiny.tokens(4, 16), steps=1, progress=False)
     assert all(coder.is_calibrated for coder in coders)

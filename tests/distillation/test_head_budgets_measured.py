@@ -157,7 +157,7 @@ def test_no_head_gets_places_for_more_tokens_than_there_are_positions(tiny):
 
     def places(plan):
         heads = [own for layer in plan.layers for own in zip(layer.sizes, layer.coded_per_head, strict=True)]
-        return [window + sinks + sum(count for count, _ in stages) for (_, window, sinks), stages in heads]
+        return [window + sinks + sum(count for count, _ in tiers) for (_, window, sinks), tiers in heads]
 
     for positions in (128, 160):
         plan = plan_of(compress(model, tokens, budget=2 * BUDGET, head_budgets=head_budgets, context=positions))
@@ -205,7 +205,7 @@ def test_small_budgets_leave_every_head_tokens_of_each_kind(tiny):
 def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_with(tiny):
     model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
     held = [compressed_plan(model, budget).layers[0] for budget in (16, 64)]
-    held = [layer.window + layer.sinks + layer.stages[0][0] + layer.kept for layer in held]
+    held = [layer.window + layer.sinks + layer.tiers[0][0] + layer.heavy_hitters for layer in held]
     assert held[0] < 64 < held[1]
     small, large = (measure_head_budgets(model, tokens, budget) for budget in (16, 64))
     assert small.made_by["size"] == MOST

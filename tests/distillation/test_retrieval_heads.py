@@ -31,7 +31,7 @@ def windows(tiny):
 
 def places(plan):
     """Tokens that each KV head holds at most."""
-    return {(layer.name, head): n for layer in plan.layers for head, n in enumerate(layer.places_per_head)}
+    return {(layer.name, head): n for layer in plan.layers for head, n in enumerate(layer.slots_per_head)}
 
 
 def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):

@@ -46,7 +46,7 @@ def test_an_encoder_is_compared_by_its_embeddings(tiny, kind):
     data = tiny.padded(6, LENGTH) if kind == "bert" else tiny.images(6)
     student = student_of(tiny, kind)
     figures = dofla.evaluate(student, data, batch_size=3)
-    assert figures.gap is None
+    assert figures.loss_increase is None
     assert len(figures.layers) == 2
     assert (figures.softmax_bytes is None) == (kind == "vit")
     data, sizes = figures.to_dict(), ["length", "softmax_bytes"] if kind == "bert" else []
@@ -64,7 +64,7 @@ def test_the_figures_are_shown_as_tables(tiny, kind):
     assert text.startswith(short)
     assert page.startswith(figures._repr_html_())
     name = "loss increase, nats per token" if kind == "llama" else "cosine of embeddings"
-    value = figures.gap if kind == "llama" else figures.cosine
+    value = figures.loss_increase if kind == "llama" else figures.cosine
     assert re.search(rf"^{name} +{re.escape(figure(value))}", short, re.M)
     for layer, found in figures.layers.items():
         assert layer not in short
@@ -110,8 +110,8 @@ def evaluation(interval, state=136):
         *({}, "stories", 48, {}, state * 1024, "compressed", 512, 2048 * 1024, 100),
         teacher_loss=2.0,
         student_loss=2.0 + increase,
-        gap=increase,
-        gap_interval=interval,
+        loss_increase=increase,
+        loss_increase_interval=interval,
         kl=0.004,
         top1_agreement=0.976,
     )
@@ -166,7 +166,7 @@ def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
 @pytest.mark.parametrize("plan", [{"keep_softmax": True}, {"window": LENGTH}])
 def test_exact_attention_shows_as_no_loss_at_all(tiny, plan):
     figures = dofla.evaluate(student_of(tiny, **plan), tiny.tokens(3, LENGTH))
-    assert figures.gap == pytest.approx(0, abs=1e-5)
+    assert figures.loss_increase == pytest.approx(0, abs=1e-5)
     assert figures.kl == pytest.approx(0, abs=1e-5)
     assert figures.top1_agreement == 1
     assert all(layer.kl < 1e-6 for layer in figures.layers.values())

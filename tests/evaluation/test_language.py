@@ -36,8 +36,8 @@ def test_losses_are_those_the_models_report_themselves(tiny):
     assert figures["tokens"] == 5 * (LENGTH - 1)
     assert figures["teacher_loss"] == pytest.approx(original, rel=1e-5)
     assert figures["student_loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
-    assert figures["gap"] == pytest.approx(figures["student_loss"] - figures["teacher_loss"])
-    assert abs(figures["gap"]) > 1e-3
+    assert figures["loss_increase"] == pytest.approx(figures["student_loss"] - figures["teacher_loss"])
+    assert abs(figures["loss_increase"]) > 1e-3
 
 
 def test_padding_is_neither_context_nor_target(tiny):
@@ -91,8 +91,8 @@ def test_the_batch_size_plays_no_part(tiny, batch_size, side):
 def test_a_student_whose_attention_is_exact_has_no_gap(tiny, kind, plan):
     student = student_of(tiny, getattr(tiny, kind)(), **plan)
     figures = next_token_figures(student, TokenWindows.of(tiny.tokens(4, LENGTH)), batch_size=2)
-    assert figures["gap"] == pytest.approx(0, abs=1e-5)
-    assert figures["gap_interval"] == pytest.approx([0, 0], abs=1e-5)
+    assert figures["loss_increase"] == pytest.approx(0, abs=1e-5)
+    assert figures["loss_increase_interval"] == pytest.approx([0, 0], abs=1e-5)
     assert figures["kl"] == pytest.approx(0, abs=1e-5)
     assert figures["top1_agreement"] == 1
     assert figures["student_loss"] == pytest.approx(figures["teacher_loss"], abs=1e-5)
@@ -106,12 +106,12 @@ def test_a_window_of_half_the_length_still_has_a_gap(tiny):
 def test_the_interval_of_the_gap_is_that_of_the_windows(tiny):
     student, tokens = student_of(tiny), tiny.tokens(6, LENGTH)
     windows = [next_token_figures(student, TokenWindows.of(tokens[n : n + 1])) for n in range(6)]
-    gaps = torch.tensor([figures["gap"] for figures in windows], dtype=torch.float64)
+    gaps = torch.tensor([figures["loss_increase"] for figures in windows], dtype=torch.float64)
     figures = next_token_figures(student, TokenWindows.of(tokens), seed=4)
     counts = torch.full((6,), float(LENGTH - 1), dtype=torch.float64)
     expected = bootstrap_interval(gaps * counts, counts, seed=4)
-    assert figures["gap_interval"] == pytest.approx(expected, rel=1e-4)
-    assert figures["gap_interval"][0] < figures["gap"] < figures["gap_interval"][1]
+    assert figures["loss_increase_interval"] == pytest.approx(expected, rel=1e-4)
+    assert figures["loss_increase_interval"][0] < figures["loss_increase"] < figures["loss_increase_interval"][1]
 
 
 def test_progress_is_reported(tiny):

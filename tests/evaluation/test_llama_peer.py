@@ -93,9 +93,9 @@ def test_what_llama_cannot_do_ends_the_run(script, environment, capfd):
 
 @torch.inference_mode()
 def test_each_has_its_times_and_its_bytes(script, environment, tiny):
-    models = {"softmax float32": tiny.llama(), "faded float32": tiny.llama()}
-    compress(models["faded float32"], tiny.tokens(1, 64), budget=24, head_budgets="even")
-    cache = dofla.read_prompt(models["faded float32"], tiny.tokens(1, 40))
+    models = {"softmax float32": tiny.llama(), "compressed float32": tiny.llama()}
+    compress(models["compressed float32"], tiny.tokens(1, 64), budget=24, head_budgets="even")
+    cache = dofla.read_prompt(models["compressed float32"], tiny.tokens(1, 40))
     names, seconds = {*models, "llama.cpp f16"}, []
     with script.running(sys.executable, 64, ["f16"]) as llama:
         timing = script.Timing(models, llama, compile=False)
@@ -107,7 +107,7 @@ def test_each_has_its_times_and_its_bytes(script, environment, tiny):
     softmax = 44 * 2 * 2 * 2 * 8 * 4
     assert held == {
         "softmax float32": softmax,
-        "faded float32": cache_bytes(cache),
+        "compressed float32": cache_bytes(cache),
         "llama.cpp f16": 44 * EACH,
     }
     for each in (*seconds, timing.weights):
@@ -116,7 +116,7 @@ def test_each_has_its_times_and_its_bytes(script, environment, tiny):
 
 
 def test_a_row_has_its_cells_under_their_names(script, capsys):
-    names = ["faded", "softmax"]
+    names = ["compressed", "softmax"]
     for what, cells in (("", dict(zip(names, names, strict=True))), ("weights", {"softmax": "2"})):
         script.show(what, names, cells)
     above, below = capsys.readouterr().out.splitlines()

@@ -37,7 +37,7 @@ def test_bins_add_up_to_the_figures_of_all_tokens(tiny, kind, side):
     windows = TokenWindows.of(tiny.padded(5, LENGTH, side) if side else tiny.tokens(5, LENGTH))
     record, whole = loss_by_position(student, windows, batch_size=2, edges=EDGES), next_token_figures(student, windows)
     assert record.tokens == sum(row.tokens for row in record.bins) == whole["tokens"]
-    for name in ("teacher_loss", "student_loss", "gap"):
+    for name in ("teacher_loss", "student_loss", "loss_increase"):
         total = sum(row.tokens * getattr(row, name) for row in record.bins)
         assert total / record.tokens == pytest.approx(whole[name], rel=1e-4)
     assert json.loads(json.dumps(record.to_dict())) == record.to_dict()
@@ -62,8 +62,8 @@ def test_each_bin_holds_the_losses_of_its_positions(tiny):
         assert row.student_loss == pytest.approx(ours[:, here].mean().item(), rel=1e-5)
         gaps = (ours - teacher)[:, here].mean(dim=1)
         rounding = sum_error(8, 6.0)  # of the difference of two losses of about 6 nats, each rounded a few times
-        assert row.gap == pytest.approx(gaps.mean().item(), abs=rounding)
-        assert row.gap_error == pytest.approx(gaps.std().item() / 3**0.5, abs=rounding)
+        assert row.loss_increase == pytest.approx(gaps.mean().item(), abs=rounding)
+        assert row.loss_increase_error == pytest.approx(gaps.std().item() / 3**0.5, abs=rounding)
 
 
 def test_padding_shifts_no_position(tiny):
@@ -97,19 +97,19 @@ def test_default_bins_double(tiny):
 def test_a_student_whose_attention_is_exact_has_no_gap_anywhere(tiny, plan):
     record = loss_by_position(student_of(tiny, **plan), TokenWindows.of(tiny.tokens(4, LENGTH)), edges=EDGES)
     for row in record.bins:
-        assert row.gap == pytest.approx(0, abs=1e-5)
-        assert row.gap_error == pytest.approx(0, abs=1e-5)
+        assert row.loss_increase == pytest.approx(0, abs=1e-5)
+        assert row.loss_increase_error == pytest.approx(0, abs=1e-5)
 
 
 def test_a_window_shows_where_it_ends(tiny):
     record = loss_by_position(student_of(tiny, window=4), TokenWindows.of(tiny.tokens(4, LENGTH)), edges=[0, 4])
-    assert record.bins[0].gap == pytest.approx(0, abs=1e-5)
-    assert abs(record.bins[1].gap) > 1e-3
+    assert record.bins[0].loss_increase == pytest.approx(0, abs=1e-5)
+    assert abs(record.bins[1].loss_increase) > 1e-3
 
 
 def test_one_window_has_no_standard_error(tiny):
     record = loss_by_position(student_of(tiny), TokenWindows.of(tiny.tokens(1, LENGTH)))
-    assert record.bins[0].gap_error is None
+    assert record.bins[0].loss_increase_error is None
 
 
 def test_the_error_of_a_ratio_is_what_repetition_shows():

@@ -69,7 +69,7 @@ def test_large_figures_still_fit_the_terminal():
     answers = Answers(accuracy=1.0, loss=123.456, greedy=1.0)
     recall = Recall("word pairs", [RecallRow(131072, 0.25, 10000, 1.0, answers, answers)])
     losses = dict.fromkeys(("teacher_loss", "teacher_loss_error", "student_loss", "student_loss_error"), 123.456)
-    bins = [PositionBin(65536, 131070, 10_000_000, **losses, gap=-123.456, gap_error=12.345)]
+    bins = [PositionBin(65536, 131070, 10_000_000, **losses, loss_increase=-123.456, loss_increase_error=12.345)]
     text = str(Probe({}, None, "some text", 0, Positions(64, 10_000_000, bins), recall=recall))
     assert "…" not in text
     assert "131072" in text

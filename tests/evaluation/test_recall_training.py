@@ -13,7 +13,7 @@ import dofla
 
 @pytest.fixture(scope="module")
 def benchmark():
-    with scripts("quality", "fading", "recall_training") as (_, module):
+    with scripts("quality", "compressed", "recall_training") as (_, module):
         yield module
 
 
@@ -60,7 +60,7 @@ def test_the_command_prints_a_column_of_each_student(benchmark, writer, tiny, to
     saved = tmp_path / "students"
     benchmark.main("model", tmp_path, tmp_path, seeds=2, out=tmp_path / "found.json", save=saved, **options)
     printed = capsys.readouterr().out
-    for word in ("at once", "50% documents", "prose, gap", "found in 150", "±"):
+    for word in ("at once", "50% documents", "prose, loss increase", "found in 150", "±"):
         assert word in printed
     assert (tmp_path / "found.json").exists()
     assert {folder.name for folder in saved.iterdir()} == {"50% documents, 0", "50% documents, 1"}

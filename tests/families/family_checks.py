@@ -67,7 +67,7 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
     return model.double()
 
 
-def fade(model: PreTrainedModel, budget: int, head_budgets: str) -> PreTrainedModel:
+def compress_to(model: PreTrainedModel, budget: int, head_budgets: str) -> PreTrainedModel:
     """The model with a compressed cache."""
     return compress(model, texts(model, 3, POSITIONS // 2), budget=budget, head_budgets=head_budgets)
 
@@ -131,4 +131,4 @@ def opened_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def evicts(model: PreTrainedModel) -> bool:
     """True if each compressed layer forgets some of a text of :data:`LENGTH` tokens."""
-    return all(min(layer.places_per_head) < LENGTH for layer in plan_of(model).layers if not layer.keep_softmax)
+    return all(min(layer.slots_per_head) < LENGTH for layer in plan_of(model).layers if not layer.keep_softmax)

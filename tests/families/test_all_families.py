@@ -11,10 +11,10 @@ from family_checks import (
     SMALL,
     AllInFloat64,
     behavior,
+    compress_to,
     difference,
     divergence,
     evicts,
-    fade,
     in_float64,
     logits,
     opened_again,
@@ -53,7 +53,7 @@ def test_a_family_does_with_a_compressed_cache_what_its_original_does(family, tm
     weights, ids = copies(model), texts(model, 1, LENGTH, seed=2)
     with AllInFloat64():
         right, original = logits(model, ids), behavior(model)
-        student = behavior(fade(model, SMALL, "measured"))
+        student = behavior(compress_to(model, SMALL, "measured"))
         answers = logits(model, ids)
         few = divergence(model, right, ids)
     assert evicts(model)
@@ -68,7 +68,7 @@ def test_a_family_does_with_a_compressed_cache_what_its_original_does(family, tm
     with AllInFloat64():
         assert difference(logits(opened, ids), answers) <= SAME
         assert difference(logits(restored, ids), right) <= SAME
-        all_held = divergence(fade(model, ALL_HELD, "even"), right, ids)
+        all_held = divergence(compress_to(model, ALL_HELD, "even"), right, ids)
     assert all_held <= min(CLOSE, CLOSER * few)
 
 
@@ -78,7 +78,7 @@ def test_a_family_is_refused_by_name(family):
     model = build(family)
     weights = copies(model)
     with pytest.raises(dofla.DoflaError, match=MESSAGES[REFUSED[family]]) as refusal:
-        fade(model, SMALL, "even")
+        compress_to(model, SMALL, "even")
     assert "\n" not in str(refusal.value)
     assert_equal(copies(model), weights)
 

@@ -103,7 +103,7 @@ def test_a_window_as_long_as_the_text_is_the_teacher(tiny):
 
 
 def test_a_plan_without_window_and_sinks_is_refused():
-    with pytest.raises(DoflaError, match=r"layer a: feature_map none sees nothing without a window or sinks: give one"):
+    with pytest.raises(DoflaError, match=r"layer a: feature_map 'none' requires window > 0 or sinks > 0"):
         LayerPlan("a", 2, 4, 4, 1, feature_map="none")
     for sizes in ({"window": 1}, {"sinks": 1}, {"keep_softmax": True}):
         LayerPlan("a", 2, 4, 4, 1, feature_map="none", **sizes)

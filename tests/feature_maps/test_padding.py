@@ -13,12 +13,15 @@ from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.layer import LinearAttention
 
 DIM, SCALING, LENGTH = 8, 0.6, 36
-STAGE, SMALL = [(5, 3.0)], [(2, 3.0)]
+TIER, SMALL = [(5, 3.0)], [(2, 3.0)]
 EIGHT_BITS = {"sinks": 1, "token_dtype": "int8"}
 KINDS = {
-    "faded": ([0] * 2, EIGHT_BITS | {"window": 3, "stages": [STAGE] * 2, "kept": [4] * 2}),
-    "ragged_faded": ([0] * 3, EIGHT_BITS | {"window": [3, 5, 3], "stages": [STAGE, SMALL, STAGE], "kept": [4, 1, 4]}),
-    "stages_and_features": ([4, 4], {"window": 3, "token_dtype": "int8", "stages": [[(4, 4.0), (4, 2.0)]] * 2}),
+    "compressed": ([0] * 2, EIGHT_BITS | {"window": 3, "tiers": [TIER] * 2, "heavy_hitters": [4] * 2}),
+    "ragged_faded": (
+        [0] * 3,
+        EIGHT_BITS | {"window": [3, 5, 3], "tiers": [TIER, SMALL, TIER], "heavy_hitters": [4, 1, 4]},
+    ),
+    "tiers_and_features": ([4, 4], {"window": 3, "token_dtype": "int8", "tiers": [[(4, 4.0), (4, 2.0)]] * 2}),
     "hybrid": ([4, 4], {"window": 4, "sinks": 2, "token_dtype": "int8"}),
     "ragged_hybrid": ([4, 2, 4], {"window": [3, 0, 6], "sinks": [1, 2, 0]}),
     "window": ([0, 0], {"window": 6}),

@@ -46,7 +46,7 @@ class Graphs:
         return self  # transformers copies configurations
 
 
-def faded(family: str = "llama", dtype: torch.dtype = torch.float32, head_budgets: str = "even"):
+def compressed(family: str = "llama", dtype: torch.dtype = torch.float32, head_budgets: str = "even"):
     """A call of our operator per layer, or with measured head budgets one per size of a head."""
     return compress(teacher(family).to(dtype), tokens(4, 48), budget=24, head_budgets=head_budgets)
 
@@ -83,12 +83,12 @@ def assert_equal(ours, theirs):
 @torch.no_grad()
 def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, graphs):
     # A dynamic cache counts in a number, which becomes a symbol when the second token is compiled.
-    student, ids, cuts = faded(family, dtype), tokens(2, 40), [20, *[1] * 20]
+    student, ids, cuts = compressed(family, dtype), tokens(2, 40), [20, *[1] * 20]
     wanted, before = read(student, student, kind, ids, cuts)
     backend = Graphs()
     step = torch.compile(student, fullgraph=True, backend=backend)
     logits, states = read(step, student, kind, ids, cuts)
-    assert backend.calls == [["dofla.fading.default"] * 2] * graphs
+    assert backend.calls == [["dofla.attend_and_code.default"] * 2] * graphs
     assert torch.equal(logits, wanted)  # the same operations in the same order
     assert_equal(states, before)
     with torch._dynamo.config.patch(error_on_recompile=True):  # nor for other texts, in a cache of their own
@@ -99,7 +99,7 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
 @needs_kernels
 @torch.no_grad()
 def test_padding_and_heads_of_several_sizes_go_through():
-    student, ids = faded(head_budgets="measured"), tokens(3, 40)
+    student, ids = compressed(head_budgets="measured"), tokens(3, 40)
     mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
     mask[0, 5:9], mask[1, 21] = 0, 0
     wanted, before = read(student, student, "static", ids, [20, 1, 1, 1], mask)
@@ -115,7 +115,7 @@ def test_padding_and_heads_of_several_sizes_go_through():
 @needs_kernels
 @torch.no_grad()
 def test_padding_among_tokens_that_go_on_is_done_outside_the_graph():
-    student, ids, cuts = faded(), tokens(3, 40), [20, 1, 19]
+    student, ids, cuts = compressed(), tokens(3, 40), [20, 1, 19]
     mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
     mask[0, 25:31] = 0
     wanted, before = read(student, student, "static", ids, cuts, mask)
@@ -157,7 +157,7 @@ def test_a_window_as_long_as_all_positions_is_no_pattern_in_a_graph():
 @needs_kernels
 @pytest.mark.parametrize("opened", [False, True])
 def test_generate_compiles_with_a_static_cache(opened, tmp_path):
-    student = faded()
+    student = compressed()
     if opened:
         student.save_pretrained(tmp_path)
         student = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -172,7 +172,7 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         student.generate(ids, attention_mask=mask, **options, **static),
         student.generate(ids, attention_mask=mask, **options),
     )
-    assert backend.calls == [["dofla.fading.default"] * 2]
+    assert backend.calls == [["dofla.attend_and_code.default"] * 2]
     assert backend.weights_given > 0
     with torch._dynamo.config.patch(error_on_recompile=True):
         other = tokens(2, 33)
@@ -182,7 +182,7 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
 @pytest.mark.slow
 @needs_kernels
 def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
-    student, plain, backend = faded(), faded(), Graphs()
+    student, plain, backend = compressed(), compressed(), Graphs()
     config = CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
     assert dofla.compile_generate(student, config) is student
@@ -195,7 +195,7 @@ def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
         assert torch.equal(said, plain.generate(text, **options))
         assert sessions.read == (39 if turn == 0 else 5)
         text = torch.cat([said, tokens(1, 5, seed=turn)], 1)
-    assert backend.calls == [["dofla.fading.default"] * 2]
+    assert backend.calls == [["dofla.attend_and_code.default"] * 2]
     assert backend.weights_given == 0
     batch = tokens(2, 33)
     assert torch.equal(student.generate(batch, **options), plain.generate(batch, **options))
@@ -221,7 +221,7 @@ def test_an_encoder_is_told_that_it_writes_no_text(tiny, wrap):
 @torch.no_grad()
 def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
     monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
-    student, ids, backend = faded(), tokens(2, 30), Graphs()
+    student, ids, backend = compressed(), tokens(2, 30), Graphs()
     wanted, _ = read(student, student, "dynamic", ids, [20, 1, 1, 8])
     logits, _ = read(torch.compile(student, backend=backend), student, "dynamic", ids, [20, 1, 1, 8])
     assert torch.equal(logits, wanted)
@@ -231,7 +231,7 @@ def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
 
 @pytest.mark.slow
 def test_gradients_stay_outside_the_graph():
-    student, ids = faded(), tokens(2, 30)
+    student, ids = compressed(), tokens(2, 30)
     wanted = student(ids, labels=ids).loss
     wanted.backward()
     gradients = [p.grad.clone() for p in student.parameters() if p.grad is not None]
@@ -249,7 +249,7 @@ def test_gradients_stay_outside_the_graph():
 @torch.no_grad()
 def test_machine_code_gives_the_logits_and_the_text_of_eager():
     torch._dynamo.reset()
-    student, ids = faded(), tokens(2, 40)
+    student, ids = compressed(), tokens(2, 40)
     cache = cache_of(student, "static")
     student(ids, past_key_values=cache, use_cache=True)
     step = torch.compile(student, fullgraph=True)

@@ -17,7 +17,7 @@ from dofla.integration.surgery import linear_layers
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
 
-def faded(model, budget=24):
+def compressed(model, budget=24):
     return compress(model, tokens(4, 48), budget=budget, head_budgets="even")
 
 
@@ -25,7 +25,7 @@ def attention_of(student):
     """The student's first attention, as its module calls it, and queries, keys and values of that layer's shape."""
     module = student.get_submodule(next(iter(linear_layers(student))))
     layer = module.dofla
-    heads, dim = student.config.num_attention_heads, layer.fading["0"].key.dim
+    heads, dim = student.config.num_attention_heads, layer.coded_tiers["0"].key.dim
     kv_heads = len(layer.features)
     draw = torch.Generator().manual_seed(5)
     shapes = [(2, heads, 90, dim), (2, kv_heads, 90, dim), (2, kv_heads, 90, dim)]
@@ -36,7 +36,7 @@ def attention_of(student):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_change_no_answer(family, dtype):
-    student, ids = faded(teacher(family).to(dtype)), tokens(2, 90)
+    student, ids = compressed(teacher(family).to(dtype)), tokens(2, 90)
     logits = student(ids, use_cache=False).logits
     assert logits.requires_grad
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_gradients_change_no_answer(family, dtype):
 
 @pytest.mark.parametrize("padding", [0, 7])
 def test_what_passes_back_is_what_passes_through_softmax_attention(padding):
-    student = faded(teacher("llama"))
+    student = compressed(teacher("llama"))
     module, vectors = attention_of(student)
     mask = None
     if padding:
@@ -61,7 +61,7 @@ def test_what_passes_back_is_what_passes_through_softmax_attention(padding):
 
 def test_a_text_that_goes_on_from_a_state_passes_gradients_through_its_codes():
     # In float64, where two ways to the same number hardly ever end on two sides of a step of a code.
-    student, ids = faded(teacher("llama").double()), tokens(1, 90)
+    student, ids = compressed(teacher("llama").double()), tokens(1, 90)
     whole = student(ids, use_cache=False).logits[:, 60:]
     cache = DynamicCache(config=student.config)
     student(ids[:, :60], past_key_values=cache, use_cache=True)
@@ -74,7 +74,7 @@ def test_a_text_that_goes_on_from_a_state_passes_gradients_through_its_codes():
 
 @pytest.mark.parametrize(("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)])
 def test_trained_end_to_end_it_comes_closer(family, checkpointing):
-    student, windows = faded(teacher(family), budget=8), TokenWindows.of(tokens(8, 90))
+    student, windows = compressed(teacher(family), budget=8), TokenWindows.of(tokens(8, 90))
 
     def divergence():
         return next_token_figures(student, windows, batch_size=8)["kl"]

@@ -25,13 +25,13 @@ def model(request):
     return teacher(request.param).double()
 
 
-def faded(model, budget=24):
+def compressed(model, budget=24):
     return compress(model, tokens(4, 48), budget=budget, head_budgets="even")
 
 
 @torch.no_grad()
 def test_pieces_of_any_length_give_the_logits_of_one_forward_pass(model):
-    student, ids = faded(model), tokens(2, 120)
+    student, ids = compressed(model), tokens(2, 120)
     whole = student(ids, use_cache=False).logits
     for cuts in ([120], [1] * 120, [7, 1, 50, 1, 1, 60]):
         cache = DynamicCache(config=student.config)
@@ -43,7 +43,7 @@ def test_pieces_of_any_length_give_the_logits_of_one_forward_pass(model):
 
 @torch.no_grad()
 def test_left_padded_batches_write_as_single_sequences_do(model):
-    student = faded(model)
+    student = compressed(model)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     alone = [tokens(1, length, seed=length) for length in (33, 70)]
     ids, mask = torch.zeros(2, 70, dtype=torch.int64), torch.zeros(2, 70, dtype=torch.int64)
@@ -56,21 +56,21 @@ def test_left_padded_batches_write_as_single_sequences_do(model):
 
 @torch.no_grad()
 def test_beams(model):
-    student, ids = faded(model), tokens(2, 60)
+    student, ids = compressed(model), tokens(2, 60)
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
     assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
 
 
 @torch.no_grad()
 def test_it_is_saved_and_opened_with_what_was_measured(model, tmp_path):
-    student, ids = faded(model), tokens(2, 90)
+    student, ids = compressed(model), tokens(2, 90)
     wanted = student(ids).logits
     student.save_pretrained(tmp_path / "student")
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float64)
     assert torch.equal(opened(ids).logits, wanted)
     dofla.restore(student).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-    dofla.save_adapter(faded(base), tmp_path / "adapter")
+    dofla.save_adapter(compressed(base), tmp_path / "adapter")
     assert torch.equal(dofla.load(tmp_path / "adapter", dtype=torch.float64)(ids).logits, wanted)
 
 
@@ -92,8 +92,8 @@ def _bits_moved(coder):
 )
 def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
     teacher("llama").save_pretrained(tmp_path / "base")
-    student = faded(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    damage(next(iter(linear_layers(student).values())).fading["0"].value)
+    student = compressed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    damage(next(iter(linear_layers(student).values())).coded_tiers["0"].value)
     student.save_pretrained(tmp_path / "student")
     dofla.save_adapter(student, tmp_path / "adapter")
     for name in ("student", "adapter"):
@@ -105,7 +105,7 @@ def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
 
 @torch.no_grad()
 def test_constants_may_stay_on_disk(tmp_path):
-    student, ids = faded(teacher("llama")), tokens(1, 60)
+    student, ids = compressed(teacher("llama")), tokens(1, 60)
     student.save_pretrained(tmp_path / "student")
     places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
@@ -117,7 +117,7 @@ def test_constants_may_stay_on_disk(tmp_path):
 
 @torch.no_grad()
 def test_a_saved_prompt_goes_on(model, tmp_path):
-    student, document = faded(model), tokens(1, 100)
+    student, document = compressed(model), tokens(1, 100)
     dofla.save_state(dofla.read_prompt(student, document, chunk=17), document, tmp_path / "state", student)
     prompt, cache = dofla.load_state(tmp_path / "state", student)
     whole = torch.cat([prompt, tokens(1, 5, seed=3)], 1)
@@ -129,8 +129,8 @@ def test_a_saved_prompt_goes_on(model, tmp_path):
 def test_what_fits_into_eight_bits_and_the_first_stage_is_hardly_changed(model):
     ids = tokens(2, 24)
     wanted = torch.log_softmax(model(ids).logits, -1)
-    found = torch.log_softmax(faded(model, budget=200)(ids).logits, -1)
-    forgets = torch.log_softmax(faded(dofla.restore(model), budget=16)(ids).logits, -1)
+    found = torch.log_softmax(compressed(model, budget=200)(ids).logits, -1)
+    forgets = torch.log_softmax(compressed(dofla.restore(model), budget=16)(ids).logits, -1)
 
     def divergence(x):
         return (wanted.exp() * (wanted - x)).sum(-1).mean()
@@ -139,26 +139,26 @@ def test_what_fits_into_eight_bits_and_the_first_stage_is_hardly_changed(model):
 
 
 def test_values_are_weighed_by_the_output_projection(model):
-    faded(model)
+    compressed(model)
     layer = next(iter(linear_layers(model).values()))
-    with_output = layer.fading["0"].value.turn.clone()
+    with_output = layer.coded_tiers["0"].value.rotation.clone()
     dofla.restore(model)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "c_proj.weight", "dense.weight", "out_proj.weight")) and "mlp" not in name:
             with torch.no_grad():
                 # Errors in half of each head's numbers count for nothing now.
                 wide = parameter.T if "c_proj" in name else parameter
-                wide.view(len(wide), -1, layer.fading["0"].value.dim)[..., ::2] *= 1e-3
-    faded(model)
-    turn = next(iter(linear_layers(model).values())).fading["0"].value.turn.double()
-    assert not torch.equal(turn.short(), with_output)
-    assert turn[..., ::2].abs().mean() < 0.2 * turn[..., 1::2].abs().mean()
+                wide.view(len(wide), -1, layer.coded_tiers["0"].value.dim)[..., ::2] *= 1e-3
+    compressed(model)
+    rotation = next(iter(linear_layers(model).values())).coded_tiers["0"].value.rotation.double()
+    assert not torch.equal(rotation.short(), with_output)
+    assert rotation[..., ::2].abs().mean() < 0.2 * rotation[..., 1::2].abs().mean()
 
 
 def test_the_original_comes_back(model):
     ids = tokens(1, 20)
     wanted = model(ids).logits
-    assert torch.equal(dofla.restore(faded(model))(ids).logits, wanted)
+    assert torch.equal(dofla.restore(compressed(model))(ids).logits, wanted)
 
 
 def test_refusals(tiny):

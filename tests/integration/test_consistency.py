@@ -82,8 +82,8 @@ def llama(*kinds, layers=3):
 
 MAKE = {
     "linearize": lambda model, **options: dofla.linearize(model, plan_for(model, **options)),
-    "fade": lambda model: compress(model, tokens(12, 64), budget=24, head_budgets="even"),
-    "fade_measured": lambda model: compress(model, tokens(12, 64), budget=48),
+    "compress": lambda model: compress(model, tokens(12, 64), budget=24, head_budgets="even"),
+    "compress_measured": lambda model: compress(model, tokens(12, 64), budget=48),
 }
 
 

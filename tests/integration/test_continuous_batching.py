@@ -18,9 +18,9 @@ COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "to
 SIZES = {
     "features": {"features": 4},
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},
-    "fading": COMPRESSED | {"stages": [[[5, 4.0], [4, 3.0]], [[3, 3.0]]], "kept": [6, 0]},
-    "features behind stages": COMPRESSED
-    | {"features": 3, "feature_map": "exponential", "stages": [[5, 3.0]], "kept": 4},
+    "coded_tiers": COMPRESSED | {"tiers": [[[5, 4.0], [4, 3.0]], [[3, 3.0]]], "heavy_hitters": [6, 0]},
+    "features behind tiers": COMPRESSED
+    | {"features": 3, "feature_map": "exponential", "tiers": [[5, 3.0]], "heavy_hitters": 4},
 }
 
 
@@ -78,7 +78,7 @@ def test_each_call_writes_what_it_would_write_alone(tiny, kind, family):
 
 
 def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
-    student, plain = students(tiny, SIZES["fading"])
+    student, plain = students(tiny, SIZES["coded_tiers"])
     dofla.continuous_batching(student)
     first, second = (tiny.tokens(1, length, seed=length) for length in (20, 9))
     started, joined = threading.Event(), threading.Event()
@@ -112,7 +112,7 @@ def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
 
 
 def test_sessions_go_on_side_by_side(tiny):
-    student, plain = students(tiny, SIZES["fading"])
+    student, plain = students(tiny, SIZES["coded_tiers"])
     dofla.continuous_batching(student)
     sessions = dofla.keep_sessions(student)
     texts = [tiny.tokens(1, 20 + n, seed=n) for n in range(3)]
@@ -128,7 +128,7 @@ def test_sessions_go_on_side_by_side(tiny):
     "options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"padded": True}]
 )
 def test_what_is_no_single_text_is_written_beside_the_others(tiny, options):
-    student, plain = students(tiny, SIZES["fading"])
+    student, plain = students(tiny, SIZES["coded_tiers"])
     dofla.continuous_batching(student)
     ids, other = tiny.tokens(2, 12), tiny.tokens(1, 7)
     mask = torch.ones_like(ids)
@@ -147,7 +147,7 @@ def test_what_is_no_single_text_is_written_beside_the_others(tiny, options):
 
 
 def test_what_one_call_raises_leaves_the_others_alone(tiny):
-    student, plain = students(tiny, SIZES["fading"])
+    student, plain = students(tiny, SIZES["coded_tiers"])
     dofla.continuous_batching(student)
 
     class Stumbling(LogitsProcessor):
@@ -169,7 +169,7 @@ def test_what_one_call_raises_leaves_the_others_alone(tiny):
 
 
 def test_what_a_pass_raises_all_its_calls_hear(tiny):
-    student, plain = students(tiny, SIZES["fading"])
+    student, plain = students(tiny, SIZES["coded_tiers"])
     dofla.continuous_batching(student)
     ids, together = tiny.tokens(1, 8), meeting(2)
 

@@ -9,10 +9,10 @@ from transformers import GenerationConfig
 
 import dofla
 from dofla.integration.cache import cache_bytes
-from dofla.integration.positions import beginning
+from dofla.integration.positions import restart_index
 
 POSITIONS, AGAIN, ANSWER = 64, 16, 6
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": COMPRESSED}
+SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED}
 
 
 @pytest.fixture(params=SIZES)
@@ -129,9 +129,9 @@ def test_generate_alone_warns_when_positions_end(tiny, caplog, softmax):
 def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     """As one of a model that has no more."""
     few, more = tiny.llama(max_position_embeddings=POSITIONS), tiny.llama(max_position_embeddings=4 * POSITIONS)
-    plan = tiny.plan(more, **SIZES["fading"])
+    plan = tiny.plan(more, **SIZES["compressed"])
     plan.context = POSITIONS
-    plain, student = dofla.linearize(few, tiny.plan(few, **SIZES["fading"])), dofla.linearize(more, plan)
+    plain, student = dofla.linearize(few, tiny.plan(few, **SIZES["compressed"])), dofla.linearize(more, plan)
     answer(student, tiny.tokens(1, POSITIONS - 1), 6)
     (record,) = (record for record in caplog.records if record.name.startswith("dofla"))
     assert f"past the {POSITIONS} positions" in record.getMessage()
@@ -154,4 +154,4 @@ def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     ],
 )
 def test_a_state_begins_where_it_began_or_with_what_is_read_again(begun, read, length, first):
-    assert beginning(begun, read, length, POSITIONS, AGAIN) == first
+    assert restart_index(begun, read, length, POSITIONS, AGAIN) == first

@@ -35,8 +35,8 @@ FIGURES = {
     "language": {
         "teacher_loss": 1.5,
         "student_loss": 1.625,
-        "gap": 0.125,
-        "gap_interval": [0.1, 0.15],
+        "loss_increase": 0.125,
+        "loss_increase_interval": [0.1, 0.15],
         "kl": 0.25,
         "top1_agreement": 0.875,
     },
@@ -82,10 +82,10 @@ def test_a_card_says_what_the_student_is(kind, base, tmp_path):
     assert data["library_name"] == "dofla"
     assert data["pipeline_tag"] == "text-generation"
     assert data["tags"] == ["dofla", "linear-attention"]
-    assert data["metrics"] == ["loss", "perplexity", "gap", "kl", "agreement"]
+    assert data["metrics"] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
     (results,) = data["model-index"][0]["results"]
     values = {metric["type"]: metric["value"] for metric in results["metrics"]}
-    assert values == {"loss": 1.625, "perplexity": 5.0784, "gap": 0.125, "kl": 0.25, "agreement": 0.875}
+    assert values == {"loss": 1.625, "perplexity": 5.0784, "loss_increase": 0.125, "kl": 0.25, "agreement": 0.875}
     text = text_of(folder)
     assert ('dofla.load("out")' in text) == (kind == "adapter")
     assert ('AutoModelForCausalLM.from_pretrained("out")' in text) == (kind == "standalone")
@@ -130,7 +130,7 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
     found = dofla.evaluate(model, windows)
     text = text_of(saved(model, tmp_path / "out", "adapter"))
     assert text.count("loss increase, nats per token") == 1
-    assert f"| {found.gap:.4g} (" in text
+    assert f"| {found.loss_increase:.4g} (" in text
     dofla.distill(model, windows, steps=1, rows=8)
     assert "None are recorded." in text_of(saved(model, tmp_path / "trained", "adapter"))
 
@@ -284,10 +284,14 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     weights = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     dofla.note(folder, figures=tmp_path / "evaluation.json", command="python judge.py")
     assert "python judge.py" in text_of(folder)
-    other = FIGURES | {"language": FIGURES["language"] | {"gap": 0.0625}}
+    other = FIGURES | {"language": FIGURES["language"] | {"loss_increase": 0.0625}}
     dofla.note(str(folder), figures=other)
     dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
-    gaps = [(f.student, f.source) for f in record_of(dofla.load(folder, base_model=base)).figures if f.metric == "gap"]
+    gaps = [
+        (f.student, f.source)
+        for f in record_of(dofla.load(folder, base_model=base)).figures
+        if f.metric == "loss_increase"
+    ]
     text = "my_text.txt.gz (validation), 8 windows of 24 tokens"
     assert gaps == [(0.0625, text), (0.125, "another.txt, 8 windows of 24 tokens")]
     assert front_matter(folder)["base_model"] == "owner/base"
@@ -318,7 +322,7 @@ def test_figures_of_tasks_encoders_and_recall_are_known(tmp_path):
     ("options", "match"),
     [
         ({"figures": {}}, "figures hold none"),
-        ({"figures": {"language": {"gap": 1}}}, "not those of an evaluation .*student_loss"),
+        ({"figures": {"language": {"loss_increase": 1}}}, "not those of an evaluation .*student_loss"),
         ({"figures": {"language": 3}}, "not those of an evaluation"),
         ({"figures": "nowhere.json"}, "nowhere.json does not exist"),
         ({"base_model": "a folder/of mine"}, "base_model is 'a folder/of mine'"),
@@ -406,7 +410,7 @@ def test_results_are_taken_as_they_come(base):
     dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
     (accuracy, *others) = record_of(student).figures
     assert (accuracy.student, accuracy.teacher, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
-    assert [figure.metric for figure in others] == ["loss", "perplexity", "gap", "kl", "agreement"]
+    assert [figure.metric for figure in others] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
 
 
 def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_path, monkeypatch):
@@ -425,7 +429,7 @@ def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_
     assert [training.command for training in record.training] == [command]
     assert {figure.command for figure in record.figures} == {command}
     figures = json.loads((folder.parent / "evaluation.json").read_text())
-    assert record.figures[2].student == figures["language"]["gap"]
+    assert record.figures[2].student == figures["language"]["loss_increase"]
     assert f"1. `{command}`" in text_of(folder)
     assert "a b.txt (train), 8 windows of 24 tokens" in text_of(folder)
     assert "/home/me" not in "".join(path.read_text() for path in folder.glob("*.md"))

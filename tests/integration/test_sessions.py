@@ -14,7 +14,7 @@ from dofla.integration.sessions import Sessions, keep_sessions
 
 SIZES = {
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},
-    "fading": COMPRESSED,
+    "compressed": COMPRESSED,
 }
 ANSWER = 6
 

@@ -16,7 +16,7 @@ LENGTHS = (20, 7, 13)
 
 
 def students():
-    yield "faded", compress(teacher("llama").double(), tokens(4, 48), budget=24, head_budgets="even")
+    yield "compressed", compress(teacher("llama").double(), tokens(4, 48), budget=24, head_budgets="even")
     yield "hybrid", dofla.linearize(teacher("llama").double(), budget=24)
     yield "ragged", own_student("llama", "ragged").double()
     yield "beside_softmax", own_student("llama", "softmax_first").double()
@@ -77,7 +77,7 @@ def test_each_text_is_continued_as_alone(kind):
 
 @torch.no_grad()
 def test_padding_between_turns_and_behind_takes_no_place():
-    student, text = STUDENTS["faded"], tokens(1, 80)
+    student, text = STUDENTS["compressed"], tokens(1, 80)
     alone = student(text).logits
     padded = torch.cat([text[:, :60], torch.zeros(1, 40, dtype=torch.long), text[:, 60:]], 1)
     mask = torch.cat([torch.ones(1, 60), torch.zeros(1, 40), torch.ones(1, 20)], 1).long()

@@ -11,7 +11,7 @@ from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 
 POSITIONS, OVERLAP = 32, 8
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "fading": COMPRESSED}
+SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED}
 
 
 @pytest.fixture(params=SIZES)
@@ -64,7 +64,7 @@ def test_a_model_with_learnt_positions_reads_on_as_well(tiny):
 def test_a_memory_for_fewer_positions_begins_anew_before_they_end(tiny, tmp_path):
     base = tiny.llama()
     base.save_pretrained(tmp_path / "base")
-    plan = tiny.plan(base, **SIZES["fading"])
+    plan = tiny.plan(base, **SIZES["compressed"])
     plan.context = POSITIONS
     dofla.save_adapter(dofla.linearize(base, plan), tmp_path / "adapter")
     student = dofla.load(tmp_path / "adapter", base_model=tmp_path / "base")

@@ -10,7 +10,7 @@ import dofla
 from dofla.integration.surgery import plan_of
 
 
-def faded(model, samples):
+def compressed(model, samples):
     return plan_of(compress(model, samples, budget=24)).to_dict()
 
 
@@ -35,7 +35,7 @@ def written(model, samples):
     return student.generate(samples, **options).tolist(), dofla.Stream(student).read(samples).tolist()
 
 
-@pytest.mark.parametrize("way", [faded, features, profiled, judged, written])
+@pytest.mark.parametrize("way", [compressed, features, profiled, judged, written])
 def test_defaults_change_nothing(tiny, way):
     samples = tiny.tokens(8, 48)
     expected = way(tiny.llama(), samples)

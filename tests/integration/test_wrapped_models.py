@@ -37,7 +37,7 @@ def test_a_wrapped_model_is_linearised_judged_and_restored(tiny, how):
     assert compress(wrapped, samples, budget=24) is wrapped
     assert plan_of(model).layers == plan_of(plain).layers
     figures, expected = (dofla.evaluate(x, samples) for x in (wrapped, plain))
-    assert figures.gap == pytest.approx(expected.gap, abs=1e-6)
+    assert figures.loss_increase == pytest.approx(expected.loss_increase, abs=1e-6)
     assert dofla.restore(wrapped) is wrapped
     assert not is_linearized(model)
 

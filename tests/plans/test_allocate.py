@@ -500,7 +500,7 @@ def test_measured_looks_at_the_layers_that_are_to_be_linear():
         ({"sinks": 0}, "strategy measured chooses window and sinks itself"),
         ({"budget": 1}, "the smallest layers that were measured take .* measure the curves at this budget"),
         ({"budget": 0}, "measure the curves at this budget"),
-        ({"context": 0}, "context is 0: give a whole number of tokens, 1 or more"),
+        ({"context": 0}, "context is 0: give an integer number of tokens, 1 or more"),
         ({"context": 2.5}, "context is 2.5"),
         (
             {"curves": Curves([LayerCurve("layers.0", [1.0], [Point(0.73, 1000, [0.1])])])},

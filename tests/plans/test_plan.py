@@ -97,9 +97,9 @@ def test_bytes_of_a_layer_whose_heads_differ_and_keep_eight_bits_by_hand():
     assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
 
 
-def test_bytes_of_a_layer_with_stages_by_hand():
+def test_bytes_of_a_layer_with_tiers_by_hand():
     ragged = [[[7, 4], [9, 2.5]], [[5, 2.5]]]
-    layer = LayerPlan("a", 2, 32, 64, features=3, window=2, sinks=1, token_dtype="int8", stages=ragged)
+    layer = LayerPlan("a", 2, 32, 64, features=3, window=2, sinks=1, token_dtype="int8", tiers=ragged)
     # Blocks of 16 numbers: 2 of a key, 4 of a value, each with a byte of scale; 2.5 bits are 5 and 10 of those.
     token, rough = 16 + 2 + 32 + 4, 10 + 2 + 20 + 4
     assert layer.bytes_by_kind(2) == (2 * 3 * 66 * 4, 2 * 3 * 98, {4: 7 * token, 2.5: 14 * rough})
@@ -156,7 +156,7 @@ def test_a_plan_that_says_nothing_of_how_tokens_are_kept_keeps_them_in_the_model
 def test_the_map_none_needs_something_for_every_head_to_see():
     plan = LayerPlan("a", 2, 8, 8, 1, window=[3, 0], sinks=[0, 1], feature_map="none")
     assert plan.sizes == [(1, 3, 0), (1, 0, 1)]
-    with pytest.raises(DoflaError, match="feature_map none sees nothing without a window or sinks"):
+    with pytest.raises(DoflaError, match="feature_map 'none' requires window > 0 or sinks > 0"):
         LayerPlan("a", 2, 8, 8, 1, window=[3, 0], feature_map="none")
 
 
@@ -195,7 +195,7 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
         ({"features": [4]}, "features has 1 numbers for 2 KV heads: give one each, or an int"),
         ({"features": [4, 0]}, r"features is \[4, 0\]"),
         ({"features": []}, "features has 0 numbers for 2 KV heads"),
-        ({"window": -1}, "window is -1: every KV head needs a whole number, 0 or more"),
+        ({"window": -1}, "window is -1: every KV head needs an integer, 0 or more"),
         ({"window": [3, 3, 3]}, "window has 3 numbers for 2 KV heads"),
         ({"window": [3, -1]}, r"window is \[3, -1\]"),
         ({"window": [3, 1.5]}, r"window is \[3, 1.5\]"),
@@ -205,7 +205,7 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
         ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
         ({"token_dtype": None}, "token_dtype is None"),
         ({"token_dtype": ["int8", "model"]}, r"token_dtype is \['int8', 'model'\]"),
-        ({"feature_map": "none", "window": [3, 0]}, "feature_map none sees nothing without a window or sinks"),
+        ({"feature_map": "none", "window": [3, 0]}, "feature_map 'none' requires window > 0 or sinks > 0"),
         ({"window": 2.5}, "window is 2.5"),
         ({"sinks": "many"}, "sinks is 'many'"),
         ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
@@ -240,7 +240,7 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, e
         (lambda data: data.update(layers={"a": 5}), "layer a has wrong fields"),
         (lambda data: data.update(layers={"a": {"kv_heads": 1}}), "layer a has wrong fields: .*head_dim"),
         (lambda data: data.update(made_by="me"), "made_by is 'me'"),
-        (lambda data: data.update(context=0), "context is 0: give a number of positions"),
+        (lambda data: data.update(context=0), "context is 0: give a number of tokens"),
         (lambda data: data.update(context=True), "context is True"),
         (lambda data: data.update(context="512"), "context is '512'"),
     ],
@@ -261,16 +261,12 @@ def test_a_missing_plan_is_one_line(tmp_path):
         Plan.load(tmp_path)
 
 
-def test_a_memory_that_fades_of_the_earlier_format_is_to_be_made_again(tiny, tmp_path):
-    model = tiny.llama()
-    faded = tiny.plan(model, features=0, window=4, feature_map="none", stages=[[3, 3.0]]).to_dict()
-    without = tiny.plan(model, features=4).to_dict()
-    for data in (faded, without):
-        assert data["format"] == 2
-        Plan.from_dict(data)
-        data["format"] = 1
-    Plan.from_dict(without)
-    with pytest.raises(
-        DoflaError, match=r"plan\.json: its tokens were coded by an earlier version: .* \(dofla compress\)$"
-    ):
-        Plan.from_dict(faded, "plan.json")
+def test_a_plan_of_an_older_format_is_to_be_made_again(tiny):
+    data = tiny.plan(tiny.llama(), features=4).to_dict()
+    assert data["format"] == 3
+    Plan.from_dict(data)
+    for older in (1, 2):
+        with pytest.raises(DoflaError, match="the plan was made by an older version of dofla: make it again"):
+            Plan.from_dict(data | {"format": older})
+    del data["format"]
+    Plan.from_dict(data)  # written by hand

@@ -41,7 +41,11 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     student = compress(model, tokens, budget=12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
-        assert (point.gap, point.kl, point.bytes) == (result.gap, result.kl, plan_of(student).state_bytes(model.dtype))
+        assert (point.loss_increase, point.kl, point.bytes) == (
+            result.loss_increase,
+            result.kl,
+            plan_of(student).state_bytes(model.dtype),
+        )
     assert found.cache == {length: plan_of(student).softmax_bytes(length, model.dtype) for length in (40, 80)}
     assert found.texts == ["a", "bc"]
     assert found.smallest(40) is None
@@ -163,9 +167,13 @@ def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
 
 def test_what_is_said_of_the_smallest():
     found = Frontier(points({16: 0.3, 64: 0.01}) + points({16: 0.5, 64: 0.2}, 128), CACHE, 0.02)
-    text = str(found)
-    assert "within 0.02 at 64 tokens: 6.2 KiB" in text
-    assert "within 0.02 at 128 tokens: none tried" in text
+    suffices = "6.2 KiB suffices at 64 tokens: 156 x smaller than the original's cache, perplexity +1.01 %."
+    assert suffices in found.verdict()
+    assert "No size tried is within 0.02 nats per token at 128 tokens: 6.2 KiB" in found.verdict()
+    assert " ".join(str(found).split()).startswith(found.verdict())
+    met = Frontier(points({16: 0.01, 64: 0.01}), {64: 10**6}, 0.02)
+    assert met.verdict().endswith("It is the smallest size tried, so less may suffice.")
+    assert Frontier(points({16: 0.01, 64: 0.01}), {64: 10**6}).verdict().startswith("At 64 tokens, ")
 
 
 def test_a_damaged_file(tmp_path):

@@ -11,8 +11,8 @@ and attention is the average of the values under those weights, normalised over 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import CodedTokens, Coder, Fading, KeptTokens, KeySmoothing, Moments, Stage, stage_bytes
-from dofla.attention.compressed import FadedHeads
+from dofla.attention.coding import CodedTiers, CodedTokens, Coder, KeySmoothing, Moments, ScoredTokens, Tier, tier_bytes
+from dofla.attention.compressed import CompressedHeads
 from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
@@ -23,19 +23,19 @@ from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, ac
 __all__ = [
     "LOG_ZERO",
     "Affine",
+    "CodedTiers",
     "CodedTokens",
     "Coder",
-    "FadedHeads",
-    "Fading",
+    "CompressedHeads",
     "FeatureState",
     "FlatState",
-    "KeptTokens",
     "KeySmoothing",
     "Layout",
     "Moments",
     "PackedTokens",
-    "Stage",
+    "ScoredTokens",
     "State",
+    "Tier",
     "TokenBuffer",
     "accumulable",
     "attend",
@@ -47,6 +47,6 @@ __all__ = [
     "recurrent",
     "rounded",
     "side_by_side",
-    "stage_bytes",
+    "tier_bytes",
     "unpacked",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import Fading
+from dofla.attention.coding import CodedTiers
 from dofla.attention.exact import ExactPart, exact_attention, merge
 from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable, known_full
 
@@ -27,7 +27,7 @@ def attend(
     state: State | None = None,
     window: int = 0,
     sinks: int = 0,
-    fading: Fading | None = None,
+    coded_tiers: CodedTiers | None = None,
     causal: bool = True,
     heads: Sequence[int] | None = None,
     out: Tensor | None = None,
@@ -44,7 +44,7 @@ def attend(
         state: the past, or None at the beginning of a sequence.
         window: the last ``window`` keys, the query's own included, have exact scores.
         sinks: so do the first ``sinks`` real keys.
-        fading: stages of tokens in few bits between the window and the features; causal calls only.
+        coded_tiers: tiers of tokens in few bits between the window and the features; causal calls only.
         causal: False lets every query see every key; such a call has no past and leaves no state.
         heads: do only these KV heads and their queries, as ragged layers do, group by group.
         out: [B, H, L, dv], where to write the rows of those heads; needed if ``heads`` is given.
@@ -72,7 +72,7 @@ def attend(
         if before < window:
             line = state.window.then(line)
         queries = _select(query, query_heads, part)
-        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, fading)
+        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, coded_tiers)
         result = _write(piece.to(value.dtype), out, query_heads, part)
     if window and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
@@ -118,10 +118,10 @@ def _attend_causally(
     state: State,
     window: int,
     sinks: int,
-    fading: Fading | None,
+    coded_tiers: CodedTiers | None,
 ) -> tuple[Tensor, State]:
     """One segment; ``line`` is the window before it followed by its tokens."""
-    if not (window or sinks or fading):
+    if not (window or sinks or coded_tiers):
         out, after = causal_attention(query, line, features, scaling=scaling, state=state.features)
         return out, State(after)
     length = query.shape[-2]
@@ -129,14 +129,14 @@ def _attend_causally(
     held = TokenBuffer.empty(line.key, line.value, 0) if state.sinks is None else state.sinks
     kept, buffer, visible_from = _take_sinks(held, leaving)
     exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling)
-    near, stages = None, ()
-    if fading:
+    near, tiers = None, ()
+    if coded_tiers:
         real = line.log_weight[:, -length:] > LOG_ZERO
         asked = features.features > 0
-        near, stages, left = fading.attend(query, kept, state.stages, scaling, real, behind=asked)
+        near, tiers, left = coded_tiers.attend(query, kept, state.tiers, scaling, real, behind=asked)
         kept = left if asked else kept
     out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact, near=near)
-    return out, State(after, line[length:] if window else None, buffer if sinks else None, stages)
+    return out, State(after, line[length:] if window else None, buffer if sinks else None, tiers)
 
 
 def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State:

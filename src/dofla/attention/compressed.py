@@ -1,4 +1,4 @@
-"""A memory that fades, from one call to the next as it is kept: in one piece."""
+"""A compressed cache, from one call to the next as it is kept: in one piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from dofla.attention import compiled, gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
-from dofla.attention.coding.heavy_hitters import falling
+from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.compiled.tiers import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dofla.attention.gpu.token import Decoder
 
 
-class FadedHeads:
+class CompressedHeads:
     """The groups of a layer's heads that are kept in one piece: one call of the compiled kernels for all of them.
 
     What does not change from token to token is looked up here once, since a decoded token is little else.
@@ -33,8 +33,8 @@ class FadedHeads:
 
     def __init__(self, layouts: Sequence[Layout], features: Sequence[Features]) -> None:
         self.layouts, self.features = layouts, features
-        self._keys = [layout.fading.key for layout in layouts]
-        self._values = [layout.fading.value for layout in layouts]
+        self._keys = [layout.coded_tiers.key for layout in layouts]
+        self._values = [layout.coded_tiers.value for layout in layouts]
         self._sizes = [number for layout in layouts for number in layout.sizes]
         self._behind = any(layout.features for layout in layouts)
         self._decoders: list[Decoder] | None = None
@@ -49,7 +49,7 @@ class FadedHeads:
         weight: Tensor | None,
         states: Sequence[FlatState | None],
     ) -> tuple[Tensor, list[FlatState]] | None:
-        """What :func:`dofla.attention.attend` makes of tokens that are kept in eight bits.
+        """What :func:`dofla.attention.attend` makes of tokens that are kept in int8.
 
         Args and returns are those of :func:`dofla.attention.attend`, but that there is a state for each group, in one
         piece, before and after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do
@@ -103,10 +103,10 @@ class FadedHeads:
     ) -> tuple[Tensor, list[FlatState]] | None:
         """:meth:`attend`, of one token; None if there are memories that the kernels do not take."""
         if self._decoders is None:
-            self._decoders = list(map(_decoder, self.layouts)) if all(map(_fades, self.layouts)) else []
+            self._decoders = list(map(_decoder, self.layouts)) if all(map(_has_one_scored_tier, self.layouts)) else []
         if not self._decoders:
             return None
-        log_weight, steps, after = _log_weight(key, value, weight), falling(scaling, query.device), []
+        log_weight, steps, after = _log_weight(key, value, weight), weight_steps(scaling, query.device), []
         out = value.new_zeros(*query.shape[:-1], value.shape[-1])
         for decoder, state in zip(self._decoders, self._begun(states, query), strict=True):
             tokens = decoder(query, key, value, log_weight, state.tokens, out, scaling, *steps)
@@ -114,16 +114,19 @@ class FadedHeads:
         return out, after
 
 
-def _fades(layout: Layout) -> bool:
-    """Whether it is one that :func:`dofla.compress` makes: one stage that keeps what draws attention, no features."""
-    return not layout.features and layout.fading.kept > 0 and len(layout.fading.counts) == 1
+def _has_one_scored_tier(layout: Layout) -> bool:
+    """Whether it is one that :func:`dofla.compress` makes: one tier that keeps what draws attention, no features."""
+    return not layout.features and layout.coded_tiers.heavy_hitters > 0 and len(layout.coded_tiers.counts) == 1
 
 
 def _decoder(layout: Layout) -> Decoder:
     from dofla.attention.gpu.token import Decoder
 
-    fading, tokens = layout.fading, (layout.window, layout.sinks, layout.fading.counts[0], layout.fading.kept)
-    return Decoder(fading.key, fading.value, layout.heads, *tokens, layout.starts)
+    coded_tiers, tokens = (
+        layout.coded_tiers,
+        (layout.window, layout.sinks, layout.coded_tiers.counts[0], layout.coded_tiers.heavy_hitters),
+    )
+    return Decoder(coded_tiers.key, coded_tiers.value, layout.heads, *tokens, layout.starts)
 
 
 def _log_weight(key: Tensor, value: Tensor, weight: Tensor | None) -> Tensor | None:

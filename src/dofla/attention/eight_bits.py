@@ -1,4 +1,4 @@
-"""Exact tokens in eight bits: a window and sinks of twice as many tokens as in bfloat16, four times as in float32.
+"""Exact tokens in int8: a window and sinks of twice as many tokens as in bfloat16, four times as in float32.
 
 A vector becomes integers from -127 to 127 and one power of two, the integer format of the Open Compute Project's
 Microscaling specification with the whole vector as its block. An integer of seven bits times a power of two is exact
@@ -46,7 +46,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedTokens(_Tensors):
-    """A :class:`TokenBuffer` in eight bits: ``key`` [B, Hkv, n, d], ``value`` [B, Hkv, n, dv] and their exponents
+    """A :class:`TokenBuffer` in int8: ``key`` [B, Hkv, n, d], ``value`` [B, Hkv, n, dv] and their exponents
     [B, Hkv, n], all int8; ``log_weight`` [B, n]."""
 
     key: Tensor
@@ -64,7 +64,7 @@ class PackedTokens(_Tensors):
         return TokenBuffer(key, value, self.log_weight)
 
     def shifted(self, later: PackedTokens) -> PackedTokens:
-        """As many tokens, ``later`` at the end and the first ones gone."""
+        """As many tokens, ``later`` at the end and the first ones evicted_at."""
         new = later.log_weight.shape[-1]
 
         def joined(name: str, dim: int) -> Tensor:
@@ -82,7 +82,7 @@ def unpacked(state: State, dtype: torch.dtype) -> State:
 
 
 def packed(after: State, before: State | None, new: int) -> State:
-    """The state ``after`` ``new`` tokens for keeping: what ``before`` held in eight bits is not packed again."""
+    """The state ``after`` ``new`` tokens for keeping: what ``before`` held in int8 is not packed again."""
     window, sinks = after.window, after.sinks
     if window is not None:
         if before is None or new >= len(window):

@@ -1,6 +1,6 @@
-"""What a fading memory keeps from one call to the next: for each sequence one row of bytes.
+"""What a compressed cache keeps from one call to the next: for each sequence one row of bytes.
 
-The compiled kernels take it as it is and give back another. It would be thirty tensors for two stages, and handing over
+The compiled kernels take it as it is and give back another. It would be thirty tensors for two tiers, and handing over
 so many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dofla.attention.coding import Fading
+from dofla.attention.coding import CodedTiers
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.rows import Rows
 from dofla.attention.state import FeatureState, State, TokenBuffer, _Tensors
@@ -20,7 +20,7 @@ from dofla.attention.state import FeatureState, State, TokenBuffer, _Tensors
 
 @dataclass(frozen=True)
 class FlatState(_Tensors):
-    """A :class:`State` in one piece, but for its ``features``: window and sinks in eight bits and stages in codes are
+    """A :class:`State` in one piece, but for its ``features``: window and sinks in int8 and tiers in codes are
     the rows ``tokens`` [B, bytes], uint8, that a :class:`Layout` reads."""
 
     features: FeatureState | None
@@ -28,27 +28,27 @@ class FlatState(_Tensors):
 
 
 class Layout:
-    """Where a group's window, sinks and stages stand in a row of bytes: in this order, the tensors of each in the order
+    """Where a group's window, sinks and tiers stand in a row of bytes: in this order, the tensors of each in the order
     of its fields.
 
     Args:
-        fading: the stages of the group.
+        coded_tiers: the tiers of the group.
         heads: its KV heads.
         features: behind them.
-        window: tokens in eight bits.
+        window: tokens in int8.
         sinks: likewise.
 
     Attributes:
         sizes: all of it for the kernels (tiers.h, ``sizes_of``).
     """
 
-    def __init__(self, fading: Fading, heads: Sequence[int], features: int, window: int, sinks: int) -> None:
-        self.fading, self.heads = fading, list(heads)
+    def __init__(self, coded_tiers: CodedTiers, heads: Sequence[int], features: int, window: int, sinks: int) -> None:
+        self.coded_tiers, self.heads = coded_tiers, list(heads)
         self.features, self.window, self.sinks = features, window, sinks
-        counts = window, sinks, fading.kept, int(features > 0)
-        self.sizes = [len(heads), *heads, *counts, len(fading.counts), *fading.counts]
+        counts = window, sinks, coded_tiers.heavy_hitters, int(features > 0)
+        self.sizes = [len(heads), *heads, *counts, len(coded_tiers.counts), *coded_tiers.counts]
         empty = self._empty()
-        self._kinds = [type(tokens) for tokens in empty.stages]
+        self._kinds = [type(tokens) for tokens in empty.tiers]
         self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])
         self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read fifty tokens
 
@@ -64,12 +64,12 @@ class Layout:
 
     def empty(self, batch: int, device: torch.device) -> FlatState:
         """The state before the first token."""
-        sizes = batch, len(self.heads), self.features, self.fading.value.dim
+        sizes = batch, len(self.heads), self.features, self.coded_tiers.value.dim
         features = FeatureState.empty(*sizes, device=device) if self.features else None
         return FlatState(features, self._before.to(device).expand(batch, -1).contiguous())
 
     def flat(self, state: State) -> FlatState:
-        """A state in eight bits and in codes in one piece."""
+        """A state in int8 and in codes in one piece."""
         return FlatState(state.features, self._rows.joined(_parts(state)))
 
     def opened(self, state: FlatState) -> State:
@@ -79,18 +79,18 @@ class Layout:
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
 
     def _empty(self) -> State:
-        """That of one sequence, but for its features, in eight bits and in codes."""
-        device, dims = torch.device("cpu"), (self.fading.key.dim, self.fading.value.dim)
+        """That of one sequence, but for its features, in int8 and in codes."""
+        device, dims = torch.device("cpu"), (self.coded_tiers.key.dim, self.coded_tiers.value.dim)
         key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (
             PackedTokens.of(TokenBuffer.empty(key, value, count)) if count else None
             for count in (self.window, self.sinks)
         )
-        return State(None, window, sinks, self.fading.empty(1, device))
+        return State(None, window, sinks, self.coded_tiers.empty(1, device))
 
 
 def _parts(state: State) -> list[Tensor]:
-    kept = (state.window, state.sinks, *state.stages)
+    kept = (state.window, state.sinks, *state.tiers)
     return [part for tokens in kept if tokens is not None for part in vars(tokens).values()]
 
 

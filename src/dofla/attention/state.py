@@ -148,8 +148,8 @@ class TokenBuffer(_Tensors):
 
 
 def known_full(tokens: _Tensors) -> bool:
-    """Whether no place is free and it is cheap to know: on a GPU, asking costs more than what it may save, and a
-    compiled graph cannot ask."""
+    """Whether no place is free and it is cheap to know: on a GPU, query_integers costs more than what it may save, and
+    a compiled graph cannot ask."""
     on_cpu = tokens.log_weight.device.type == "cpu"
     return on_cpu and not torch.compiler.is_compiling() and bool((tokens.log_weight > LOG_ZERO).all())
 
@@ -157,17 +157,17 @@ def known_full(tokens: _Tensors) -> bool:
 @dataclass(frozen=True)
 class State(_Tensors):
     """Everything a layer's heads carry: the state of its features, if there are any, the last ``window`` tokens, the
-    first ``sinks`` ones, and between window and features those of each stage of a fading memory.
+    first ``sinks`` ones, and between window and features those of each tier of a compressed cache.
 
-    Window and stages are delay lines in front of the feature state: a key goes to the first stage when it leaves
-    ``window``, from stage to stage as it ages, and enters ``features`` when it leaves the last, unless it is one of the
+    Window and tiers are delay lines in front of the feature state: a key goes to the first tier when it leaves
+    ``window``, from tier to tier as it ages, and enters ``features`` when it leaves the last, unless it is one of the
     first real keys, which go to ``sinks`` instead. Window and sinks are kept as :class:`dofla.attention.PackedTokens`
-    from one call to the next where the layer says so, the tokens of ``stages`` as :class:`dofla.attention.CodedTokens`,
-    or, in a last stage that keeps what draws attention, as :class:`dofla.attention.KeptTokens`; where a layer has both,
-    all in one piece, as :class:`dofla.attention.FlatState`.
+    from one call to the next where the layer says so, the tokens of ``tiers`` as :class:`dofla.attention.CodedTokens`,
+    or, in a last tier that keeps what draws attention, as :class:`dofla.attention.ScoredTokens`; where a layer has
+    both, all in one piece, as :class:`dofla.attention.FlatState`.
     """
 
     features: FeatureState | None
     window: TokenBuffer | None = None
     sinks: TokenBuffer | None = None
-    stages: tuple[_Tensors, ...] = ()
+    tiers: tuple[_Tensors, ...] = ()

@@ -24,9 +24,9 @@ from dofla.cli.menu import GROUPS, Verb
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
 from dofla.cli.reproduce import reproduce
-from dofla.cli.threads import settle
+from dofla.cli.threads import configure_threads
 from dofla.cli.using import generate, serve
-from dofla.cli.verb import MANNER, Debug, Json, Manner, Quiet, Verbose
+from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError
 
@@ -77,13 +77,13 @@ def options(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    ctx.obj = Manner(verbose, quiet, json, debug)
+    ctx.obj = Verbosity(verbose, quiet, json, debug)
 
 
 def main() -> None:
     """Entry point. Bad input is one line on standard error and exit code 2; a fault of dofla's own one line and 1."""
-    settle()
-    MANNER.set(Manner(debug="--debug" in sys.argv))  # until the command line is read, which may fail, too
+    configure_threads()
+    VERBOSITY.set(Verbosity(debug="--debug" in sys.argv))  # until the command line is read, which may fail, too
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path or a terminal need not be able to say everything
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _fail(error: Exception, message: str, code: int) -> NoReturn:
-    if MANNER.get().debug:
+    if VERBOSITY.get().debug:
         traceback.print_exception(error)
     print("dofla:", " ".join(message.splitlines()), file=sys.stderr)
     sys.exit(code)

@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _OWN = ("MALLOC_", "GLIBC_TUNABLES")
 
 
-def settle() -> None:
+def configure_threads() -> None:
     """Settle both, but for what the user's own environment says (``OMP_WAIT_POLICY``, ``MALLOC_*``)."""
     for name, value in WAITING.items():
         os.environ.setdefault(name, value)

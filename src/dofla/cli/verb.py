@@ -35,7 +35,7 @@ Debug = Annotated[
 
 
 @dataclass(frozen=True)
-class Manner:
+class Verbosity:
     """How much is said, and to whom."""
 
     verbose: Verbose = False
@@ -43,8 +43,8 @@ class Manner:
     json: Json = False
     debug: Debug = False
 
-    def __or__(self, other: Manner) -> Manner:
-        return Manner(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
+    def __or__(self, other: Verbosity) -> Verbosity:
+        return Verbosity(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 
     @property
     def level(self) -> int:
@@ -55,9 +55,9 @@ class Manner:
 
 
 _MOST = 2**31 - 1
-OPTIONS = get_type_hints(Manner, include_extras=True)
+OPTIONS = get_type_hints(Verbosity, include_extras=True)
 _HELP_ALL = "help_all"
-MANNER: ContextVar[Manner] = ContextVar("manner")
+VERBOSITY: ContextVar[Verbosity] = ContextVar("manner")
 """Of the command that is being carried out."""
 _VIEW: ContextVar[View] = ContextVar("view")
 
@@ -74,7 +74,7 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     def command(ctx: typer.Context, **given: Any) -> None:
         from dofla.storage.processes import is_first
 
-        manner = Manner(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
+        manner = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
         del given[_HELP_ALL]
         with _showing(manner):
             for name, value in given.items():
@@ -105,14 +105,14 @@ def _check(name: str, value: Any) -> None:
 
 
 @contextmanager
-def _showing(manner: Manner) -> Iterator[None]:
+def _showing(manner: Verbosity) -> Iterator[None]:
     """Within the block there is a view, and what is logged is shown on it."""
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
     from dofla.storage.processes import is_first
 
-    MANNER.set(manner)
+    VERBOSITY.set(manner)
     _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
     handler.setLevel(manner.level)

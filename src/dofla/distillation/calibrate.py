@@ -25,8 +25,8 @@ _ROWS = 64
 def start_from_data(
     student: PreTrainedModel, windows: TokenWindows | Images, batches: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Before training: stages that have no directions yet get them from the first windows, then maps from a batch."""
-    if any(layer.fading for layer in linear_layers(student).values()):
+    """Before training: tiers that have no directions yet get them from the first windows, then maps from a batch."""
+    if any(layer.coded_tiers for layer in linear_layers(student).values()):
         measure_directions(student, windows.take(WINDOWS))
     calibrate(student, batches)
 

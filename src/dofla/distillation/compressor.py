@@ -149,7 +149,7 @@ class Compressor:
         """The budget that head budgets of ``budget`` are measured with: no more than
         :data:`MAX_CALIBRATION_FRACTION` of a window."""
         even = compressed_plan(self.model, _REFERENCE, keep_softmax=self.keep_softmax, context=_ANY)
-        held = [layer.places_per_head[0] for layer in even.layers]
+        held = [layer.slots_per_head[0] for layer in even.layers]
         most = math.floor(_REFERENCE * MAX_CALIBRATION_FRACTION * self.windows.length / max(held, default=1))
         return min(budget, max(MIN_CALIBRATION_BUDGET, most))
 

@@ -66,7 +66,7 @@ def distill(
     maps on the teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory
     holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
 
-    Stages of a fading memory whose directions were not measured yet get them from the first windows. Maps that start
+    Coded tiers whose directions were not measured yet get them from the first windows. Maps that start
     from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
 
     The layers of a streamed model (``load_model(..., stream=True)``) are trained in turn, each for all steps, with the

@@ -25,12 +25,12 @@ def next_token_figures(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float | list[float]]:
-    """Loss of teacher and student, gap, divergence and agreement, per token.
+    """Loss of teacher and student, loss increase, divergence and agreement, per token.
 
     Returns:
-        ``teacher_loss``, ``student_loss``, ``gap`` (nats per token), ``gap_interval`` (95 %, bootstrap over windows),
-        ``kl`` (KL(teacher ‖ student) of the next-token distributions, nats), ``top1_agreement`` (share of positions
-        where both find the same token likeliest).
+        ``teacher_loss``, ``student_loss``, ``loss_increase`` (nats per token), ``loss_increase_interval`` (95 %,
+        bootstrap over windows), ``kl`` (KL(teacher ‖ student) of the next-token distributions, nats),
+        ``top1_agreement`` (share of positions where both find the same token likeliest).
 
     Raises:
         DoflaError: if the windows hold one token each, or the student's logits are not finite.
@@ -54,8 +54,8 @@ def next_token_figures(
         "tokens": int(tokens),
         "teacher_loss": teacher_loss,
         "student_loss": student_loss,
-        "gap": student_loss - teacher_loss,
-        "gap_interval": bootstrap_interval(sums[:, 2] - sums[:, 1], sums[:, 0], seed=seed),
+        "loss_increase": student_loss - teacher_loss,
+        "loss_increase_interval": bootstrap_interval(sums[:, 2] - sums[:, 1], sums[:, 0], seed=seed),
         "kl": kl,
         "top1_agreement": agreement,
     }

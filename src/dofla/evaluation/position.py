@@ -27,9 +27,9 @@ class PositionBin:
     Attributes:
         first, last: position.
         tokens: predicted from there.
-        teacher_loss, student_loss, gap: nats per token.
-        teacher_loss_error, student_loss_error, gap_error: standard errors that take windows as the independent units;
-            None where fewer than two windows reach the bin.
+        teacher_loss, student_loss, loss_increase: nats per token.
+        teacher_loss_error, student_loss_error, loss_increase_error: standard errors that take windows as the
+            independent units; None where fewer than two windows reach the bin.
     """
 
     first: int
@@ -39,8 +39,8 @@ class PositionBin:
     teacher_loss_error: float | None
     student_loss: float
     student_loss_error: float | None
-    gap: float
-    gap_error: float | None
+    loss_increase: float
+    loss_increase_error: float | None
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,13 @@ class Positions(Result):
     def parts(self) -> Iterator[Part]:
         """A row per bin."""
         yield "Loss by position in the context, nats per token"
-        shown = table("positions", "tokens", "teacher", "student", "gap")
+        shown = table("positions", "tokens", "teacher", "student", "increase")
         for row in self.bins:
-            losses = (f"{row.teacher_loss:.3f}", f"{row.student_loss:.3f}", with_error(row.gap, row.gap_error))
+            losses = (
+                f"{row.teacher_loss:.3f}",
+                f"{row.student_loss:.3f}",
+                with_error(row.loss_increase, row.loss_increase_error),
+            )
             shown.add_row(f"{row.first}-{row.last}", str(row.tokens), *losses)
         yield shown
 

@@ -22,7 +22,15 @@ from dofla.integration.surgery import describe, plan_of, record_of
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
-_LANGUAGE = ("tokens", "teacher_loss", "student_loss", "gap", "gap_interval", "kl", "top1_agreement")
+_LANGUAGE = (
+    "tokens",
+    "teacher_loss",
+    "student_loss",
+    "loss_increase",
+    "loss_increase_interval",
+    "kl",
+    "top1_agreement",
+)
 _EMBEDDINGS = ("cosine", "spearman")
 _ENDLESS = 1e4
 """Nats: the divergence of attention that does not see some token at all is astronomical as computed."""
@@ -44,8 +52,8 @@ class Evaluation(Result):
         softmax_bytes: of a key-value cache at the windows' length.
         tokens: predicted.
         teacher_loss, student_loss: next-token loss, nats per token.
-        gap: the student's loss less the teacher's, nats per token.
-        gap_interval: of 95 %, bootstrap over windows.
+        loss_increase: the student's loss less the teacher's, nats per token.
+        loss_increase_interval: of 95 %, bootstrap over windows.
         kl: KL(teacher ‖ student) of the next-token distributions, nats.
         top1_agreement: share of positions where both find the same token likeliest.
         cosine: mean similarity between both models' embeddings of the same input.
@@ -63,18 +71,23 @@ class Evaluation(Result):
     tokens: int | None = None
     teacher_loss: float | None = None
     student_loss: float | None = None
-    gap: float | None = None
-    gap_interval: list[float] | None = None
+    loss_increase: float | None = None
+    loss_increase_interval: list[float] | None = None
     kl: float | None = None
     top1_agreement: float | None = None
     cosine: float | None = None
     spearman: float | None = None
 
+    @property
+    def perplexity_increase(self) -> float | None:
+        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
+        return None if self.loss_increase is None else math.expm1(self.loss_increase)
+
     def parts(self, layers: bool = False) -> Iterator[Part]:
         """What a person decides by, and one sentence; with ``layers``, a row per layer as well."""
         length = "" if self.length is None else f" of {self.length} tokens"
         yield f"{self.windows} windows{length}: {self.source}\n"
-        yield from self._language() if self.gap is not None else self._embeddings()
+        yield from self._language() if self.loss_increase is not None else self._embeddings()
         if layers:
             yield ""
             yield self._layers()
@@ -93,17 +106,17 @@ class Evaluation(Result):
         both.add_row(f"cache at {self.length} tokens", size(before), size(after), factor(before, after))
         yield both
         yield ""
-        low, high = self.gap_interval
+        low, high = self.loss_increase_interval
         shown = table("", "", show_header=False)
         shown.columns[1].justify = "left"
         interval = f"95 % interval {figure(low)} to {figure(high)}"
-        shown.add_row("loss increase, nats per token", f"{figure(self.gap)} ({interval})")
-        ends = " to ".join(map(perplexity, self.gap_interval))
-        shown.add_row("perplexity increase", f"{perplexity(self.gap)} ({ends})")
+        shown.add_row("loss increase, nats per token", f"{figure(self.loss_increase)} ({interval})")
+        ends = " to ".join(map(perplexity, self.loss_increase_interval))
+        shown.add_row("perplexity increase", f"{perplexity(self.loss_increase)} ({ends})")
         shown.add_row("KL divergence, nats per token", figure(self.kl))
         shown.add_row("same likeliest token", f"{100 * self.top1_agreement:.1f} %")
         yield shown
-        yield f"\n{verdict(self.gap, self.gap_interval, factor(before, after), self.length)}"
+        yield f"\n{verdict(self.loss_increase, self.loss_increase_interval, factor(before, after), self.length)}"
 
     def _embeddings(self) -> Iterator[Part]:
         shown = table("", "", show_header=False)
@@ -124,7 +137,7 @@ class Evaluation(Result):
         """Plain data, for JSON: the seven figures from ``tokens`` on are under ``language``, the last two under
         ``embeddings``; what is not known of such a model is left out."""
         data: dict[str, Any] = {"model": self.model, "source": self.source, "windows": self.windows}
-        section, names = ("language", _LANGUAGE) if self.gap is not None else ("embeddings", _EMBEDDINGS)
+        section, names = ("language", _LANGUAGE) if self.loss_increase is not None else ("embeddings", _EMBEDDINGS)
         data[section] = {name: getattr(self, name) for name in names}
         data["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
         if self.length is not None:
@@ -164,8 +177,8 @@ def evaluate(
             called with (done, total) batches.
 
     Returns:
-        Figures that are fields (``result.gap``); ``print`` shows what to decide by, ``result.table(layers=True)``
-        adds a row per layer, ``to_dict()`` is for JSON.
+        Figures that are fields (``result.loss_increase``); ``print`` shows what to decide by,
+        ``result.table(layers=True)`` adds a row per layer, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: not linearised; windows of one token; logits that are not finite.

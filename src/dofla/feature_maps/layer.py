@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from dofla.attention import (
     LOG_ZERO,
-    FadedHeads,
-    Fading,
+    CodedTiers,
+    CompressedHeads,
     FlatState,
     KeySmoothing,
     Layout,
-    Stage,
     State,
+    Tier,
     accumulable,
     attend,
     compiled,
@@ -49,7 +49,7 @@ def without_autocast(method: Callable) -> Callable:
 class LinearAttention(nn.Module):
     """The feature maps of one attention layer, and attention through them.
 
-    KV heads of equal size (features, window, sinks, stages) are one group: a single feature map, a single state, one
+    KV heads of equal size (features, window, sinks, tiers) are one group: a single feature map, a single state, one
     call of :func:`dofla.attention.attend`. A layer with the same size everywhere has one group; ragged layers have
     several, and no head is padded to the size of another.
 
@@ -61,9 +61,9 @@ class LinearAttention(nn.Module):
         sinks: first tokens with exact scores, likewise.
         token_dtype: ``int8``, window and sinks are kept in eight bits (all keys and values are rounded to it on
             entering, so that it does not matter which of them are kept); or ``model``, as they come.
-        stages: of each KV head, tokens and bits of the stages between window and features (:class:`Fading`).
-        kept: of each KV head, tokens beyond those of the last stage that stay while they draw attention.
-        value_dim: size of values, if there are stages; default that of keys.
+        tiers: of each KV head, tokens and bits of the tiers between window and features (:class:`CodedTiers`).
+        heavy_hitters: of each KV head, slots of the last tier for tokens that are retained while they draw attention.
+        value_dim: size of values, if there are tiers; default that of keys.
         smooth_keys: whether keys and queries go through a :class:`KeySmoothing` first.
     """
 
@@ -75,8 +75,8 @@ class LinearAttention(nn.Module):
         window: int | Sequence[int] = 0,
         sinks: int | Sequence[int] = 0,
         token_dtype: str = "model",
-        stages: Sequence[Sequence[Stage]] = (),
-        kept: Sequence[int] = (),
+        tiers: Sequence[Sequence[Tier]] = (),
+        heavy_hitters: Sequence[int] = (),
         value_dim: int | None = None,
         smooth_keys: bool = False,
     ) -> None:
@@ -84,8 +84,8 @@ class LinearAttention(nn.Module):
         self.smoothing = KeySmoothing(len(features), head_dim) if smooth_keys else None
         self.features, self.token_dtype, self.hides_tokens = list(features), token_dtype, False
         window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
-        stages = [tuple(map(tuple, own)) for own in stages] or [()] * len(features)
-        sizes = list(zip(features, window, sinks, stages, kept or [0] * len(features), strict=True))
+        tiers = [tuple(map(tuple, own)) for own in tiers] or [()] * len(features)
+        sizes = list(zip(features, window, sinks, tiers, heavy_hitters or [0] * len(features), strict=True))
         kinds = list(dict.fromkeys(sizes))
         self.sizes = [size[:3] for size in kinds]
         self.groups = [[head for head, own in enumerate(sizes) if own == kind] for kind in kinds]
@@ -93,39 +93,39 @@ class LinearAttention(nn.Module):
         self.maps: nn.ModuleList[FeatureMap] = nn.ModuleList(
             make(len(group), head_dim, size[0]) for group, size in zip(self.groups, self.sizes, strict=True)
         )
-        self.fading: nn.ModuleDict[str, Fading] = nn.ModuleDict()
+        self.coded_tiers: nn.ModuleDict[str, CodedTiers] = nn.ModuleDict()
         for n, (group, kind) in enumerate(zip(self.groups, kinds, strict=True)):
             if kind[3]:
-                self.fading[str(n)] = Fading(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
+                self.coded_tiers[str(n)] = CodedTiers(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
         self._layouts: dict[int, Layout] = {}
         if self.keeps_eight_bits:
-            for n, fading in ((int(name), fading) for name, fading in self.fading.items()):
+            for n, coded_tiers in ((int(name), coded_tiers) for name, coded_tiers in self.coded_tiers.items()):
                 features, window, sinks = self.sizes[n]
                 if window:
-                    self._layouts[n] = Layout(fading, self.groups[n], features, window, sinks)
-        self._faded: FadedHeads | None = None
+                    self._layouts[n] = Layout(coded_tiers, self.groups[n], features, window, sinks)
+        self._compressed: CompressedHeads | None = None
         if self._layouts:
-            self._faded = FadedHeads(list(self._layouts.values()), [self.maps[n] for n in self._layouts])
-        self._all_faded = len(self._layouts) == len(self.groups)
+            self._compressed = CompressedHeads(list(self._layouts.values()), [self.maps[n] for n in self._layouts])
+        self._all_compressed = len(self._layouts) == len(self.groups)
 
     @property
     def exact_tokens(self) -> list[tuple[int, int]]:
         """Window and sinks of each group; none while :attr:`hides_tokens` is set."""
         return [(0, 0) if self.hides_tokens else size[1:] for size in self.sizes]
 
-    def fading_of(self, group: int) -> Fading | None:
-        """The stages of a group, if it has any and they are not hidden."""
-        fading, name = self.fading, str(group)
-        return fading[name] if name in fading and not self.hides_tokens else None
+    def coded_tiers_of(self, group: int) -> CodedTiers | None:
+        """The tiers of a group, if it has any and they are not hidden."""
+        coded_tiers, name = self.coded_tiers, str(group)
+        return coded_tiers[name] if name in coded_tiers and not self.hides_tokens else None
 
     def layout_of(self, group: int) -> Layout | None:
-        """Of what a group keeps from one call to the next, if it is in one piece: a window in eight bits and stages."""
+        """Of what a group keeps from one call to the next, if it is in one piece: a window in eight bits and tiers."""
         return None if self.hides_tokens else self._layouts.get(group)
 
     @property
     def only_forgets(self) -> bool:
-        """Whether all heads keep tokens in stages and sum up none."""
-        return not any(self.features) and all(self.fading_of(n) is not None for n in range(len(self.groups)))
+        """Whether all heads keep tokens in tiers and sum up none."""
+        return not any(self.features) and all(self.coded_tiers_of(n) is not None for n in range(len(self.groups)))
 
     @property
     def is_hybrid(self) -> bool:
@@ -152,7 +152,7 @@ class LinearAttention(nn.Module):
         it, no shape and no branch depends on numbers, but for padding among several tokens that continue a sequence."""
         if weight is not None and states and query.shape[-2] > 1:
             return False
-        if any(self.fading_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
+        if any(self.coded_tiers_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
             return False
         return causal and query.shape[-2] > 0 and compiled.usable((query, key, value), (), DTYPES)
 
@@ -160,8 +160,8 @@ class LinearAttention(nn.Module):
         """Draw all parameters anew, in the order of the groups."""
         for feature_map in self.maps:
             feature_map.reset_parameters(generator)
-        for fading in self.fading.values():
-            fading.reset()
+        for coded_tiers in self.coded_tiers.values():
+            coded_tiers.reset()
         if self.smoothing is not None:
             self.smoothing.reset()
 
@@ -205,10 +205,10 @@ class LinearAttention(nn.Module):
                 feature_map.new_training_pass()
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
         out, after, options = None, {}, {"scaling": scaling, "weight": weight}
-        if causal and self._faded is not None and not self.hides_tokens:
-            before = states if self._all_faded else [states[n] for n in self._layouts]
-            found = self._faded.attend(query, key, value, states=before, **options)
-            if found is not None and self._all_faded:
+        if causal and self._compressed is not None and not self.hides_tokens:
+            before = states if self._all_compressed else [states[n] for n in self._layouts]
+            found = self._compressed.attend(query, key, value, states=before, **options)
+            if found is not None and self._all_compressed:
                 return found
             if found is not None:
                 out, after = found[0], dict(zip(self._layouts, found[1], strict=True))
@@ -243,8 +243,10 @@ class LinearAttention(nn.Module):
         if self.keeps_eight_bits and before is not None:
             before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
         options |= dict(zip(("window", "sinks"), self.exact_tokens[group], strict=True))
-        fading = self.fading_of(group) if causal else None
-        out, after = attend(query, key, value, self.maps[group], state=before, causal=causal, fading=fading, **options)
+        coded_tiers = self.coded_tiers_of(group) if causal else None
+        out, after = attend(
+            query, key, value, self.maps[group], state=before, causal=causal, coded_tiers=coded_tiers, **options
+        )
         if after is not None and self.keeps_eight_bits:
             after = packed(after, state, key.shape[-2])
         return out, after if layout is None or after is None else layout.flat(after)
@@ -278,20 +280,20 @@ class LinearAttention(nn.Module):
         return torch.where(near, exact_scores(query, key, scaling), approximate)
 
     def _far_scores(self, group: int, query: Tensor, key: Tensor, age: Tensor, scaling: float) -> Tensor:
-        """Of a group, [B, H, R, L]: as the features see all keys, and the stages those that are in them, by their age
+        """Of a group, [B, H, R, L]: as the features see all keys, and the tiers those that are in them, by their age
         [B or 1, R, L]. Kept tokens are taken to be the newest, for which they are depends on all queries before."""
-        feature_map, fading, coded = self.maps[group], self.fading_of(group), []
-        if fading is not None:
-            coded = fading.key.chain(key)
+        feature_map, coded_tiers, coded = self.maps[group], self.coded_tiers_of(group), []
+        if coded_tiers is not None:
+            coded = coded_tiers.key.chain(key)
             key = coded[-1].to(key.dtype)
         if feature_map.features:
             scores = log_kernel(feature_map.log_query(query, scaling), feature_map.log_key(key, scaling))
         else:
             scores = accumulable(query).new_full((*query.shape[:-1], key.shape[-2]), LOG_ZERO)
-        if fading is not None:
+        if coded_tiers is not None:
             age = age.unsqueeze(1)
             start = self.exact_tokens[group][0]
-            for count, keys in zip(fading.places, coded, strict=True):
+            for count, keys in zip(coded_tiers.places, coded, strict=True):
                 seen = (age >= start) & (age < start + count)
                 scores = torch.where(seen, exact_scores(query, keys.to(query.dtype), scaling), scores)
                 start += count

@@ -10,7 +10,7 @@ from dofla.feature_maps.base import FeatureMap
 
 
 class NoFeatures(FeatureMap):
-    """``Phi(k) = 0``: nothing is seen but the window, the sinks and the stages, one of which a plan must give.
+    """``Phi(k) = 0``: nothing is seen but the window, the sinks and the tiers, one of which a plan must give.
 
     It has nothing to train. M may be 0, which costs nothing; of more, the state stays empty.
     """

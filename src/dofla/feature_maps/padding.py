@@ -1,4 +1,4 @@
-"""Padding in causal calls: tokens of weight 0 take no place in a window, a stage or sinks, wherever they stand.
+"""Padding in causal calls: tokens of weight 0 take no place in a window, a tier or sinks, wherever they stand.
 
 The arithmetic below counts places, and is right where padding comes before the first real token of a sequence. Calls
 with padding elsewhere are brought into that form, or are made for the real tokens alone.

@@ -40,8 +40,8 @@ class AttachedLinearAttention(LinearAttention):
             window,
             sinks,
             layer.token_dtype,
-            layer.stages_per_head,
-            layer.kept_per_head,
+            layer.tiers_per_head,
+            layer.heavy_hitters_per_head,
             layer.value_dim,
             layer.smooth_keys,
         )

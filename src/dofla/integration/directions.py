@@ -40,15 +40,15 @@ class Directions:
     weighing: Tensor | None
 
     def calibrate(self, layer: AttachedLinearAttention) -> None:
-        """Give them to all stages of the layer, and to what smooths its keys."""
+        """Give them to all tiers of the layer, and to what smooths its keys."""
         queries, keys = self.queries, self.keys
         if layer.smoothing is not None:
             layer.smoothing.calibrate(keys)
             queries, keys = layer.smoothing.moments(queries, keys)
         for group, heads in enumerate(layer.groups):
-            if (fading := layer.fading_of(group)) is not None:
-                fading.key.calibrate(keys[heads], queries.second[heads])
-                fading.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
+            if (coded_tiers := layer.coded_tiers_of(group)) is not None:
+                coded_tiers.key.calibrate(keys[heads], queries.second[heads])
+                coded_tiers.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
 
 
 def measure_directions(
@@ -59,7 +59,7 @@ def measure_directions(
     context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Calibrate the coders of all stages (:class:`dofla.attention.Coder`) that have not been.
+    """Calibrate the coders of all tiers (:class:`dofla.attention.Coder`) that have not been.
 
     Args:
         student: a linearised model.
@@ -137,7 +137,10 @@ def directions_of(
 
 def _is_new(layer: AttachedLinearAttention) -> bool:
     # Smoothed keys have a mean of almost 0.
-    return any(not (fading.key.is_calibrated or fading.value.is_calibrated) for fading in layer.fading.values())
+    return any(
+        not (coded_tiers.key.is_calibrated or coded_tiers.value.is_calibrated)
+        for coded_tiers in layer.coded_tiers.values()
+    )
 
 
 @contextmanager

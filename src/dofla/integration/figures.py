@@ -59,7 +59,14 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         yield "loss", "next-token loss, nats", language["student_loss"], language["teacher_loss"], text
         perplexities = (math.exp(min(language[key], _LARGEST)) for key in ("student_loss", "teacher_loss"))
         yield "perplexity", "perplexity", *perplexities, text
-        yield "gap", "loss increase, nats per token", language["gap"], None, text, language["gap_interval"]
+        yield (
+            "loss_increase",
+            "loss increase, nats per token",
+            language["loss_increase"],
+            None,
+            text,
+            language["loss_increase_interval"],
+        )
         yield "kl", "KL divergence from the original, nats per token", language["kl"], None, text
         yield "agreement", "same likeliest next token, share", language["top1_agreement"], None, text
     if embeddings := record.get("embeddings"):

@@ -112,7 +112,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         compressed=bool(bits),
         bits=_range(bits) if bits else "",
         exact="in int8" if any(layer.token_dtype == "int8" for layer in linear) else "as they are",
-        retains=any(any(layer.kept_per_head) for layer in linear),
+        retains=any(any(layer.heavy_hitters_per_head) for layer in linear),
         features=any(sum(layer.features_per_head) for layer in linear),
         record=record,
         state=_size(state),
@@ -165,7 +165,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     """The plan in a few lines; ranges are over all KV heads."""
     layers = [layer for layer in plan.layers if not layer.keep_softmax]
     kept = len(plan.layers) - len(layers)
-    kind = "have a compressed cache" if any(layer.stages for layer in layers) else "have linear attention"
+    kind = "have a compressed cache" if any(layer.tiers for layer in layers) else "have linear attention"
     yield f"Attention layers: {len(plan.layers)}, of which {len(layers)} {kind}" + (
         f" and {kept} keep softmax attention." if kept else "."
     )
@@ -174,7 +174,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         "tokens in the local window": [window for layer in layers for _, window, _ in layer.sizes],
         "attention sinks": [sinks for layer in layers for _, _, sinks in layer.sizes],
         "tokens in fewer bits": [sum(n for n, _ in head) for layer in layers for head in layer.coded_per_head],
-        "of these heavy hitters": [kept for layer in layers for kept in layer.kept_per_head],
+        "of these heavy hitters": [kept for layer in layers for kept in layer.heavy_hitters_per_head],
     }
     ranges = [f"{_range(numbers)} {name}" for name, numbers in counts.items() if any(numbers)]
     if ranges:

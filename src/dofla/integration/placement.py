@@ -1,8 +1,8 @@
 """Windows at other positions than they have: for students that will read more than the windows they are made from.
 
 Features and codes see rotary positions through the queries and keys, and what was shown the first L of them alone
-misjudges keys beyond: on SmolLM2, trained on 512 tokens, features have a gap of .58 nats at 2,048 without context and
-of .14 with it, and codes measured on the first 512 positions a KL of 1.5 nats at 6,000.
+misjudges keys beyond: on SmolLM2, trained on 512 tokens, features have a loss increase of .58 nats at 2,048 without
+context and of .14 with it, and codes measured on the first 512 positions a KL of 1.5 nats at 6,000.
 """
 
 from __future__ import annotations

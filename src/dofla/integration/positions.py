@@ -51,13 +51,12 @@ def read_again(positions: int) -> int:
     return max(positions // _AGAIN, 1)
 
 
-def beginning(begun: int, read: int, length: int, positions: int, overlap: int) -> int:
-    """Which token of a text the state begins at that is to hold it up to ``length``: where that begins which is there
-    as long as positions last, then anew with the ``overlap`` tokens before the first that is not read yet, or as many
-    as fit.
+def restart_index(begun: int, read: int, length: int, positions: int, overlap: int) -> int:
+    """Start index of the state after reading up to ``length`` tokens: unchanged while the text fits into ``positions``;
+    otherwise ``overlap`` tokens before the first unread one, or as many as fit.
 
     Args:
-        begun: where the state that is there begins.
+        begun: start index of the present state.
         read: tokens of the text that have been read, those before ``begun`` too.
     """
     if length - begun <= positions:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from dofla.attention import CodedTokens, FeatureState, FlatState, KeptTokens, PackedTokens, State, TokenBuffer
+from dofla.attention import CodedTokens, FeatureState, FlatState, PackedTokens, ScoredTokens, State, TokenBuffer
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
@@ -20,9 +20,9 @@ from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.surgery import linear_layers, plan_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
-_FORMAT = "6"
+_FORMAT = "7"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer, 4 had levels by a
-number's own bits, 5 had weights of kept tokens beside their scores."""
+number's own bits, 5 had weights of heavy hitters beside their scores, 6 had other names."""
 
 
 def read_prompt(
@@ -115,13 +115,13 @@ def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group
     def bundle(kind: type, part: str):
         return kind(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(kind)))
 
-    (features, window, sinks), fading = layer.sizes[group], layer.fading_of(group)
+    (features, window, sinks), coded_tiers = layer.sizes[group], layer.coded_tiers_of(group)
     far = bundle(FeatureState, "features") if features else None
     if layer.layout_of(group) is not None:
         return FlatState(far, tensors[f"{where}.tokens"])
     tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
     near = (bundle(tokens, part) if count else None for part, count in (("window", window), ("sinks", sinks)))
-    kinds = [CodedTokens] * len(fading.counts) if fading else []
-    if fading and fading.kept:
-        kinds[-1] = KeptTokens
-    return State(far, *near, tuple(bundle(kind, f"stages.{number}") for number, kind in enumerate(kinds)))
+    kinds = [CodedTokens] * len(coded_tiers.counts) if coded_tiers else []
+    if coded_tiers and coded_tiers.heavy_hitters:
+        kinds[-1] = ScoredTokens
+    return State(far, *near, tuple(bundle(kind, f"tiers.{number}") for number, kind in enumerate(kinds)))

@@ -19,7 +19,7 @@ from dofla.errors import DoflaError
 from dofla.integration.calls import setting, text_alone
 from dofla.integration.extending import Extension, extend
 from dofla.integration.interface import LINEAR
-from dofla.integration.positions import beginning, positions_within, read_again, text_positions
+from dofla.integration.positions import positions_within, read_again, restart_index, text_positions
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.reading import keeps_states
 from dofla.integration.surgery import plan_of
@@ -160,7 +160,8 @@ class Sessions:
             begun, cache = self._known.get(known, (0, None))
             if known and len(known) == len(tokens):
                 self._known.move_to_end(known)
-        first = beginning(begun, len(known), input_ids.shape[1] + room, self._positions, read_again(self._positions))
+        length, overlap = input_ids.shape[1] + room, read_again(self._positions)
+        first = restart_index(begun, len(known), length, self._positions, overlap)
         goes_on = cache is not None and first == begun
         cache, read = (deepcopy(cache), len(known)) if goes_on else (self._empty(student), first)
         self.read = len(tokens) - read

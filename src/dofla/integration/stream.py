@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.positions import beginning, positions_of, positions_within, read_again, text_positions
+from dofla.integration.positions import positions_of, positions_within, read_again, restart_index, text_positions
 from dofla.integration.prompt_state import read_prompt
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.surgery import plan_of
@@ -76,7 +76,7 @@ class Stream:
     def _read(self, piece: Tensor) -> Tensor:
         """The same for what a new state has room for."""
         read = self.ids.shape[1]
-        if begun := beginning(0, read, read + piece.shape[1], self.positions, self.overlap):
+        if begun := restart_index(0, read, read + piece.shape[1], self.positions, self.overlap):
             self.ids = self.ids[:, begun:]
             self.cache = read_prompt(self._student, self.ids)
         read, self.ids = self.ids.shape[1], torch.cat([self.ids, piece], dim=1)

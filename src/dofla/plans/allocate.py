@@ -18,7 +18,7 @@ from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
 from dofla.plans.curves import Curves, Shape, Size, choose
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
-from dofla.plans.plan import LayerPlan, Plan, is_whole
+from dofla.plans.plan import LayerPlan, Plan, is_integer
 from dofla.profiles.profile import LayerProfile, Profile
 from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
@@ -154,10 +154,10 @@ def allocate(
     if curves is not None and token_dtype not in (None, kept := measured.get("token_dtype", "model")):
         raise DoflaError(f"token_dtype is {token_dtype!r}, the error curves were measured with {kept!r}: measure them")
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
-        if not is_whole(number) or number < 0:
-            raise DoflaError(f"{what} is {number!r}: give a whole number, 0 or more")
-    if context is not None and (not is_whole(context) or context < 1):
-        raise DoflaError(f"context is {context!r}: give a whole number of tokens, 1 or more")
+        if not is_integer(number) or number < 0:
+            raise DoflaError(f"{what} is {number!r}: give an integer, 0 or more")
+    if context is not None and (not is_integer(context) or context < 1):
+        raise DoflaError(f"context is {context!r}: give an integer number of tokens, 1 or more")
     names = [layer.name for layer in (*profile.layers, *profile.skipped)]
     for name in keep_softmax:
         if name not in names:

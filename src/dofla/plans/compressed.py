@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from dofla.attention import Stage, stage_bytes
+from dofla.attention import Tier, tier_bytes
 from dofla.errors import DoflaError
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import SINKS, HeadCost
@@ -29,8 +29,8 @@ class TokenCounts:
 
     window: int
     sinks: int
-    stages: list[Stage]
-    kept: int
+    tiers: list[Tier]
+    heavy_hitters: int
     token_dtype: str = "int8"
     smooth_keys: bool = True
 
@@ -39,7 +39,7 @@ class TooSmall(DoflaError):
     """A budget without room for a token of each kind."""
 
 
-PER_HEAD = ("window", "sinks", "stages", "kept")
+PER_HEAD = ("window", "sinks", "tiers", "heavy_hitters")
 """Fields of which KV heads may have their own."""
 
 
@@ -53,16 +53,16 @@ def even_counts(budget: float, head_dim: int, value_dim: int, cost: HeadCost, mo
     """
     if head_dim % 8 or value_dim % 8:
         raise DoflaError(f"heads of {head_dim} and {value_dim} numbers: a compressed cache needs multiples of 8")
-    total, coded = round(budget * cost.feature), stage_bytes(head_dim, value_dim, BITS, scored=True)
-    window, newest, kept = _split(total, cost.token, coded)
-    if min(window, newest, kept) < 1:
+    total, coded = round(budget * cost.feature), tier_bytes(head_dim, value_dim, BITS, scored=True)
+    window, newest, heavy_hitters = _split(total, cost.token, coded)
+    if min(window, newest, heavy_hitters) < 1:
         raise TooSmall(f"budget {budget} is too small for a token of each kind: give more")
-    if most is not None and window + SINKS + newest + kept > most:
+    if most is not None and window + SINKS + newest + heavy_hitters > most:
         held = max(most - SINKS, 3)
         window = min((total - SINKS * cost.token - held * coded) // (cost.token - coded), held - 2)
         newest = max(1, round(NEWEST_SHARE / (1 - WINDOW_SHARE) * (held - window)))
-        kept = held - window - newest
-    return TokenCounts(window, SINKS, [[newest, BITS]], kept)
+        heavy_hitters = held - window - newest
+    return TokenCounts(window, SINKS, [[newest, BITS]], heavy_hitters)
 
 
 def _split(total: int, token: int, coded: int) -> tuple[int, int, int]:
@@ -73,13 +73,13 @@ def _split(total: int, token: int, coded: int) -> tuple[int, int, int]:
 
 def smallest_budget(head_dim: int, value_dim: int, cost: HeadCost) -> int:
     """The smallest integer that :func:`even_counts` takes."""
-    coded = stage_bytes(head_dim, value_dim, BITS, scored=True)
+    coded = tier_bytes(head_dim, value_dim, BITS, scored=True)
     return next(n for n in count(1) if min(_split(n * cost.feature, cost.token, coded)) >= 1)
 
 
 def budget_for(tokens: int, head_dim: int, value_dim: int, cost: HeadCost) -> int:
     """The smallest budget with which :func:`even_counts` has slots for so many tokens, but for what it rounds."""
-    coded = stage_bytes(head_dim, value_dim, BITS, scored=True)
+    coded = tier_bytes(head_dim, value_dim, BITS, scored=True)
     per_byte = WINDOW_SHARE / cost.token + (1 - WINDOW_SHARE) / coded
     return math.ceil((tokens + SINKS * (cost.token / coded - 1)) / per_byte / cost.feature)
 

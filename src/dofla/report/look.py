@@ -115,7 +115,7 @@ def _before(
     model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
 ) -> dict[str, Any] | None:
     """Errors of the student just linearised, on the first of the windows that it is evaluated on. Maps that start from
-    data take their scale from held-out text here, and stages their directions, and not from training's."""
+    data take their scale from held-out text here, and tiers their directions, and not from training's."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")
     if not student.trained or start == "leverage":

@@ -89,9 +89,9 @@ def model_title(name: str) -> str:
 
 
 def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]]:
-    """What each layer is: sizes (features, window, sinks) and stages (tokens, bits) of its KV heads, None where it is
-    softmax; whether the last stage keeps what draws attention; its bytes, the parts of them: of features, of window and
-    sinks, and (bits, bytes) of stages; and the bytes of each KV head."""
+    """What each layer is: sizes (features, window, sinks) and tiers (tokens, bits) of its KV heads, None where it is
+    softmax; whether the last tier keeps what draws attention; its bytes, the parts of them: of features, of window and
+    sinks, and (bits, bytes) of tiers; and the bytes of each KV head."""
     found = []
     for layer in layers:
         features, exact, coded = layer.bytes_by_kind(itemsize)
@@ -99,8 +99,8 @@ def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]
             {
                 "name": layer.name,
                 "sizes": None if layer.keep_softmax else layer.sizes,
-                "stages": None if layer.keep_softmax else layer.coded_per_head,
-                "kept": any(layer.kept_per_head),
+                "tiers": None if layer.keep_softmax else layer.coded_per_head,
+                "kept": any(layer.heavy_hitters_per_head),
                 "map": layer.feature_map,
                 "tokens": layer.token_dtype,
                 "bytes": layer.state_bytes(itemsize),
@@ -113,12 +113,12 @@ def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]
 
 def _head_bytes(layer: LayerPlan, itemsize: int) -> list[int]:
     """Bytes of each KV head."""
-    heads = zip(layer.sizes, layer.stages_per_head, layer.kept_per_head, strict=True)
+    heads = zip(layer.sizes, layer.tiers_per_head, layer.heavy_hitters_per_head, strict=True)
     return [
-        replace(layer, kv_heads=1, features=features, window=window, sinks=sinks, stages=stages, kept=kept).state_bytes(
-            itemsize
-        )
-        for (features, window, sinks), stages, kept in heads
+        replace(
+            layer, kv_heads=1, features=features, window=window, sinks=sinks, tiers=tiers, heavy_hitters=kept
+        ).state_bytes(itemsize)
+        for (features, window, sinks), tiers, kept in heads
     ]
 
 
@@ -217,7 +217,7 @@ def _interval(student: StudentRecord) -> list[float]:
     """What the verdict goes by: the interval of the loss increase, mean over seeds; of an encoder, the smaller of its
     likenesses twice."""
     if student.is_language_model:
-        runs = [x["language"]["gap_interval"] for x in student.evaluations]
+        runs = [x["language"]["loss_increase_interval"] for x in student.evaluations]
         return [statistics.fmean(ends) for ends in zip(*runs, strict=True)]
     runs = [x["embeddings"] for x in student.evaluations]
     return 2 * [min(statistics.fmean(x[key] for x in runs) for key in ("cosine", "spearman"))]

@@ -59,10 +59,10 @@ class StudentRecord:
 
     @property
     def lost(self) -> float:
-        """What linearising cost, mean over seeds: the gap in nats per token, or 1 − cosine of an encoder."""
+        """What linearising cost, mean over seeds: the loss increase in nats per token, or 1 − cosine of an encoder."""
         with naming(self.folder):
             if self.is_language_model:
-                return statistics.fmean(x["language"]["gap"] for x in self.evaluations)
+                return statistics.fmean(x["language"]["loss_increase"] for x in self.evaluations)
             return 1 - statistics.fmean(x["embeddings"]["cosine"] for x in self.evaluations)
 
     @property

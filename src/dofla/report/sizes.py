@@ -54,6 +54,6 @@ def _length(found: Frontier, length: int, folder: Path) -> dict[str, Any]:
 
 
 def _point(x: Point) -> dict[str, Any]:
-    low, high = x.gap_interval
+    low, high = x.loss_increase_interval
     kept = {"size": x.size, "bytes": x.bytes, "text": x.text}
-    return {**kept, "gap": x.gap, "error": (high - low) / 2, "kl": x.kl}
+    return {**kept, "loss_increase": x.loss_increase, "error": (high - low) / 2, "kl": x.kl}

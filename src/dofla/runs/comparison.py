@@ -12,7 +12,7 @@ from dofla.evaluation import Evaluation
 
 _COLUMNS = {
     "student_loss": "loss",
-    "gap": "+loss",
+    "loss_increase": "+loss",
     "kl": "KL",
     "top1_agreement": "top-1",
     "cosine": "cosine",
@@ -21,7 +21,7 @@ _COLUMNS = {
 }
 _WORDS = {
     "student_loss": "next-token loss, nats per token",
-    "gap": "increase over the original's loss",
+    "loss_increase": "increase over the original's loss",
     "kl": "KL divergence of the next-token distributions from the original's, nats",
     "top1_agreement": "share of positions with the original's likeliest token",
     "cosine": "similarity of embeddings to the original's",
@@ -50,10 +50,12 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
         yield "cache: bytes per sequence\n"
     shown = table("model", *(_COLUMNS[key] for key in keys), "cache", gap=1, show_header=first)
     # In columns as wide as for any other.
-    widths = [_FIGURE + (_SPREAD if several and key == "gap" else 0) for key in keys]
+    widths = [_FIGURE + (_SPREAD if several and key == "loss_increase" else 0) for key in keys]
     for column, width in zip(shown.columns, (max(map(len, names)), *widths, _SIZE), strict=True):
         column.min_width = max(width, len(str(column.header)))
-    cells = [rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "gap" else "") for k in keys]
+    cells = [
+        rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "loss_increase" else "") for k in keys
+    ]
     shown.add_row(row["name"], *cells, size(row["state_bytes"]))
     yield shown
 
@@ -70,7 +72,7 @@ def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
     students = results["students"]
     if len(students) > 1 and len(results["seeds"]) > 1:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"
-    best = min(students, key=lambda row: row.get("gap", row["attention_kl"])["mean"])
+    best = min(students, key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
     if best is not students[0]:
         yield from _samples(best)
 

@@ -51,8 +51,8 @@ class Point:
         bytes: of the compressed cache per sequence, at most ``size``.
         text: its name.
         length: of the windows, in tokens.
-        gap: student loss less teacher loss, nats per token.
-        gap_interval: of 95 %, bootstrap over windows.
+        loss_increase: student loss less teacher loss, nats per token.
+        loss_increase_interval: of 95 %, bootstrap over windows.
         kl: KL(teacher ‖ student) of the next-token distributions, nats.
     """
 
@@ -60,15 +60,21 @@ class Point:
     bytes: int
     text: str
     length: int
-    gap: float
-    gap_interval: list[float]
+    loss_increase: float
+    loss_increase_interval: list[float]
     kl: float
 
     @property
+    def perplexity_increase(self) -> float:
+        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
+        return math.expm1(self.loss_increase)
+
+    @property
     def loss(self) -> float:
-        """What is held against a target: the gap, or the KL where that is more. On text like the model's own the two
-        have the same mean, and chance, which moves the gap of a few windows by half of it, hardly moves the KL."""
-        return max(self.gap, self.kl)
+        """What is held against a target: the loss increase, or the KL where that is more. On text like the model's own
+        the two have the same mean, and chance, which moves the loss increase of a few windows by half of it, hardly
+        moves the KL."""
+        return max(self.loss_increase, self.kl)
 
 
 @dataclass
@@ -174,9 +180,9 @@ class Frontier(Result):
         points = {(x.size, x.text): x for x in self.points if x.length == length}
         for worst in self.at(length):
             own = [points.get((worst.size, text)) for text in self.texts]
-            cells = [f"{figure(x.gap)}, {figure(x.kl)}" if x else "" for x in own]
+            cells = [f"{figure(x.loss_increase)}, {figure(x.kl)}" if x else "" for x in own]
             smaller = f"{figure(self.cache[length] / worst.bytes)} x"
-            shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.gap))
+            shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.loss_increase))
         yield f"{length} tokens, of which the original's cache is {size(self.cache[length])}"
         yield shown
         yield ""
@@ -227,9 +233,9 @@ def frontier(
         texts: by name of a text, windows of it that are not used for calibration, some of each length.
         sizes: to try, as for :func:`dofla.compress`; default five, each twice the one before, of the bytes of
             :data:`BUDGETS`.
-        target: nats per token that gap and KL are to stay within, on all texts. Sizes are then tried from the smallest
-            up until they do at all lengths, and a few more between the last that misses it and the first that does
-            not.
+        target: nats per token that loss increase and KL are to stay within, on all texts. Sizes are then tried from the
+            smallest up until they do at all lengths, and a few more between the last that misses it and the first that
+            does not.
         batch_size: windows per pass.
         context: as for :func:`dofla.compress`; a shorter one needs fewer bytes.
         retrieval_heads, tokenizer: as for :func:`dofla.compress`. Sizes without room for so many heads are not tried.
@@ -311,7 +317,7 @@ def _with_room(compressor: Compressor, budgets: Sequence[float]) -> list[int]:
 
 
 def _costs(x: Point) -> str:
-    return f"perplexity {perplexity(x.gap)}"
+    return f"perplexity {perplexity(x.loss_increase)}"
 
 
 def _evaluated(
@@ -321,7 +327,7 @@ def _evaluated(
     for (text, length), windows in sets.items():
         with evaluation_mode(compressed):
             figures = next_token_figures(compressed, windows, batch_size=batch_size)
-        known = {name: figures[name] for name in ("gap", "gap_interval", "kl")}
+        known = {name: figures[name] for name in ("loss_increase", "loss_increase_interval", "kl")}
         yield Point(size, held, text, length, **known)
 
 

@@ -91,7 +91,9 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread (half the range) over seeds of the figures that are compared."""
     summary: dict[str, Any] = {"state_bytes": runs[0]["state_bytes"]}
     section = "language" if "language" in runs[0] else "embeddings"
-    keys = ("student_loss", "gap", "kl", "top1_agreement") if section == "language" else ("cosine", "spearman")
+    keys = (
+        ("student_loss", "loss_increase", "kl", "top1_agreement") if section == "language" else ("cosine", "spearman")
+    )
     series = {key: [run[section][key] for run in runs] for key in keys}
     for key in ("kl", "output_error"):
         series[f"attention_{key}"] = [statistics.fmean(x[key] for x in run["layers"].values()) for run in runs]

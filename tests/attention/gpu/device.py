@@ -23,7 +23,7 @@ needs_device = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def calls_of_kernels() -> Iterator[list[str]]:
-    """The kernels of a memory that fades are used, in the interpreter as well; gives their names as they are called."""
+    """The kernels of a compressed cache are used, in the interpreter as well; gives their names as they are called."""
     from dofla.attention.gpu import heavy_hitters, tiers, token  # noqa: F401, a decoded token's are called there as they are
 
     called: list[str] = []
@@ -41,7 +41,7 @@ def calls_of_kernels() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "attend", told(tiers.attend))
-        patch.setattr(heavy_hitters, "choose", told(heavy_hitters.choose))
+        patch.setattr(heavy_hitters, "select_survivors", told(heavy_hitters.select_survivors))
         if INTERPRETED:
             patch.setattr(gpu, "usable", usable)
         yield called

@@ -1,4 +1,4 @@
-"""Codes and turned queries by the Triton kernels: bit for bit those of plain torch."""
+"""Codes and rotated queries by the Triton kernels: bit for bit those of plain torch."""
 
 from __future__ import annotations
 
@@ -85,29 +85,29 @@ def test_codes_of_codes(dim, bits):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dim", [pytest.param(8, marks=pytest.mark.interpreter), 40, 128])
 def test_queries(dim, groups):
-    from dofla.attention.gpu.rotate_query import ask
+    from dofla.attention.gpu.rotate_query import rotate_queries
 
     coder, _ = coder_of(dim, [3.0])
     query = 3 * vectors(2, 2 * groups, 3, dim)
     own = query.to(DEVICE).mT.contiguous().mT if groups == 1 else query.to(DEVICE)  # of any strides
-    turned, asking = ask(copy.deepcopy(coder).to(DEVICE), own, groups)
-    for mine, plain in zip(asking, coder.asking(query), strict=True):
+    rotated, query_integers = rotate_queries(copy.deepcopy(coder).to(DEVICE), own, groups)
+    for mine, plain in zip(query_integers, coder.rotate_query_integer(query), strict=True):
         assert torch.equal(mine.cpu(), plain)
-    wanted, beside = coder.against(query.double())
+    wanted, beside = coder.rotate_query(query.double())
     longest = max(coder.back.norm(dim=1).max().item(), coder.mean.norm(dim=1).max().item())
     size = longest * query.double().norm(dim=-1, keepdim=True)
-    off = (turned.cpu().double() - torch.cat([wanted, beside.unsqueeze(-1)], -1)).abs()
+    off = (rotated.cpu().double() - torch.cat([wanted, beside.unsqueeze(-1)], -1)).abs()
     assert (off <= sum_error(4 * (dim + 1) ** 0.5 + 8) * size + torch.finfo(torch.float32).tiny).all()
 
 
 @pytest.mark.interpreter
 def test_queries_of_some_heads_of_a_layer():
-    from dofla.attention.gpu.rotate_query import ask
+    from dofla.attention.gpu.rotate_query import rotate_queries
 
     coder, _ = coder_of(16, [3.0])
     query, own = vectors(1, 12, 1, 16), torch.tensor([3, 1], dtype=torch.int32)  # of four KV heads, in groups of three
-    turned, asking = ask(copy.deepcopy(coder).to(DEVICE), query.to(DEVICE), 3, own.to(DEVICE))
+    rotated, query_integers = rotate_queries(copy.deepcopy(coder).to(DEVICE), query.to(DEVICE), 3, own.to(DEVICE))
     alone = torch.cat([query[:, 9:12], query[:, 3:6]], 1)
-    for mine, plain in zip(asking, coder.asking(alone), strict=True):
+    for mine, plain in zip(query_integers, coder.rotate_query_integer(alone), strict=True):
         assert torch.equal(mine.cpu(), plain)
-    assert turned.shape == (1, 6, 1, 17)
+    assert rotated.shape == (1, 6, 1, 17)

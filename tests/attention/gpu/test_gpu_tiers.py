@@ -9,7 +9,7 @@ import torch
 from arithmetic import sum_error
 from device import DEVICE, needs_device
 
-from dofla.attention import LOG_ZERO, CodedTokens, Fading, KeptTokens, Moments
+from dofla.attention import LOG_ZERO, CodedTiers, CodedTokens, Moments, ScoredTokens
 from dofla.attention.coding.heavy_hitters import NEVER
 
 pytestmark = needs_device
@@ -26,23 +26,23 @@ SIZES = [  # head size, value size, bits
 
 
 def coded(seed, batch, heads, count, head_dim, value_dim, bits):
-    """A memory of one stage, and ``count`` tokens in it; row 1 of a batch begins with padding."""
+    """A memory of one tier, and ``count`` tokens in it; row 1 of a batch begins with padding."""
     generator = torch.Generator().manual_seed(seed)
-    fading = Fading(heads, head_dim, value_dim, [(7, bits)])
+    coded_tiers = CodedTiers(heads, head_dim, value_dim, [(7, bits)])
     codes = []
-    for coder in (fading.key, fading.value):
+    for coder in (coded_tiers.key, coded_tiers.value):
         fall = torch.exp(-3 * torch.arange(coder.dim) / coder.dim)
         x = torch.randn(batch, heads, count, coder.dim, generator=generator) * fall + 0.3
         coder.calibrate(Moments.of(x.transpose(0, 1).flatten(1, 2)))
         codes += coder.encode(x)
     log_weight = torch.randn(batch, count, generator=generator)
     log_weight[1:, : count // 2] = LOG_ZERO
-    return fading, CodedTokens(*codes, log_weight)
+    return coded_tiers, CodedTokens(*codes, log_weight)
 
 
-def check(fading, line, turned, gone):
+def check(coded_tiers, line, rotated, evicted_at):
     """In float32 by the kernel, as in float64 by plain torch."""
-    found = copy.deepcopy(fading).to(DEVICE)
+    found = copy.deepcopy(coded_tiers).to(DEVICE)
     own = line.map(lambda x: x.to(DEVICE))
     key, value = (
         coder.for_kernels(codes, scales, 0)
@@ -53,17 +53,17 @@ def check(fading, line, turned, gone):
     )
     from dofla.attention.gpu.tiers import attend
 
-    going = None if gone is None else gone.to(DEVICE, torch.int32)
-    out, normaliser = (x.cpu().double() for x in attend(turned.to(DEVICE), key, value, own.log_weight, going, SCALING))
-    wanted, wanted_normaliser = fading._see(turned.double(), line, 0, None, gone, SCALING)
+    going = None if evicted_at is None else evicted_at.to(DEVICE, torch.int32)
+    out, normaliser = (x.cpu().double() for x in attend(rotated.to(DEVICE), key, value, own.log_weight, going, SCALING))
+    wanted, wanted_normaliser = coded_tiers._see(rotated.double(), line, 0, None, evicted_at, SCALING)
     nobody = wanted_normaliser < LOG_ZERO / 2
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019). Three
     # products of TF32, for one of float32, leave out up to 2⁻²⁰ of it, perhaps always the same way.
-    keys = fading.key.decode(line.key, line.key_scale, 0)
-    size = SCALING * turned.norm(dim=-1).max().item() * (keys.norm(dim=-1).max().item() + 1) + 4  # 4 for log-weights
+    keys = coded_tiers.key.decode(line.key, line.key_scale, 0)
+    size = SCALING * rotated.norm(dim=-1).max().item() * (keys.norm(dim=-1).max().item() + 1) + 4  # 4 for log-weights
     of_scores = sum_error(4 * (keys.shape[-1] + 3) ** 0.5 + 8, size)
     of_weights = sum_error(4 * (len(line) + 3) ** 0.5 + 8)
-    most = fading.value.decode(line.value, line.value_scale, 0).abs().max().item()
+    most = coded_tiers.value.decode(line.value, line.value_scale, 0).abs().max().item()
     assert (out - wanted).abs().max() < 2 * (of_scores + of_weights) * most
     assert ((normaliser - wanted_normaliser).abs() * ~nobody).max() < of_scores + of_weights + sum_error(2, size)
     assert (normaliser[nobody] == LOG_ZERO).all()
@@ -75,9 +75,9 @@ def check(fading, line, turned, gone):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_line_of_tokens_that_go_as_they_came(sizes, groups, length):
-    fading, line = coded(0, 2, 2, 7 + length, *sizes)
-    turned = torch.randn(2, 2 * groups, length, sizes[0] + 1, generator=torch.Generator().manual_seed(1))
-    nobody = check(fading, line, turned, None)
+    coded_tiers, line = coded(0, 2, 2, 7 + length, *sizes)
+    rotated = torch.randn(2, 2 * groups, length, sizes[0] + 1, generator=torch.Generator().manual_seed(1))
+    nobody = check(coded_tiers, line, rotated, None)
     assert nobody.any() == (length > 1)  # the first queries of the row that begins with padding
 
 
@@ -85,27 +85,27 @@ def test_a_line_of_tokens_that_go_as_they_came(sizes, groups, length):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_line_of_tokens_that_go_when_they_must(sizes, groups, length):
-    fading, line = coded(0, 2, 2, 40 + length, *sizes)
-    kept, generator = KeptTokens.of(line), torch.Generator().manual_seed(1)
-    gone = torch.randint(0, 2 * length, (2, 2, len(line)), generator=generator)
-    gone = torch.where(gone < length, gone, NEVER)
-    gone[0, 1] = 0
-    turned = torch.randn(2, 2 * groups, length, sizes[0] + 1, generator=generator)
-    nobody = check(fading, kept, turned, gone)
+    coded_tiers, line = coded(0, 2, 2, 40 + length, *sizes)
+    kept, generator = ScoredTokens.of(line), torch.Generator().manual_seed(1)
+    evicted_at = torch.randint(0, 2 * length, (2, 2, len(line)), generator=generator)
+    evicted_at = torch.where(evicted_at < length, evicted_at, NEVER)
+    evicted_at[0, 1] = 0
+    rotated = torch.randn(2, 2 * groups, length, sizes[0] + 1, generator=generator)
+    nobody = check(coded_tiers, kept, rotated, evicted_at)
     assert nobody[0, groups:].all()
 
 
 @pytest.mark.interpreter
 def test_queries_of_any_strides():
     """As parts of a call are."""
-    fading, line = coded(0, 1, 2, 20, 16, 24, 3.0)
-    turned = torch.randn(1, 2, 29, 17, generator=torch.Generator().manual_seed(1))
-    check(fading, line, turned[:, :, 4:17], None)
-    check(fading, line, turned[:, :, 4:17].mT.contiguous().mT, None)
+    coded_tiers, line = coded(0, 1, 2, 20, 16, 24, 3.0)
+    rotated = torch.randn(1, 2, 29, 17, generator=torch.Generator().manual_seed(1))
+    check(coded_tiers, line, rotated[:, :, 4:17], None)
+    check(coded_tiers, line, rotated[:, :, 4:17].mT.contiguous().mT, None)
 
 
 @pytest.mark.interpreter
 def test_scores_of_thousands():
     """Weights that are 0 beside others, before and after those."""
-    fading, line = coded(0, 1, 1, 100, 16, 16, 3.0)
-    check(fading, line, 1e3 * torch.randn(1, 1, 60, 17, generator=torch.Generator().manual_seed(1)), None)
+    coded_tiers, line = coded(0, 1, 1, 100, 16, 16, 3.0)
+    check(coded_tiers, line, 1e3 * torch.randn(1, 1, 60, 17, generator=torch.Generator().manual_seed(1)), None)

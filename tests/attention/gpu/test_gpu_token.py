@@ -1,4 +1,4 @@
-"""A decoded token of a memory that fades by the Triton kernels alone: states bit for bit those of plain torch."""
+"""A decoded token of a compressed cache by the Triton kernels alone: states bit for bit those of plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dofla.feature_maps.layer import LinearAttention
 pytestmark = needs_device
 
 SCALING = 0.3
-LAYERS = {  # heads' sizes, window, sinks, stages and kept ones of each KV head, tokens read before
+LAYERS = {  # heads' sizes, window, sinks, tiers and kept ones of each KV head, tokens read before
     "alike": (16, 24, [3, 3], [2, 2], [[(4, 3.0)]] * 2, [5, 5], 14),
     "others in each head": (16, 24, [3, 4], [2, 1], [[(4, 3.0)], [(3, 2.5)]], [5, 6], 14),
     "no sinks": (24, 8, [3, 3], [0, 0], [[(4, 3.0)]] * 2, [5, 5], 14),
@@ -27,20 +27,20 @@ LAYERS = {  # heads' sizes, window, sinks, stages and kept ones of each KV head,
 }
 
 
-def layer_of(head_dim, value_dim, window, sinks, stages, kept, smooth_keys=False):
+def layer_of(head_dim, value_dim, window, sinks, tiers, heavy_hitters, smooth_keys=False):
     heads, generator = len(window), torch.Generator().manual_seed(0)
     options = {"value_dim": value_dim, "smooth_keys": smooth_keys}
-    layer = LinearAttention("none", [0] * heads, head_dim, window, sinks, "int8", stages, kept, **options)
-    for fading in layer.fading.values():
-        for coder in (fading.key, fading.value):
+    layer = LinearAttention("none", [0] * heads, head_dim, window, sinks, "int8", tiers, heavy_hitters, **options)
+    for coded_tiers in layer.coded_tiers.values():
+        for coder in (coded_tiers.key, coded_tiers.value):
             coder.calibrate(Moments.of(torch.randn(coder.heads, 300, coder.dim, generator=generator) + 0.3))
     return layer.requires_grad_(False)
 
 
 def text_of(layer, batch, length, groups, dtype=torch.float32):
     generator, heads = torch.Generator().manual_seed(1), sum(map(len, layer.groups))
-    fading = next(iter(layer.fading.values()))
-    sizes = ((heads * groups, fading.key.dim), (heads, fading.key.dim), (heads, fading.value.dim))
+    coded_tiers = next(iter(layer.coded_tiers.values()))
+    sizes = ((heads * groups, coded_tiers.key.dim), (heads, coded_tiers.key.dim), (heads, coded_tiers.value.dim))
     return [torch.randn(batch, n, length, dim, generator=generator).to(dtype) for n, dim in sizes]
 
 
@@ -71,7 +71,7 @@ def check(layer, text, weight, before):
     with calls_of_kernels() as called:
         found, mine = read(own, text, weight, cuts, states)
     assert not called  # those are the kernels of longer parts
-    assert own._faded._decoders
+    assert own._compressed._decoders
     for state, other in zip(mine, after, strict=True):
         assert torch.equal(state.tokens.cpu(), other.tokens)
     return found.cpu(), wanted
@@ -136,12 +136,12 @@ def test_other_memories_are_read_as_longer_parts_are():
     with calls_of_kernels() as called, pytest.MonkeyPatch.context() as patch:
         patch.setattr("dofla.attention.compiled.usable", lambda *_: False)
         found, mine = read(own, moved(text, DEVICE), None, [before, before + 1], states)
-    assert called == ["attend", "choose", "attend"]
-    assert own._faded._decoders == []
+    assert called == ["attend", "select_survivors", "attend"]
+    assert own._compressed._decoders == []
     assert (found.cpu() - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
     opened = [layer.layout_of(0).opened(x) for x in (mine[0].map(lambda x: x.cpu()), after[0])]
     assert isinstance(opened[0], State)
-    assert torch.equal(opened[0].stages[1].key, opened[1].stages[1].key)
+    assert torch.equal(opened[0].tiers[1].key, opened[1].tiers[1].key)
     assert (opened[0].window.log_weight > LOG_ZERO).all()
 
 
@@ -180,5 +180,15 @@ def test_a_token_is_a_dozen_operations_and_waits_for_nothing(monkeypatch):
         launched.clear()
         with _Operations() as counted:
             read(layer, text, None, [before + 1, before + 2], states)
-    assert launched == ["line", "_code", "_code", "_ask", "_logarithms", "_choose", "_attend", "near", "write"]
+    assert launched == [
+        "line",
+        "_code",
+        "_code",
+        "_rotate_queries",
+        "_logarithms",
+        "_select_survivors",
+        "_attend",
+        "near",
+        "write",
+    ]
     assert sorted(counted.names) == ["cat", "new_zeros", "zeros_like"]  # the first is the test's own

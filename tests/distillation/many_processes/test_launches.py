@@ -112,5 +112,5 @@ def test_a_recipe_is_run_together(tmp_path):
     assert files[0] == files[1]
     results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("together", "alone")]
     for one, other in zip(*(x["students"] for x in results), strict=True):
-        assert one["gap"]["mean"] == pytest.approx(other["gap"]["mean"], abs=1e-3)
+        assert one["loss_increase"]["mean"] == pytest.approx(other["loss_increase"]["mean"], abs=1e-3)
         assert one["state_bytes"] == other["state_bytes"]

@@ -11,12 +11,12 @@ from dofla.attention.eight_bits import power_of_two
 from dofla.attention.state import widest
 
 _WHOLE = 256
-"""Blocks become whole numbers up to this before they are coded. Sums of products of those with levels are below 2²⁴ for
+"""Blocks become integers up to this before they are coded. Sums of products of those with levels are below 2²⁴ for
 blocks of up to 64 numbers, so float32 adds them without rounding, in any order."""
 
 
 def whole(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [..., n] as whole numbers (of float32) up to :data:`_WHOLE` and a power of two [..., 1] for each."""
+    """Blocks [..., n] as integers (of float32) up to :data:`_WHOLE` and a power of two [..., 1] for each."""
     exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent.clamp(-100, 100) - _WHOLE.bit_length() + 1
     exponent = exponent.squeeze(-1)
     return (x * power_of_two(-exponent)).round(), power_of_two(exponent)

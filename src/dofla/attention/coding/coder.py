@@ -1,4 +1,4 @@
-"""One side of a layer, its keys or its values: where vectors are turned to, and what a stage's codes of them are."""
+"""One side of a layer, its keys or its values: where vectors are rotated to, and what a tier's codes of them are."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dofla.attention.gpu.codes import Codes
 from dofla.attention.rows import Rows
 
 _SUM = (2**24 - 1) / 127
-"""Of the absolute values of a row of the turn at most: its products with seven-bit integers then add up exactly."""
+"""Of the absolute values of a row of the rotation at most: its products with seven-bit integers then add up exactly."""
 _REGULAR = 1e-3
 """Of the mean eigenvalue of what errors are weighed with: no direction counts for less."""
 
 Numbers = tuple[Tensor, Tensor]
-"""Vectors in blocks: whole numbers [B, Hkv, L, blocks, block], and what one is worth in each block
+"""Vectors in blocks: integers [B, Hkv, L, blocks, block], and what one is worth in each block
 [B, Hkv, L, blocks, 1]."""
 
 
@@ -70,7 +70,7 @@ class Moments:
 
 
 class Coder(nn.Module):
-    """Codes of vectors of ``dim`` numbers, for a chain of stages of ever fewer bits.
+    """Codes of vectors of ``dim`` numbers, for a chain of tiers of ever fewer bits.
 
     What it turns by is undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, says so. It is one row of
     bytes, which the compiled kernels take as it is, and of which the tensors below are views.
@@ -78,7 +78,7 @@ class Coder(nn.Module):
     Args:
         heads: KV heads.
         dim: numbers of a vector, a multiple of 8.
-        bits: of each stage, per number and in the mean over blocks, scales not counted; at most 5.
+        bits: of each tier, per number and in the mean over blocks, scales not counted; at most 5.
 
     Attributes:
         constants: [bytes], uint8.
@@ -88,7 +88,7 @@ class Coder(nn.Module):
 
     def __init__(self, heads: int, dim: int, bits: Sequence[float]) -> None:
         super().__init__()
-        self.heads, self.dim, self.stages = heads, dim, tuple(bits)
+        self.heads, self.dim, self.tiers = heads, dim, tuple(bits)
         self.block = block_size(dim)
         self._rows = Rows(  # in the order of the properties
             [
@@ -126,26 +126,27 @@ class Coder(nn.Module):
         # Blocks of size 1 in the mean, so that bytes of scales go round it.
         size = variance.unflatten(1, (-1, self.block)).mean(-1).sqrt()
         size = size.clamp_min(1e-6).repeat_interleave(self.block, 1).unsqueeze(-1)
-        turn = directions.mT @ root / size
-        self._set(turn, moments.mean, shares.mean(0).unflatten(0, (-1, self.block)).mean(-1))
+        rotation = directions.mT @ root / size
+        self._set(rotation, moments.mean, shares.mean(0).unflatten(0, (-1, self.block)).mean(-1))
 
-    def _set(self, turn: Tensor, mean: Tensor, variance: Tensor) -> None:
+    def _set(self, rotation: Tensor, mean: Tensor, variance: Tensor) -> None:
         hadamard = _hadamard(self.block)
-        turn, fineness = _whole_rows((hadamard @ turn.unflatten(1, (-1, self.block))).flatten(1, 2))
-        self.turn.copy_(turn)
+        rotation, fineness = _whole_rows((hadamard @ rotation.unflatten(1, (-1, self.block))).flatten(1, 2))
+        self.rotation.copy_(rotation)
         self.fineness.copy_(fineness)
         self.mean.copy_(mean)
-        whole_turn = self.turn.double() * self.fineness.double().unsqueeze(-1)
+        whole_turn = self.rotation.double() * self.fineness.double().unsqueeze(-1)
         for back, own in zip(self.back, whole_turn, strict=True):
             # One by one: torch takes several at once by threads that get in each other's way, and is wrong, stops or
             # hangs from a size of some 150 on (pytorch/pytorch#142815).
             back.copy_(torch.linalg.inv(own))
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
-        self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.stages]))
+        self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.tiers]))
 
     @property
     def starts(self) -> list[int]:
-        """Where :attr:`turn`, :attr:`fineness`, :attr:`back`, :attr:`mean`, :attr:`middle` and :attr:`bits` begin."""
+        """Where :attr:`rotation`, :attr:`fineness`, :attr:`back`, :attr:`mean`, :attr:`middle` and :attr:`bits`
+        begin."""
         return self._rows.starts
 
     @property
@@ -154,33 +155,33 @@ class Coder(nn.Module):
         return on_device(self.constants.device)
 
     @property
-    def turn(self) -> Tensor:
-        """What vectors are turned by, rows of whole numbers [Hkv, d, d], int16."""
+    def rotation(self) -> Tensor:
+        """What vectors are rotated by, rows of integers [Hkv, d, d], int16."""
         return self._rows.part(self.constants, 0)
 
     @property
     def fineness(self) -> Tensor:
-        """What one is worth in each row of :attr:`turn` [Hkv, d]: powers of two."""
+        """What one is worth in each row of :attr:`rotation` [Hkv, d]: powers of two."""
         return self._rows.part(self.constants, 1)
 
     @property
     def back(self) -> Tensor:
-        """The inverse of the turn [Hkv, d, d]."""
+        """The inverse of the rotation [Hkv, d, d]."""
         return self._rows.part(self.constants, 2)
 
     @property
     def mean(self) -> Tensor:
-        """What vectors lose before they are turned [Hkv, d]."""
+        """What vectors lose before they are rotated [Hkv, d]."""
         return self._rows.part(self.constants, 3)
 
     @property
     def middle(self) -> Tensor:
-        """The mean, turned [Hkv, d]."""
+        """The mean, rotated [Hkv, d]."""
         return self._rows.part(self.constants, 4)
 
     @property
     def bits(self) -> Tensor:
-        """Of each number of a block [stages, blocks], uint8."""
+        """Of each number of a block [tiers, blocks], uint8."""
         return self._rows.part(self.constants, 5)
 
     @property
@@ -193,78 +194,79 @@ class Coder(nn.Module):
         for name in ("fineness", "back", "mean", "middle"):
             if not getattr(self, name).isfinite().all():
                 return f"{name} holds NaN or infinity"
-        for own, bits in zip(self.bits.tolist(), self.stages, strict=True):
+        for own, bits in zip(self.bits.tolist(), self.tiers, strict=True):
             if not all(1 <= n <= MOST_BITS for n in own) or sum(own) != whole_bits(len(own), bits):
                 return f"bits of blocks are {own}, not {bits} in the mean and 1 to {MOST_BITS} each"
         return None
 
-    def bytes_per_token(self, stage: int) -> int:
+    def bytes_per_token(self, tier: int) -> int:
         """Of one vector of one head."""
-        return token_bytes(self.dim, self.stages[stage])
+        return token_bytes(self.dim, self.tiers[tier])
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors [B, Hkv, L, d] as the first stage keeps them: codes [B, Hkv, L, bytes] and scales
+        """Vectors [B, Hkv, L, d] as the first tier keeps them: codes [B, Hkv, L, bytes] and scales
         [B, Hkv, L, blocks], both uint8."""
-        return encode_together([self], [self.exactly_turned(x)], 0)[0]
+        return encode_together([self], [self.rotate_integer(x)], 0)[0]
 
-    def age(self, codes: Tensor, scales: Tensor, stage: int) -> tuple[Tensor, Tensor]:
-        """What stage ``stage`` kept, as the stage after it does."""
-        return encode_together([self], [self.numbers(codes, scales, stage)], stage + 1)[0]
+    def age(self, codes: Tensor, scales: Tensor, tier: int) -> tuple[Tensor, Tensor]:
+        """What tier ``tier`` kept, as the tier after it does."""
+        return encode_together([self], [self.numbers(codes, scales, tier)], tier + 1)[0]
 
-    def exactly_turned(self, x: Tensor) -> Numbers:
-        """Vectors [B, Hkv, L, d] turned, in numbers that do not depend on the order of sums."""
+    def rotate_integer(self, x: Tensor) -> Numbers:
+        """Vectors [B, Hkv, L, d] rotated, in numbers that do not depend on the order of sums."""
         integers, exponent = pack(x)
-        turned = integers.float() @ self.turn.float().mT  # exact: whole numbers below 2²⁴
+        rotated = integers.float() @ self.rotation.float().mT  # exact: integers below 2²⁴
         unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
-        return whole((turned * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
+        return whole((rotated * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
 
-    def decode(self, codes: Tensor, scales: Tensor, stage: int) -> Tensor:
-        """Turned vectors [B, Hkv, L, d], float32, of codes of a stage; see :meth:`straight` and :meth:`against`."""
-        numbers, unit = self.numbers(codes, scales, stage)
+    def decode(self, codes: Tensor, scales: Tensor, tier: int) -> Tensor:
+        """Rotated vectors [B, Hkv, L, d], float32, of codes of a tier; see :meth:`unrotate` and
+        :meth:`rotate_query`."""
+        numbers, unit = self.numbers(codes, scales, tier)
         return (numbers * unit).flatten(-2)
 
     def chain(self, x: Tensor) -> list[Tensor]:
-        """Vectors [B, Hkv, L, d] as they come back from each stage."""
+        """Vectors [B, Hkv, L, d] as they come back from each tier."""
         codes, found = self.encode(x), []
-        for stage in range(len(self.stages)):
-            found.append(self.straight(self.decode(*codes, stage)))
-            if stage + 1 < len(self.stages):
-                codes = self.age(*codes, stage)
+        for tier in range(len(self.tiers)):
+            found.append(self.unrotate(self.decode(*codes, tier)))
+            if tier + 1 < len(self.tiers):
+                codes = self.age(*codes, tier)
         return found
 
-    def turned(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Vectors [B, Hkv, L, d] as :meth:`decode` would give them if nothing were rounded."""
-        turn = (self.turn * self.fineness.unsqueeze(-1)).to(x.dtype)
-        return x @ turn.mT - self.middle.to(x.dtype).unsqueeze(1)
+        rotation = (self.rotation * self.fineness.unsqueeze(-1)).to(x.dtype)
+        return x @ rotation.mT - self.middle.to(x.dtype).unsqueeze(1)
 
-    def straight(self, turned: Tensor) -> Tensor:
-        """Vectors [B, H, L, d] that :meth:`decode` gave, or averages of such, as they were before turning."""
-        share = turned.shape[1] // self.heads
-        back = self.back.mT.to(turned.dtype).repeat_interleave(share, 0)
-        return turned @ back + self.mean.to(turned.dtype).repeat_interleave(share, 0).unsqueeze(1)
+    def unrotate(self, rotated: Tensor) -> Tensor:
+        """Vectors [B, H, L, d] that :meth:`decode` gave, or averages of such, as they were before rotation."""
+        share = rotated.shape[1] // self.heads
+        back = self.back.mT.to(rotated.dtype).repeat_interleave(share, 0)
+        return rotated @ back + self.mean.to(rotated.dtype).repeat_interleave(share, 0).unsqueeze(1)
 
-    def against(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, L, d] turned, so that their products with turned keys, and [B, H, L] added, are those with the
-        keys."""
+    def rotate_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] rotated, so that their products with rotated keys, and [B, H, L] added, are those with
+        the keys."""
         share = query.shape[1] // self.heads
         back = self.back.to(query.dtype).repeat_interleave(share, 0)
         mean = self.mean.to(query.dtype).repeat_interleave(share, 0)
         return query @ back, torch.einsum("bhld,hd->bhl", query, mean)
 
-    def asking(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, L, d] turned as by :meth:`against`, but exactly: whole numbers [B, H, L, blocks, block] and a
+    def rotate_query_integer(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, L, d] rotated as by :meth:`rotate_query`, but exactly: integers [B, H, L, blocks, block] and a
         power of two for each block [B, H, L, blocks, 1]."""
         share = query.shape[1] // self.heads
         columns, fineness = _whole_rows(self.back.mT.double())
         integers, exponent = pack(query)
-        turned = integers.float() @ columns.float().mT.repeat_interleave(share, 0)  # exact: whole numbers below 2²⁴
+        rotated = integers.float() @ columns.float().mT.repeat_interleave(share, 0)  # exact: integers below 2²⁴
         unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
-        return whole((turned * unit).unflatten(-1, (-1, self.block)))
+        return whole((rotated * unit).unflatten(-1, (-1, self.block)))
 
-    def numbers(self, codes: Tensor, scales: Tensor, stage: int) -> Numbers:
-        """What codes of a stage stand for."""
+    def numbers(self, codes: Tensor, scales: Tensor, tier: int) -> Numbers:
+        """What codes of a tier stand for."""
         found, start = [], 0
-        for blocks, bits in self._runs(stage):
+        for blocks, bits in self._runs(tier):
             size = bits * self.block // 8
             end = start + (blocks.stop - blocks.start) * size
             code = from_bytes(codes[..., start:end].unflatten(-1, (-1, size)), bits)
@@ -273,26 +275,26 @@ class Coder(nn.Module):
         numbers, units = zip(*found, strict=True)
         return torch.cat(numbers, -2), torch.cat(units, -2)
 
-    def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
-        """Codes of a stage as the Triton kernels take them."""
-        return Codes(codes, scales, self.bits[stage], self.block, *self.tables[:2])
+    def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
+        """Codes of a tier as the Triton kernels take them."""
+        return Codes(codes, scales, self.bits[tier], self.block, *self.tables[:2])
 
-    def _runs(self, stage: int) -> Iterator[tuple[slice, int]]:
+    def _runs(self, tier: int) -> Iterator[tuple[slice, int]]:
         """Neighbouring blocks of as many bits."""
         first = 0
-        for bits, run in groupby(self.bits[stage].tolist()):
+        for bits, run in groupby(self.bits[tier].tolist()):
             last = first + len(list(run))
             yield slice(first, last), bits
             first = last
 
 
-def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], stage: int) -> list[tuple[Tensor, Tensor]]:
-    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a stage keeps them, for each
+def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: int) -> list[tuple[Tensor, Tensor]]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them, for each
     coder. Blocks of as many bits are searched for together: a search is some hundred operations, however many they are.
     """
     places, found = defaultdict(list), {}
     for n, coder in enumerate(coders):
-        for block, bits in enumerate(coder.bits[stage].tolist()):
+        for block, bits in enumerate(coder.bits[tier].tolist()):
             places[bits, coder.block].append((n, block))
     for (bits, _), alike in places.items():
         numbers, unit = (torch.stack([vectors[n][part][..., block, :] for n, block in alike], -2) for part in (0, 1))
@@ -312,7 +314,7 @@ def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_size(dim: int) -> int:
-    """16, or 8 where a vector is shorter or has no whole number of such blocks."""
+    """16, or 8 where a vector is shorter or has no integer of such blocks."""
     return 16 if dim % 16 == 0 and dim >= 32 else 8
 
 

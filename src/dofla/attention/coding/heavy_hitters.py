@@ -1,10 +1,10 @@
 """Tokens that stay because they draw attention: of those that would be forgotten, a few are kept, whatever their age.
 
-Each token of the last stage has a score, how much attention it drew lately from the queries that saw it there. When one
-enters, the one with the least score leaves, the newest excepted. Scores are whole numbers, and all that goes into them
-is exact arithmetic (:meth:`dofla.attention.Coder.asking`, powers of two from a table, sums of whole numbers): so the
-same tokens stay however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048); what
-draws attention is measured here among the tokens of the stage alone, and forgotten by a 64th with every token.
+Each token of the last tier has a score, how much attention it drew lately from the queries that saw it there. When one
+enters, the one with the least score leaves, the newest excepted. Scores are integers, and all that goes into them
+is exact arithmetic (:meth:`dofla.attention.Coder.rotate_query_integer`, powers of two from a table, sums of integers):
+so the same tokens stay however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048);
+what draws attention is measured here among the tokens of the tier alone, and forgotten by a 64th with every token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)]
 """By how many steps a weight is below the largest; beyond the last it is nothing."""
 GAIN = 2**12
 """Of a score, by a query that sees nothing else."""
-FADES = 64
+DECAY = 64
 MOST_SCORE = 2**15 - 1
 FREE = -1
 """Score of a free place or of padding, which leave before any token."""
@@ -38,7 +38,7 @@ _MOST_STEPS = 2.0**30
 
 
 @dataclass(frozen=True)
-class KeptTokens(_Tensors):
+class ScoredTokens(_Tensors):
     """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
     [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16."""
 
@@ -49,7 +49,7 @@ class KeptTokens(_Tensors):
     score: Tensor
 
     @classmethod
-    def of(cls, tokens: CodedTokens) -> KeptTokens:
+    def of(cls, tokens: CodedTokens) -> ScoredTokens:
         """Tokens that have drawn nothing yet. They are padding or count in full, whatever their weights were."""
         log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
         score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
@@ -63,19 +63,19 @@ class KeptTokens(_Tensors):
     def __len__(self) -> int:
         return self.score.shape[-1]
 
-    def __getitem__(self, places: slice) -> KeptTokens:
+    def __getitem__(self, places: slice) -> ScoredTokens:
         return self.map(lambda x: x[:, :, places])
 
-    def then(self, later: KeptTokens) -> KeptTokens:
+    def then(self, later: ScoredTokens) -> ScoredTokens:
         """These tokens followed by ``later``."""
-        return KeptTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
+        return ScoredTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
 
-    def chosen(self, places: Tensor) -> KeptTokens:
+    def chosen(self, places: Tensor) -> ScoredTokens:
         """The tokens at ``places`` [B, Hkv, m]."""
         return self.map(lambda x: chosen(x, places))
 
     def plain(self) -> CodedTokens:
-        """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have come and gone in every head."""
+        """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have come and evicted_at in every head."""
         return CodedTokens(self.key, self.key_scale, self.value, self.value_scale, self.log_weight.amax(1))
 
 
@@ -85,59 +85,62 @@ def chosen(x: Tensor, places: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def keep(
-    asking: tuple[Tensor, Tensor],
+def select_survivors(
+    query_integers: tuple[Tensor, Tensor],
     real: Tensor,
-    line: KeptTokens,
+    line: ScoredTokens,
     newest: int,
     coder: Coder,
     scaling: float,
-) -> tuple[KeptTokens, Tensor, Tensor]:
-    """Let tokens enter a stage one by one, and each time the one go that drew least.
+) -> tuple[ScoredTokens, Tensor, Tensor]:
+    """Let tokens enter a tier one by one, and each time the one go that drew least.
 
     Args:
-        asking: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.asking` gives them; query i asks once token i
-            has entered.
+        query_integers: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.rotate_query_integer` gives them; query
+            i asks once token i has entered.
         real: [B, L], which queries are not padding.
         line: the tokens that are there, and the L that enter: S tokens.
         newest: how many tokens cannot go.
-        coder: of the keys; its last stage.
+        coder: of the keys; its last tier.
         scaling: of the scores of attention.
 
     Returns:
-        The stage after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
+        The tier after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
         of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of those that stay.
     """
-    per_step, weights = falling(scaling, real.device)
-    last = len(coder.stages) - 1
-    if gpu.usable(*asking):
-        from dofla.attention.gpu.heavy_hitters import choose
+    per_step, weights = weight_steps(scaling, real.device)
+    last = len(coder.tiers) - 1
+    if gpu.usable(*query_integers):
+        from dofla.attention.gpu.heavy_hitters import select_survivors
 
         keys = coder.for_kernels(line.key, line.key_scale, last)
-        index, score, left, gone = choose(asking, real, keys, line.score, newest, per_step, weights)
+        index, score, left, evicted_at = select_survivors(
+            query_integers, real, keys, line.score, newest, per_step, weights
+        )
     else:
-        steps = _steps(asking, coder.numbers(line.key, line.key_scale, last), per_step)
-        index, score, left, gone = _choose(steps, real, line.score, newest)
-    return replace(line.chosen(index), score=score), left, gone
+        steps = _steps(query_integers, coder.numbers(line.key, line.key_scale, last), per_step)
+        index, score, left, evicted_at = _select_survivors(steps, real, line.score, newest)
+    return replace(line.chosen(index), score=score), left, evicted_at
 
 
-def falling(scaling: float, device: torch.device) -> tuple[float, Tensor]:
+def weight_steps(scaling: float, device: torch.device) -> tuple[float, Tensor]:
     """Steps of the logarithm of a weight to one of a product of a query and a key, and weights by steps below the
     largest."""
     return scaling * math.log2(math.e) * OCTAVE, placed(WEIGHTS, device)
 
 
-def seen(line: KeptTokens, gone: Tensor, length: int) -> Tensor:
-    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`keep` says when they go."""
-    rows = torch.arange(length, device=gone.device).unsqueeze(-1)
-    entered = torch.arange(length - len(line), length, device=gone.device)
-    return (entered <= rows) & (rows < gone.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
+def seen(line: ScoredTokens, evicted_at: Tensor, length: int) -> Tensor:
+    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`select_survivors` says when they
+    go."""
+    rows = torch.arange(length, device=evicted_at.device).unsqueeze(-1)
+    entered = torch.arange(length - len(line), length, device=evicted_at.device)
+    return (entered <= rows) & (rows < evicted_at.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
 
 
-def _steps(asking: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step: float) -> Tensor:
+def _steps(query_integers: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step: float) -> Tensor:
     """Logarithms of the weights of all pairs, in whole steps [B, Hkv, G, L, S]; exact, but for single roundings."""
     keys, key_unit = keys
-    numbers, unit = (x.unflatten(1, (keys.shape[1], -1)) for x in asking)
+    numbers, unit = (x.unflatten(1, (keys.shape[1], -1)) for x in query_integers)
     scores = 0.0
     for block in range(keys.shape[-2]):
         products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
@@ -145,12 +148,12 @@ def _steps(asking: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step:
     return (scores * per_step).round().clamp(-_MOST_STEPS, _MOST_STEPS)
 
 
-def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Places in the line of the tokens that stay, and their scores; then as :func:`keep` returns them, ``left`` and
-    ``gone``."""
+def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Places in the line of the tokens that stay, and their scores; then as :func:`select_survivors` returns them,
+    ``left`` and ``evicted_at``."""
     heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
     weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)
-    gone = torch.full_like(score, NEVER, dtype=torch.int64)
+    evicted_at = torch.full_like(score, NEVER, dtype=torch.int64)
     index, entering, score, left = order[:-1].expand(*heads, -1), score[:, :, places:], score[:, :, :places].int(), []
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
@@ -159,11 +162,11 @@ def _choose(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Te
         least = rank[:, :, : places + 1 - newest].argmin(-1, keepdim=True)
         leaving = index.gather(-1, least)
         left.append(leaving)
-        gone.scatter_(-1, leaving, n)
+        evicted_at.scatter_(-1, leaving, n)
         stay = order[:-1] + (order[:-1] >= least)
         index, score = index.gather(-1, stay), score.gather(-1, stay)
         score = torch.where(real[:, None, n : n + 1], _drawn(score, steps[:, :, :, n], index, weights), score)
-    return index, score.to(torch.int16), torch.cat(left, -1), gone
+    return index, score.to(torch.int16), torch.cat(left, -1), evicted_at
 
 
 def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -174,8 +177,8 @@ def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tens
     drawn = weights[below.long()].masked_fill((score < 0).unsqueeze(2), 0)
     share = drawn / drawn.sum(-1, keepdim=True).clamp_min(1)
     gain = (share * share * GAIN).round().sum(2).int()
-    faded = score - (score + FADES - 1) // FADES
-    return torch.where(score < 0, score, (faded + gain).clamp(max=MOST_SCORE))
+    decayed = score - (score + DECAY - 1) // DECAY
+    return torch.where(score < 0, score, (decayed + gain).clamp(max=MOST_SCORE))
 
 
 def pieces(length: int) -> list[slice]:

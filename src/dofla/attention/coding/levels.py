@@ -17,7 +17,7 @@ def constant(numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Te
 
 MOST_BITS = 5
 UNIT = 45
-"""Levels are whole numbers of a signed byte, this many to a standard deviation."""
+"""Levels are integers of a signed byte, this many to a standard deviation."""
 
 _SCALE_STEP = 16
 """Scales to a factor of two: at most 2.2 % off, for blocks from a 256th of what calibration saw to 256 times that."""

@@ -10,7 +10,7 @@ from dofla.attention.state import accumulable
 
 _OUTLIER = 4.0
 """Standard deviation of an outlier channel, over the median of its head's channels. To scale all channels costs
-queries, which are in eight bits where tokens are chosen, more than it gains keys."""
+queries, which are in int8 where tokens are chosen, more than it gains keys."""
 
 
 class KeySmoothing(nn.Module):
@@ -18,7 +18,7 @@ class KeySmoothing(nn.Module):
     ``(key - mean) / scale``, queries ``query * scale``.
 
     Softmax attention stays the same. What is subtracted from all keys adds one number to all scores of a query, and the
-    scales cancel in the product (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438). But a vector in eight bits has one
+    scales cancel in the product (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438). But a vector in int8 has one
     scale, and without this a large key bias or an outlier channel takes all of its levels. Scales are powers of two,
     which round nothing.
 

@@ -3,7 +3,7 @@
 So a number of ``bits`` bits has not 2 ** bits levels but 2 ** :data:`WINDOW`, and a choice of 2 ** bits of them, the
 numbers before it given (Ungerboeck 1982; Marcellin and Fischer 1990). The codes of least error are found by Viterbi's
 algorithm. A block is closed to a ring: before its first number comes its last (tail-biting), so no number has fewer
-levels than others. All arithmetic is in whole numbers.
+levels than others. All arithmetic is in integers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def windows(codes: Tensor, bits: int) -> Tensor:
 
 
 def search(x: Tensor, levels: Tensor, bits: int) -> Tensor:
-    """Codes [..., n], uint8, whose ``levels`` [2 ** WINDOW], whole numbers, are close to ``x`` [..., n], whole numbers
+    """Codes [..., n], uint8, whose ``levels`` [2 ** WINDOW], integers, are close to ``x`` [..., n], integers
     in 1 / :data:`FINE`.
 
     First a path from anywhere, begun half a block before, says in which state the block begins and ends; then it is the

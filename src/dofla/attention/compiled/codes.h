@@ -30,7 +30,7 @@ inline void products(std::int64_t count, float* to, std::int64_t stride, const O
   }
 }
 
-// ... with vectors in eight bits.
+// ... with vectors in int8.
 template <int N, int G>
 inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
                    const float* queries, float* to, std::int64_t stride) {
@@ -43,12 +43,12 @@ inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int
   });
 }
 
-// ... of turned queries with codes of a stage.
+// ... of rotated queries with codes of a tier.
 template <int N, int G>
-inline void scores(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void scores(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
-  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
-  const std::uint8_t* bits = coder.bits_of(stage);
+  const std::int64_t bytes = coder.bytes(tier), blocks = coder.blocks();
+  const std::uint8_t* bits = coder.bits_of(tier);
   products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
     const std::uint8_t* code = codes + t * bytes;
     for (std::int64_t b = 0; b < blocks; ++b) {
@@ -61,7 +61,7 @@ inline void scores(const Coder& coder, std::int64_t stage, const std::uint8_t* c
   });
 }
 
-// Adds to [G, dim] vectors in eight bits, each times weights[g * stride + t].
+// Adds to [G, dim] vectors in int8, each times weights[g * stride + t].
 template <int N, int G>
 inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
                     const float* weights, std::int64_t stride, float* to) {
@@ -76,13 +76,13 @@ inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::in
   }
 }
 
-// ... turned vectors in codes of a stage.
+// ... rotated vectors in codes of a tier.
 template <int N, int G>
-inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void weighed(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                     std::int64_t count, const float* weights, std::int64_t stride, float* to) {
-  const std::int64_t bytes = coder.bytes(stage), blocks = coder.blocks();
+  const std::int64_t bytes = coder.bytes(tier), blocks = coder.blocks();
   for (std::int64_t b = 0; b < blocks; ++b) {
-    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+    with_bits(coder.bits_of(tier)[b], [&](auto n) {
       Floats<N> sum[G];
       for (int g = 0; g < G; ++g) sum[g] = Floats<N>::load(to + g * coder.dim + b * N);
       for (std::int64_t t = 0; t < count; ++t) {
@@ -96,9 +96,9 @@ inline void weighed(const Coder& coder, std::int64_t stage, const std::uint8_t* 
   }
 }
 
-// Coder.against: G queries [G, dim] turned, and their products with the mean.
+// Coder.rotate_query: G queries [G, dim] rotated, and their products with the mean.
 template <int N, int G>
-inline void against(const Coder& coder, const float* queries, float* turned, float* beside) {
+inline void rotate_query(const Coder& coder, const float* queries, float* rotated, float* beside) {
   const std::int64_t dim = coder.dim;
   constexpr int kSums = G * Floats<N>::kParts > 6 ? 1 : G * Floats<N>::kParts > 3 ? 2 : 4;
   for (std::int64_t j = 0; j < dim; j += N) {
@@ -111,7 +111,7 @@ inline void against(const Coder& coder, const float* queries, float* turned, flo
     }
     for (int g = 0; g < G; ++g) {
       for (int n = 1; n < kSums; ++n) sum[0][g] += sum[n][g];
-      sum[0][g].store(turned + g * dim + j);
+      sum[0][g].store(rotated + g * dim + j);
     }
   }
   for (int g = 0; g < G; ++g) {
@@ -122,9 +122,9 @@ inline void against(const Coder& coder, const float* queries, float* turned, flo
   }
 }
 
-// Coder.straight of G sums [G, dim] of turned vectors, added to `to`; `mass` [G] is the sum of their weights.
+// Coder.unrotate of G sums [G, dim] of rotated vectors, added to `to`; `mass` [G] is the sum of their weights.
 template <int N, int G>
-inline void straighten(const Coder& coder, const float* turned, const float* mass, float* to) {
+inline void unrotate(const Coder& coder, const float* rotated, const float* mass, float* to) {
   const std::int64_t dim = coder.dim;
   float found[G][kTile];
   for (std::int64_t first = 0; first < dim; first += kTile) {
@@ -132,7 +132,7 @@ inline void straighten(const Coder& coder, const float* turned, const float* mas
     products<N, G>(rows, found[0], kTile, [&](std::int64_t i, Floats<N>* sum) {
       for (std::int64_t j = 0; j < dim; j += N) {
         const Floats<N> row = Floats<N>::load(coder.back + (first + i) * dim + j);
-        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(turned + g * dim + j) * row;
+        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(rotated + g * dim + j) * row;
       }
     });
     for (int g = 0; g < G; ++g) {

@@ -1,5 +1,5 @@
 // Tokens in few bits and in eight: the arithmetic of coding/ and eight_bits.py, one vector at a time. Codes are those of
-// plain torch bit for bit: sums are of whole numbers that a float holds, and every other operation is a single one,
+// plain torch bit for bit: sums are of integers that a float holds, and every other operation is a single one,
 // correctly rounded, or has an exact product in front of it, so that it does not matter whether the compiler fuses them.
 #pragma once
 
@@ -26,16 +26,16 @@ struct Tables {
 // coder.py for one KV head.
 struct Coder {
   std::int64_t dim, block;
-  const std::int16_t* turn;                            // [dim, dim]
+  const std::int16_t* rotation;                            // [dim, dim]
   const float *fineness, *back, *mean, *middle;        // [dim], [dim, dim], [dim], [dim]
-  const std::uint8_t* bits;                            // [stages, blocks]
+  const std::uint8_t* bits;                            // [tiers, blocks]
   Tables tables;
 
   std::int64_t blocks() const { return dim / block; }
-  const std::uint8_t* bits_of(std::int64_t stage) const { return bits + stage * blocks(); }
-  std::int64_t bytes(std::int64_t stage) const {
+  const std::uint8_t* bits_of(std::int64_t tier) const { return bits + tier * blocks(); }
+  std::int64_t bytes(std::int64_t tier) const {
     std::int64_t total = 0;
-    for (std::int64_t b = 0; b < blocks(); ++b) total += bits_of(stage)[b] * block / 8;
+    for (std::int64_t b = 0; b < blocks(); ++b) total += bits_of(tier)[b] * block / 8;
     return total;
   }
 };
@@ -90,7 +90,7 @@ inline float largest_size(const float* x, std::int64_t n) {
   return most;
 }
 
-// coder._whole_rows of `from` [dim, dim] transposed: columns of whole numbers, a vector of them every `stride` pairs, and
+// coder._whole_rows of `from` [dim, dim] transposed: columns of integers, a vector of them every `stride` pairs, and
 // what one is worth in each.
 inline void whole_columns(const float* from, std::int64_t dim, Number* __restrict to, std::int64_t stride,
                           float* __restrict fineness) {
@@ -166,13 +166,13 @@ inline void encode_block(const float* numbers, float unit, const Tables& tables,
   *scale = static_cast<std::uint8_t>(scale_of(tables, squares, power, unit));
 }
 
-// ... of all blocks of a vector, as a stage keeps them; `read(b, x)` gives the numbers of a block and returns their unit.
+// ... of all blocks of a vector, as a tier keeps them; `read(b, x)` gives the numbers of a block and returns their unit.
 template <int N, typename Read>
-inline void encode_vector(const Coder& coder, std::int64_t stage, const Read& read, std::uint8_t* codes, std::uint8_t* scales) {
+inline void encode_vector(const Coder& coder, std::int64_t tier, const Read& read, std::uint8_t* codes, std::uint8_t* scales) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
     float numbers[N];
     const float unit = read(b, numbers);
-    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
       encode_block<N, bits>(numbers, unit, coder.tables, codes, scales + b);
       codes += bits * N / 8;
     });
@@ -189,46 +189,46 @@ inline float whole(float* x) {
   return power_of_two(exponent);
 }
 
-// Coder.encode of a vector in eight bits, as bytes; `wide` has room for it.
+// Coder.encode of a vector in int8, as bytes; `wide` has room for it.
 template <int N>
 inline void encode(const Coder& coder, const std::uint8_t* integers, const std::uint8_t* exponent,
                    std::int16_t* __restrict wide, std::uint8_t* codes, std::uint8_t* scales) {
   std::copy_n(reinterpret_cast<const std::int8_t*>(integers), coder.dim, wide);
   const float power = power_of_two(static_cast<std::int8_t>(*exponent));
-  const auto turn = [&](std::int64_t b, float* x) {
+  const auto rotation = [&](std::int64_t b, float* x) {
     for (int i = 0; i < N; ++i) {
-      const std::int16_t* __restrict row = coder.turn + (b * N + i) * coder.dim;
-      std::int32_t turned = 0;
-      for (std::int64_t j = 0; j < coder.dim; ++j) turned += static_cast<std::int32_t>(row[j]) * wide[j];
-      x[i] = static_cast<float>(turned);
+      const std::int16_t* __restrict row = coder.rotation + (b * N + i) * coder.dim;
+      std::int32_t rotated = 0;
+      for (std::int64_t j = 0; j < coder.dim; ++j) rotated += static_cast<std::int32_t>(row[j]) * wide[j];
+      x[i] = static_cast<float>(rotated);
     }
     const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
 #pragma omp simd
     for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
     return whole<N>(x);
   };
-  encode_vector<N>(coder, 0, turn, codes, scales);
+  encode_vector<N>(coder, 0, rotation, codes, scales);
 }
 
 // Coder.age of a vector
 template <int N>
-inline void age(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void age(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
                 std::uint8_t* to_codes, std::uint8_t* to_scales) {
   const auto decode = [&](std::int64_t b, float* x) {
-    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
       levels_of<N, bits>(codes, coder.tables.levels(bits)).store(x);
       codes += bits * N / 8;
     });
     return coder.tables.scales()[scales[b]];
   };
-  encode_vector<N>(coder, stage + 1, decode, to_codes, to_scales);
+  encode_vector<N>(coder, tier + 1, decode, to_codes, to_scales);
 }
 
-// Coder.decode: the turned vector.
+// Coder.decode: the rotated vector.
 template <int N>
-inline void decode(const Coder& coder, std::int64_t stage, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
+inline void decode(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
-    with_bits(coder.bits_of(stage)[b], [&](auto n) {
+    with_bits(coder.bits_of(tier)[b], [&](auto n) {
       (levels_of<N, n>(codes, coder.tables.levels(n)) * coder.tables.scales()[scales[b]]).store(to + b * N);
       codes += n * N / 8;
     });

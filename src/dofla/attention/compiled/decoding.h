@@ -1,4 +1,4 @@
-// A token of every sequence through a memory that fades.
+// A token of every sequence through a compressed cache.
 #pragma once
 
 #include "heavy_hitters.h"
@@ -8,19 +8,19 @@
 #include <atomic>
 #include <cmath>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 // One thread's scratch memory and what it does with a KV head of a sequence.
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), hidden_(group.stages.size()), wide_(std::max(group.keys.dim, group.values.dim)),
-        unsound_(group.groups), queries_(group.groups * group.keys.dim), turned_(queries_.size()), out_(group.groups * group.values.dim),
-        turned_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()), turned_vector_(wide_.size()), scores_(group.groups * group.columns()) {
-    if (!group.kept) return;
-    drawing_.emplace(group, group.groups, group.stages.back().count);
-    drawn_.resize(group.stages.back().count + 1);
+      : group_(group), hidden_(group.tiers.size()), wide_(std::max(group.keys.dim, group.values.dim)),
+        unsound_(group.groups), queries_(group.groups * group.keys.dim), rotated_(queries_.size()), out_(group.groups * group.values.dim),
+        rotated_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
+        vector_(wide_.size()), rotated_vector_(wide_.size()), scores_(group.groups * group.columns()) {
+    if (!group.heavy_hitters) return;
+    drawing_.emplace(group, group.groups, group.tiers.back().count);
+    drawn_.resize(group.tiers.back().count + 1);
   }
 
   // The state after; false if the key or the value holds NaN or infinity.
@@ -33,12 +33,12 @@ class Decoder {
     for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
     }
-    for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
-      const Tokens &before = group.stages[stage], &from = stage ? group.stages[stage - 1] : group.window;
-      leaves_ = group.keeps(stage) ? choose(n, h) : 0;
-      copy(before, group.stages_after[stage], n, h, 0, 0, leaves_);
-      copy(before, group.stages_after[stage], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
-      enter(group, stage, from, 0, group.stages_after[stage], before.count - 1, n, h, wide_);
+    for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
+      const Tokens &before = group.tiers[tier], &from = tier ? group.tiers[tier - 1] : group.window;
+      leaves_ = group.keeps(tier) ? select_evicted(n, h) : 0;
+      copy(before, group.tiers_after[tier], n, h, 0, 0, leaves_);
+      copy(before, group.tiers_after[tier], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
+      enter(group, tier, from, 0, group.tiers_after[tier], before.count - 1, n, h, wide_);
     }
     return finite;
   }
@@ -68,40 +68,40 @@ class Decoder {
   }
 
   void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
-    fading::leave(group_, group_.stages.back(), leaves_, n, h, key, value, 0, turned_vector_, vector_);
+    tiers::leave(group_, group_.tiers.back(), leaves_, n, h, key, value, 0, rotated_vector_, vector_);
   }
 
  private:
-  // How many tokens of each stage stand in front of the first that somebody sees; columns of all others.
+  // How many tokens of each tier stand in front of the first that somebody sees; columns of all others.
   void pass_over_hidden(std::int64_t n) {
     columns_ = group_.columns();
-    for (std::size_t stage = 0; stage < hidden_.size(); ++stage) {
-      const Tokens& tokens = group_.stages_after[stage];
+    for (std::size_t tier = 0; tier < hidden_.size(); ++tier) {
+      const Tokens& tokens = group_.tiers_after[tier];
       if (tokens.apart) {
-        hidden_[stage] = free_places(drawn_.data(), tokens.count);
+        hidden_[tier] = free_places(drawn_.data(), tokens.count);
       } else {
         const float* all = tokens.log_weights(n);
-        hidden_[stage] = std::find_if(all, all + tokens.count, [](float x) { return x > kLogZero; }) - all;
+        hidden_[tier] = std::find_if(all, all + tokens.count, [](float x) { return x > kLogZero; }) - all;
       }
-      columns_ += whole_lanes(tokens.count - hidden_[stage]) - whole_lanes(tokens.count);
+      columns_ += whole_lanes(tokens.count - hidden_[tier]) - whole_lanes(tokens.count);
     }
   }
 
-  // Which token leaves a stage that keeps what draws attention; the others' scores.
-  std::int64_t choose(std::int64_t n, std::int64_t h) {
-    const Tokens& before = group_.stages.back();
+  // Which token leaves a tier that keeps what draws attention; the others' scores.
+  std::int64_t select_evicted(std::int64_t n, std::int64_t h) {
+    const Tokens& before = group_.tiers.back();
     const std::int64_t unit = n * before.heads + h, count = before.count;
     std::copy_n(before.scores(n, h), count, drawn_.begin());
     drawn_[count] = group_.leaving[n] > kLogZero ? 0 : kFree;
-    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.kept->newest);
-    group_.kept->left[unit] = log_weight_of(drawn_[leaves]);
+    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.heavy_hitters->newest);
+    group_.heavy_hitters->left[unit] = log_weight_of(drawn_[leaves]);
     std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
     return leaves;
   }
 
-  // The scores of kept tokens after the queries.
+  // The scores of heavy hitters after the queries.
   void draw(std::int64_t n, std::int64_t h) {
-    const Tokens& after = group_.stages_after.back();
+    const Tokens& after = group_.tiers_after.back();
     if (group_.real(n, 0)) {
       for (std::int64_t g = 0; g < group_.groups; ++g) drawing_->take(g, &queries_[g * group_.keys.dim]);
       const std::int64_t start = hidden_.back();
@@ -117,8 +117,8 @@ class Decoder {
     coding::with_block(coder.block, [&](auto block) {
       coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
         const float* queries = &queries_[first * coder.dim];
-        float *turned = &turned_[first * coder.dim], *to = &scores_[first * columns_];
-        coding::against<block, g>(coder, queries, turned, &beside_[first]);
+        float *rotated = &rotated_[first * coder.dim], *to = &scores_[first * columns_];
+        coding::rotate_query<block, g>(coder, queries, rotated, &beside_[first]);
         const auto exact = [&](const Tokens& tokens) {
           coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
                                    tokens.count, queries, to, columns_);
@@ -127,11 +127,11 @@ class Decoder {
         };
         exact(group.window_after);
         if (group.sinks) exact(*group.sinks_after);
-        for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
-          const Tokens& tokens = group.stages_after[stage];
-          const std::int64_t hidden = hidden_[stage], seen = tokens.count - hidden;
-          coding::scores<block, g>(coder, stage, tokens.row<std::uint8_t>(0, n, h, hidden),
-                                   tokens.row<std::uint8_t>(1, n, h, hidden), seen, turned, to, columns_);
+        for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
+          const Tokens& tokens = group.tiers_after[tier];
+          const std::int64_t hidden = hidden_[tier], seen = tokens.count - hidden;
+          coding::scores<block, g>(coder, tier, tokens.row<std::uint8_t>(0, n, h, hidden),
+                                   tokens.row<std::uint8_t>(1, n, h, hidden), seen, rotated, to, columns_);
           for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, hidden, beside_[first + i], to + i * columns_);
           to += whole_lanes(seen);
         }
@@ -167,10 +167,10 @@ class Decoder {
     const Group& group = group_;
     const coding::Coder coder = group.values.head(h);
     std::fill(out_.begin(), out_.end(), 0.0f);
-    std::fill(turned_out_.begin(), turned_out_.end(), 0.0f);
+    std::fill(rotated_out_.begin(), rotated_out_.end(), 0.0f);
     coding::with_block(coder.block, [&](auto block) {
       coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
-        float *to = &out_[first * coder.dim], *turned = &turned_out_[first * coder.dim];
+        float *to = &out_[first * coder.dim], *rotated = &rotated_out_[first * coder.dim];
         const float* weights = &scores_[first * columns_];
         const auto exact = [&](const Tokens& tokens) {
           coding::weighed<block, g>(coder.dim, tokens.row<std::int8_t>(2, n, h, 0), tokens.row<std::int8_t>(3, n, h, 0),
@@ -181,26 +181,26 @@ class Decoder {
         if (group.sinks) exact(*group.sinks_after);
         const std::int64_t coded = columns_ - (weights - &scores_[first * columns_]);
         for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
-        for (std::size_t stage = 0; stage < group.stages.size(); ++stage) {
-          const Tokens& tokens = group.stages_after[stage];
-          const std::int64_t hidden = hidden_[stage], seen = tokens.count - hidden;
-          coding::weighed<block, g>(coder, stage, tokens.row<std::uint8_t>(2, n, h, hidden),
-                                    tokens.row<std::uint8_t>(3, n, h, hidden), seen, weights, columns_, turned);
+        for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
+          const Tokens& tokens = group.tiers_after[tier];
+          const std::int64_t hidden = hidden_[tier], seen = tokens.count - hidden;
+          coding::weighed<block, g>(coder, tier, tokens.row<std::uint8_t>(2, n, h, hidden),
+                                    tokens.row<std::uint8_t>(3, n, h, hidden), seen, weights, columns_, rotated);
           weights += whole_lanes(seen);
         }
-        coding::straighten<block, g>(coder, turned, &mass_[first], to);
+        coding::unrotate<block, g>(coder, rotated, &mass_[first], to);
       });
     });
   }
 
   const Group& group_;
-  std::int64_t columns_ = 0, leaves_ = 0;  // which token left the last stage
+  std::int64_t columns_ = 0, leaves_ = 0;  // which token left the last tier
   std::vector<std::int64_t> hidden_;
   std::optional<Drawing> drawing_;
   std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, mass_, best_, whole_, vector_, turned_vector_;
+  std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, mass_, best_, whole_, vector_, rotated_vector_;
   Unwritten<float> scores_;
 };
 
@@ -230,4 +230,4 @@ inline void decode(const std::vector<Job>& jobs) {
   });
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

@@ -1,5 +1,5 @@
-// The last stage where it keeps what draws attention: scores and who leaves, the arithmetic of coding/heavy_hitters.py. All of it
-// is of whole numbers or of single correctly rounded operations, none of which may be fused with another.
+// The last tier where it keeps what draws attention: scores and who leaves, the arithmetic of coding/heavy_hitters.py. All of it
+// is of integers or of single correctly rounded operations, none of which may be fused with another.
 #pragma once
 
 #include "tiers.h"
@@ -8,12 +8,12 @@
 #include <cmath>
 #include <numeric>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
-constexpr std::int32_t kMostScore = 32767, kFades = 64;  // as in heavy_hitters.py
+constexpr std::int32_t kMostScore = 32767, kDecay = 64;  // as in heavy_hitters.py
 constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
 
-// The place of the least score among the first `count`, the foremost of several; gone tokens do not count.
+// The place of the least score among the first `count`, the foremost of several; evicted_at tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   std::uint32_t best = 0xffffffff;  // what kGone - kFree is
 #pragma omp simd reduction(min : best)
@@ -21,17 +21,17 @@ inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   return std::find(score, score + count, static_cast<std::int32_t>(best) + kFree) - score;
 }
 
-// How many places are free, as those of a stage that is not full are the foremost.
+// How many places are free, as those of a tier that is not full are the foremost.
 inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
   return std::find_if(score, score + count, [](std::int32_t x) { return x != kFree; }) - score;
 }
 
-// One thread's scratch memory for queries of a KV head, `rows` of them, and tokens of the stage, up to `count`.
+// One thread's scratch memory for queries of a KV head, `rows` of them, and tokens of the tier, up to `count`.
 class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
-        power_(rows), asking_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
+        power_(rows), rotated_query_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
         asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
         steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
@@ -48,7 +48,7 @@ class Drawing {
   void measure(const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t rows, std::int64_t count, const Token& token) {
     const coding::Coder coder = group_.keys.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      ask<block>(h, rows);
+      rotate_queries<block>(h, rows);
       unpack<block>(coder, tokens, n, h, count, token);
       for (std::int64_t t = 0; t < count; t += kAside * kLanes) {
         coding::with_groups(rows, [&](auto r, std::int64_t first) { count_steps<block, r>(first, t); });
@@ -56,7 +56,7 @@ class Drawing {
     });
   }
 
-  // kept._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
+  // heavy_hitters._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
   void draw(std::int64_t first, std::int64_t count, std::int32_t* __restrict score) {
     constexpr float kOctave = 8.0f, kSteps = 13 * kOctave;  // as in heavy_hitters.py
     float *__restrict drawn = drawn_.data(), *__restrict gain = gain_.data();
@@ -71,7 +71,7 @@ class Drawing {
         const float apart = top - drawn[t], below = apart > 0.0f ? apart : 0.0f;
         drawn[t] = below < kSteps ? below * static_cast<float>(-M_LN2 / kOctave) : -100.0f;
       }
-      // kept.WEIGHTS: none of those powers of two is so near the middle between two whole numbers that this would miss it.
+      // heavy_hitters.WEIGHTS: none of those powers of two is so near the middle between two integers that this would miss it.
 #pragma omp simd
       for (std::int64_t t = 0; t < count; ++t) drawn[t] = __builtin_rintf(4096.0f * exp_of_negative(drawn[t]));
       const float total = std::max(sum(drawn, count), 1.0f);
@@ -83,29 +83,29 @@ class Drawing {
     }
 #pragma omp simd
     for (std::int64_t t = 0; t < count; ++t) {
-      const std::int32_t before = score[t], faded = before - (before + kFades - 1) / kFades;
-      score[t] = before < 0 ? before : std::min(faded + static_cast<std::int32_t>(gain[t]), kMostScore);
+      const std::int32_t before = score[t], decayed = before - (before + kDecay - 1) / kDecay;
+      score[t] = before < 0 ? before : std::min(decayed + static_cast<std::int32_t>(gain[t]), kMostScore);
     }
   }
 
  private:
-  // Coder.asking
+  // Coder.rotate_query_integer
   template <int N>
-  void ask(std::int64_t h, std::int64_t rows) {
-    const Kept& kept = *group_.kept;
-    const auto* turn = reinterpret_cast<const float*>(&kept.turn[h * dim_ * kept.stride]);
-    const float* fineness = &kept.fineness[h * dim_];
+  void rotate_queries(std::int64_t h, std::int64_t rows) {
+    const HeavyHitters& heavy_hitters = *group_.heavy_hitters;
+    const auto* rotation = reinterpret_cast<const float*>(&heavy_hitters.rotation[h * dim_ * heavy_hitters.stride]);
+    const float* fineness = &heavy_hitters.fineness[h * dim_];
     coding::with_groups(rows, [&](auto r, std::int64_t first) {
       for (std::int64_t j = 0; j < dim_; j += kLanes) {
         Sums sum[r] = {};
         for (std::int64_t i = 0; i < dim_; i += kPair) {
-          const Sums numbers = load_numbers(turn + i / kPair * kept.stride + j);
+          const Sums numbers = load_numbers(rotation + i / kPair * heavy_hitters.stride + j);
           for (int n = 0; n < r; ++n) sum[n] = plus_products(sum[n], numbers, everywhere(&integers_[(first + n) * dim_ + i]));
         }
-        for (int n = 0; n < r; ++n) store(&asking_[n * kept.stride + j], as_floats(sum[n]));
+        for (int n = 0; n < r; ++n) store(&rotated_query_[n * heavy_hitters.stride + j], as_floats(sum[n]));
       }
       for (int n = 0; n < r; ++n) {
-        float* x = &asking_[n * kept.stride];
+        float* x = &rotated_query_[n * heavy_hitters.stride];
         for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
         for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
         std::copy_n(x, dim_, &asked_[(first + n) * dim_]);
@@ -117,14 +117,14 @@ class Drawing {
   template <int N, typename Token>
   void unpack(const coding::Coder& coder, const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t count,
             const Token& token) {
-    const std::int64_t stage = group_.keys.stages - 1;
+    const std::int64_t tier = group_.keys.tiers - 1;
     for (std::int64_t first = 0; first < count; first += kLanes) {
       for (std::int64_t t = 0; t < std::min(kLanes, count - first); ++t) {
         const std::int64_t place = token(first + t);
         const auto* codes = tokens.row<std::uint8_t>(0, n, h, place);
         const auto* scales = tokens.row<std::uint8_t>(1, n, h, place);
         for (std::int64_t b = 0; b < blocks_; ++b) {
-          coding::with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+          coding::with_bits(coder.bits_of(tier)[b], [&](auto bits) {
             store_numbers(&tile_[t * dim_ + b * N], coding::levels_of<N, bits>(codes, coder.tables.levels(bits)));
             codes += bits * N / 8;
           });
@@ -135,7 +135,7 @@ class Drawing {
     }
   }
 
-  // kept._steps of R queries and the tokens from t on, kAside vectors of them: what is loaded serves several products.
+  // heavy_hitters._steps of R queries and the tokens from t on, kAside vectors of them: what is loaded serves several products.
   template <int N, int R>
   void count_steps(std::int64_t first, std::int64_t t) {
     const Number* asked = &asked_[first * dim_];
@@ -159,7 +159,7 @@ class Drawing {
     }
     for (int r = 0; r < R; ++r) {
       float* __restrict to = &steps_[(first + r) * stride_ + t];
-      for (int v = 0; v < kAside; ++v) store(to + v * kLanes, total[r][v] * group_.kept->step);
+      for (int v = 0; v < kAside; ++v) store(to + v * kLanes, total[r][v] * group_.heavy_hitters->step);
 #pragma omp simd
       for (std::int64_t i = 0; i < kAside * kLanes; ++i) {
         to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
@@ -171,20 +171,20 @@ class Drawing {
 
   const Group& group_;
   std::int64_t dim_, blocks_, stride_;
-  std::vector<float> power_, asking_, units_;
-  std::vector<Number> integers_, asked_, tile_;  // queries, turned ones, and keys on their way into the lanes of numbers_
+  std::vector<float> power_, rotated_query_, units_;
+  std::vector<Number> integers_, rotated_, tile_;  // queries, rotated ones, and keys on their way into the lanes of numbers_
   Unwritten<float> numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
 
-// What becomes of the tokens of a line of each KV head, the `places` of the stage followed by those that enter: which ones
+// What becomes of the tokens of a line of each KV head, the `places` of the tier followed by those that enter: which ones
 // stand there before each block of queries, oldest first; from which query on each has left; and which leave, in order.
-struct Fates {
+struct Evictions {
   std::int64_t places, length, block, blocks;
   std::vector<std::int32_t> held, until, left;  // [units, blocks, places], [units, places + L], [units, L]
 
-  Fates(const Group& group, std::int64_t block)
-      : places(group.stages.back().count), length(group.length), block(block), blocks((length + block - 1) / block),
+  Evictions(const Group& group, std::int64_t block)
+      : places(group.tiers.back().count), length(group.length), block(block), blocks((length + block - 1) / block),
         held(group.units() * blocks * places), until(group.units() * (places + length), length), left(group.units() * length) {}
 
   std::int32_t* held_before(std::int64_t unit, std::int64_t first) {
@@ -194,20 +194,20 @@ struct Fates {
   std::int32_t* left_by(std::int64_t unit) { return &left[unit * length]; }
 };
 
-// kept.keep of a KV head, and the stage after it.
-inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Fates& fates) {
-  const Kept& kept = *group.kept;
-  const Tokens& after = group.stages_after.back();
-  const std::int64_t count = fates.places, length = fates.length, unit = n * line.heads + h;
+// heavy_hitters.select_survivors of a KV head, and the tier after it.
+inline void select_survivors(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Evictions& evictions) {
+  const HeavyHitters& heavy_hitters = *group.heavy_hitters;
+  const Tokens& after = group.tiers_after.back();
+  const std::int64_t count = evictions.places, length = evictions.length, unit = n * line.heads + h;
   const float* log_weights = &group.lines.back()[unit * (count + length)];
-  std::int32_t *until = fates.until_of(unit), *left = fates.left_by(unit);
-  std::vector<std::int32_t> place(count + fates.block), score(count + fates.block);
+  std::int32_t *until = evictions.until_of(unit), *left = evictions.left_by(unit);
+  std::vector<std::int32_t> place(count + evictions.block), score(count + evictions.block);
   std::vector<float> query(group.keys.dim);
   std::iota(place.begin(), place.begin() + count, 0);
-  std::copy_n(group.stages.back().scores(n, h), count, score.begin());
-  for (std::int64_t first = 0; first < length; first += fates.block) {
-    const std::int64_t rows = std::min(fates.block, length - first);
-    std::copy_n(place.begin(), count, fates.held_before(unit, first));
+  std::copy_n(group.tiers.back().scores(n, h), count, score.begin());
+  for (std::int64_t first = 0; first < length; first += evictions.block) {
+    const std::int64_t rows = std::min(evictions.block, length - first);
+    std::copy_n(place.begin(), count, evictions.held_before(unit, first));
     for (std::int64_t i = 0; i < rows; ++i) {
       place[count + i] = count + first + i;
       score[count + i] = log_weights[count + first + i] > kLogZero ? 0 : kFree;
@@ -219,7 +219,7 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
     const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
     drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
     for (std::int64_t i = 0; i < rows; ++i) {
-      const std::int64_t leaves = least(score.data(), count + i + 1 - kept.newest);
+      const std::int64_t leaves = least(score.data(), count + i + 1 - heavy_hitters.newest);
       left[first + i] = place[leaves];
       until[place[leaves]] = first + i;
       score[leaves] = kGone;
@@ -233,8 +233,8 @@ inline void keep(const Group& group, const Tokens& line, std::int64_t n, std::in
   }
   for (std::int64_t t = 0; t < count; ++t) copy(line, after, n, h, place[t], t, 1);
   std::copy_n(score.begin(), count, after.scores(n, h));
-  float* leaving = &kept.left[unit * length];
+  float* leaving = &heavy_hitters.left[unit * length];
   for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

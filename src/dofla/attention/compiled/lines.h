@@ -1,4 +1,4 @@
-// Many tokens on their way into a memory that fades: all are coded, stage by stage.
+// Many tokens on their way into a compressed cache: all are coded, tier by tier.
 #pragma once
 
 #include "heavy_hitters.h"
@@ -6,21 +6,21 @@
 
 #include <ATen/Parallel.h>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 constexpr std::int64_t kApart = kLanes / 4;  // fewer tokens than these are coded one by one
 
 // What each kind of tokens held before, followed by those that came in.
 struct Lines {
   Tokens window;
-  std::vector<Tokens> stages;
+  std::vector<Tokens> tiers;
 
   explicit Lines(const Group& group) {
     window = line(group, group.window);
-    for (const Tokens& tokens : group.stages) stages.push_back(line(group, tokens));
+    for (const Tokens& tokens : group.tiers) tiers.push_back(line(group, tokens));
   }
 
-  const Tokens& before(std::size_t stage) const { return stage ? stages[stage - 1] : window; }
+  const Tokens& before(std::size_t tier) const { return tier ? tiers[tier - 1] : window; }
 
  private:
   Tokens line(const Group& group, const Tokens& of) {
@@ -34,7 +34,7 @@ struct Lines {
 };
 
 // Tokens i, i + 1, ... as enter has them, `count` of them, up to kLanes.
-inline void enter_together(const Group& group, std::int64_t stage, const Tokens& from, std::int64_t i, const Tokens& to,
+inline void enter_together(const Group& group, std::int64_t tier, const Tokens& from, std::int64_t i, const Tokens& to,
                            std::int64_t j, std::int64_t count, std::int64_t n, std::int64_t h, coding::Together& scratch) {
   const auto rows = [&](const Tokens& tokens, std::int64_t part, std::int64_t first) {
     return coding::BytesOf{tokens.row<std::uint8_t>(part, n, h, first), tokens.widths[part]};
@@ -44,8 +44,8 @@ inline void enter_together(const Group& group, std::int64_t stage, const Tokens&
     const auto codes = rows(from, part, i), scales = rows(from, part + 1, i);
     const auto to_codes = rows(to, part, j), to_scales = rows(to, part + 1, j);
     coding::with_block(coder.block, [&](auto block) {
-      if (stage > 0) {
-        coding::age<block>(coder, stage - 1, codes, scales, count, to_codes, to_scales);
+      if (tier > 0) {
+        coding::age<block>(coder, tier - 1, codes, scales, count, to_codes, to_scales);
       } else {
         coding::encode<block>(coder, codes, scales, count, scratch, to_codes, to_scales);
       }
@@ -79,15 +79,15 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
                  unsound[(n * heads + h) * length + i] = !pack(group, i, hidden, lines.window, window + i, n, h, vector);
                }
              });
-  for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
-    const Tokens &line = lines.stages[stage], &from = lines.before(stage);
-    const std::int64_t count = group.stages[stage].count;
-    for_tokens([&](auto n, auto h) { copy(group.stages[stage], line, n, h, 0, 0, count); },
+  for (std::size_t tier = 0; tier < lines.tiers.size(); ++tier) {
+    const Tokens &line = lines.tiers[tier], &from = lines.before(tier);
+    const std::int64_t count = group.tiers[tier].count;
+    for_tokens([&](auto n, auto h) { copy(group.tiers[tier], line, n, h, 0, 0, count); },
                [&](auto n, auto h, auto i, auto end, auto&, auto& integers, auto& together) {
                  for (; end - i >= kApart; i += std::min(end - i, kLanes)) {
-                   enter_together(group, stage, from, i, line, count + i, std::min(end - i, kLanes), n, h, together);
+                   enter_together(group, tier, from, i, line, count + i, std::min(end - i, kLanes), n, h, together);
                  }
-                 for (; i < end; ++i) enter(group, stage, from, i, line, count + i, n, h, integers);
+                 for (; i < end; ++i) enter(group, tier, from, i, line, count + i, n, h, integers);
                });
   }
   std::vector<std::int64_t> sound(group.units());
@@ -96,8 +96,8 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
     const auto first = unsound.begin() + unit * length;
     sound[unit] = std::find(first, first + length, 1) - first;
     copy(lines.window, group.window_after, n, h, length, 0, window);
-    for (std::size_t stage = 0; stage < lines.stages.size() && !group.keeps(stage); ++stage) {
-      copy(lines.stages[stage], group.stages_after[stage], n, h, length, 0, group.stages[stage].count);
+    for (std::size_t tier = 0; tier < lines.tiers.size() && !group.keeps(tier); ++tier) {
+      copy(lines.tiers[tier], group.tiers_after[tier], n, h, length, 0, group.tiers[tier].count);
     }
     for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       const std::int64_t source = group.sources[n * group.sinks->count + place];
@@ -107,4 +107,4 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
   return sound;
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

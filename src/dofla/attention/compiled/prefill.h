@@ -1,4 +1,4 @@
-// Many tokens through a memory that fades: all are coded, then blocks of queries see their bands.
+// Many tokens through a compressed cache: all are coded, then blocks of queries see their bands.
 #pragma once
 
 #include "reading.h"
@@ -6,20 +6,20 @@
 #include <atomic>
 #include <thread>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 // A group's tokens once they are coded.
 struct Prompt {
   Lines lines;
   std::vector<std::int64_t> sound;
-  std::optional<Fates> fates;  // of kept tokens
+  std::optional<Evictions> evictions;  // of heavy hitters
 
   explicit Prompt(const Group& group) : lines(group), sound(code(group, lines)) {
-    if (group.kept) fates.emplace(group, std::min(kRows, group.length));
+    if (group.heavy_hitters) evictions.emplace(group, std::min(kRows, group.length));
   }
 };
 
-// What threads do of prompts. Of each KV head somebody has to let tokens enter its last stage one after the other, where it
+// What threads do of prompts. Of each KV head somebody has to let tokens enter its last tier one after the other, where it
 // keeps what draws attention, before blocks of its queries can be read. Whoever is free takes what comes next: all of the
 // former, then the latter.
 class Work {
@@ -28,7 +28,7 @@ class Work {
       : jobs_(jobs), units_(units_of(jobs)), blocks_((jobs[0].group.length + kRows - 1) / kRows), chosen_(units_.size()) {
     for (const Job& job : jobs) prompts_.emplace_back(job.group);
     for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-      if (prompts_[units_[unit].group].fates) choices_.push_back(unit);
+      if (prompts_[units_[unit].group].evictions) choices_.push_back(unit);
     }
   }
 
@@ -46,7 +46,7 @@ class Work {
     const std::int64_t choices = choices_.size(), all = choices + units_.size() * blocks_;
     std::int64_t place = next_++;
     Mine<Drawing> drawing;
-    for (; place < choices; place = next_++) choose(choices_[place], drawing);
+    for (; place < choices; place = next_++) select_survivors(choices_[place], drawing);
     Mine<Reader<Real>> reader;
     for (; place < all; place = next_++) read((place - choices) / blocks_, (place - choices) % blocks_ * kRows, reader);
     Operands<Real>::release();
@@ -58,29 +58,29 @@ class Work {
     ~Done() { flag.store(true, std::memory_order_release); }
   };
 
-  void choose(std::size_t place, Mine<Drawing>& mine) {
+  void select_survivors(std::size_t place, Mine<Drawing>& mine) {
     const Done done{chosen_[place]};
     const auto [which, n, h] = units_[place];
     const Group& group = jobs_[which].group;
     Prompt& prompt = prompts_[which];
-    Fates& fates = *prompt.fates;
-    Drawing& drawing = mine.of(which, group, fates.block * group.groups, fates.places + fates.block);
-    keep(group, prompt.lines.stages.back(), n, h, drawing, fates);
+    Evictions& evictions = *prompt.evictions;
+    Drawing& drawing = mine.of(which, group, evictions.block * group.groups, evictions.places + evictions.block);
+    select_survivors(group, prompt.lines.tiers.back(), n, h, drawing, evictions);
   }
 
   template <typename Real>
   void read(std::size_t place, std::int64_t first, Mine<Reader<Real>>& mine) {
     const auto [which, n, h] = units_[place];
     const auto& [group, result, scores] = jobs_[which];
-    auto& [lines, sound, fates] = prompts_[which];
-    while (fates && !chosen_[place].load(std::memory_order_acquire)) std::this_thread::yield();
+    auto& [lines, sound, evictions] = prompts_[which];
+    while (evictions && !chosen_[place].load(std::memory_order_acquire)) std::this_thread::yield();
     const std::int64_t unit = n * group.keys.heads + h;
-    mine.of(which, group, lines, fates ? &*fates : nullptr).attend(n, h, first, sound[unit], result);
+    mine.of(which, group, lines, evictions ? &*evictions : nullptr).attend(n, h, first, sound[unit], result);
     if (!group.behind) return;
-    std::vector<float> turned(std::max(group.keys.dim, group.values.dim)), straight(turned.size());
+    std::vector<float> rotated(std::max(group.keys.dim, group.values.dim)), unrotated(rotated.size());
     for (std::int64_t i = first; i < std::min(first + kRows, group.length); ++i) {
-      const std::int64_t from = fates ? fates->left_by(unit)[i] : i;
-      leave(group, lines.stages.back(), from, n, h, result.rows[0], result.rows[1], i, turned, straight);
+      const std::int64_t from = evictions ? evictions->left_by(unit)[i] : i;
+      leave(group, lines.tiers.back(), from, n, h, result.rows[0], result.rows[1], i, rotated, unrotated);
     }
   }
 
@@ -100,4 +100,4 @@ inline void prefill(const std::vector<Job>& jobs) {
   });
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

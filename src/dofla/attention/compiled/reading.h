@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 constexpr std::int64_t kRows = 64;  // queries done at once
 constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if not of all
@@ -15,15 +15,15 @@ constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if 
 template <typename Real>
 class Reader {
  public:
-  Reader(const Group& group, const Lines& lines, Fates* fates)
-      : group_(group), lines_(lines), fates_(fates), dim_(group.keys.dim), value_dim_(group.values.dim),
+  Reader(const Group& group, const Lines& lines, Evictions* evictions)
+      : group_(group), lines_(lines), evictions_(evictions), dim_(group.keys.dim), value_dim_(group.values.dim),
         block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
-        unsound_(rows_), queries_(rows_ * dim_), turned_(rows_ * dim_), out_(rows_ * value_dim_), turned_out_(rows_ * value_dim_),
-        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), turned_rounded_(rows_ * dim_) {
+        unsound_(rows_), queries_(rows_ * dim_), rotated_(rows_ * dim_), out_(rows_ * value_dim_), rotated_out_(rows_ * value_dim_),
+        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), rotated_rounded_(rows_ * dim_) {
     add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
-    for (std::size_t stage = 0; stage < lines.stages.size(); ++stage) {
-      const std::int64_t count = group.stages[stage].count;
-      add(count, block_ + count - !group.keeps(stage), lines.stages[stage], group.lines[stage + 1]);
+    for (std::size_t tier = 0; tier < lines.tiers.size(); ++tier) {
+      const std::int64_t count = group.tiers[tier].count;
+      add(count, block_ + count - !group.keeps(tier), lines.tiers[tier], group.lines[tier + 1]);
     }
     sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
     std::int64_t most = sink_columns_;
@@ -32,7 +32,7 @@ class Reader {
       most = std::max(most, band.most);
       stride_ += band.most;
     }
-    if (fates) until_.resize(fates->places + block_);
+    if (evictions) until_.resize(evictions->places + block_);
     vectors_ = Unwritten<float>(most * std::max(dim_, value_dim_));
     scores_ = Unwritten<float>(rows_ * stride_);
     weights_ = Unwritten<Real>(rows_ * stride_);
@@ -65,7 +65,7 @@ class Reader {
       coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
     }
     average(n, h, first, operands_.left(scores_.data(), rows_, width, stride_, weights_));
-    straighten(h);
+    unrotate(h);
     const coding::Coder coder = group_.values.head(h);
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t g = row / block_, i = row % block_;
@@ -85,7 +85,7 @@ class Reader {
 
  private:
   // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
-  // Of kept ones, it is those that stood there before the block and have not left, and those that entered. The first
+  // of heavy hitters, it is those that stood there before the block and have not left, and those that entered. The first
   // `hidden` of them, free places and padding, have no columns.
   struct Band {
     std::int64_t count, most;  // columns at most
@@ -130,15 +130,15 @@ class Reader {
     }
     for (float& x : queries_) x *= group_.scaling;
     const coding::Coder coder = group_.keys.head(h);
-    matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, turned_.data(), dim_, false);
+    matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, rotated_.data(), dim_, false);
     for (std::int64_t row = 0; row < rows_; ++row) {
       float total = 0.0f;
 #pragma omp simd reduction(+ : total)
       for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
       beside_[row] = total;
     }
-    asking_ = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
-    asking_turned_ = operands_.left(turned_.data(), rows_, dim_, dim_, turned_rounded_);
+    rotated_query_ = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
+    rotated_query_operand_ = operands_.left(rotated_.data(), rows_, dim_, dim_, rotated_rounded_);
   }
 
   bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
@@ -149,11 +149,11 @@ class Reader {
   }
   std::int64_t place(std::size_t band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
     if (!keeps(band)) return first + 1 + t;
-    return t < bands_[band].count ? fates_->held_before(n * group_.keys.heads + h, first)[t] : first + t;
+    return t < bands_[band].count ? evictions_->held_before(n * group_.keys.heads + h, first)[t] : first + t;
   }
 
   // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
-  // stages are turned.
+  // tiers are rotated.
   void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
     const Band& b = bands_[band];
     const Coders& coders = part == 0 ? group_.keys : group_.values;
@@ -187,14 +187,14 @@ class Reader {
     const Band& b = bands_[band];
     const std::int64_t seen = there(band, first) - b.hidden;
     unpack(n, h, first, band, 0);
-    const Real *queries = band > 0 ? asking_turned_ : asking_, *keys = operands_.across(vectors_.data(), b.columns, dim_);
+    const Real *queries = band > 0 ? rotated_query_operand_ : rotated_query_, *keys = operands_.across(vectors_.data(), b.columns, dim_);
     matmul(rows_, b.columns, dim_, queries, dim_, keys, b.columns, &scores_[b.start], stride_, false);
     const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, b.hidden + t); };
     const float* log_weights = log_weights_of(band, n, h);
     for (std::int64_t t = 0; t < seen; ++t) column_weight_[b.start + t] = log_weights[place(t)];
     std::fill_n(&column_weight_[b.start + seen], b.columns - seen, kLogZero);
     if (keeps(band)) {
-      const std::int32_t* until = fates_->until_of(n * group_.keys.heads + h);
+      const std::int32_t* until = evictions_->until_of(n * group_.keys.heads + h);
       for (std::int64_t t = 0; t < seen; ++t) until_[t] = until[place(t)];
     }
     for (std::int64_t row = 0; row < rows_; ++row) {
@@ -223,7 +223,7 @@ class Reader {
     const Tokens& sinks = *group_.sinks_after;
     unpack_sinks(sinks, n, h, 0);
     const Real* keys = operands_.across(vectors_.data(), sink_columns_, dim_);
-    matmul(rows_, sink_columns_, dim_, asking_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
+    matmul(rows_, sink_columns_, dim_, rotated_query_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
     std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
     std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
     for (std::int64_t place = 0; place < sinks.count; ++place) {
@@ -243,12 +243,12 @@ class Reader {
     std::fill(&vectors_[sinks.count * dim], &vectors_[sink_columns_ * dim], 0.0f);
   }
 
-  // out_, and turned_out_ of the stages.
+  // out_, and rotated_out_ of the tiers.
   void average(std::int64_t n, std::int64_t h, std::int64_t first, const Real* weights) {
     for (std::size_t band = 0; band < bands_.size(); ++band) {
       unpack(n, h, first, band, 2);
       const auto& [start, columns] = std::tie(bands_[band].start, bands_[band].columns);
-      std::vector<float>& to = band > 0 ? turned_out_ : out_;
+      std::vector<float>& to = band > 0 ? rotated_out_ : out_;
       const Real* values = operands_.along(vectors_.data(), columns, value_dim_);
       matmul(rows_, value_dim_, columns, weights + start, stride_, values, value_dim_, to.data(), value_dim_, band > 1);
     }
@@ -258,25 +258,25 @@ class Reader {
     matmul(rows_, value_dim_, sink_columns_, weights + columns_, stride_, values, value_dim_, out_.data(), value_dim_, true);
   }
 
-  void straighten(std::int64_t h) {
+  void unrotate(std::int64_t h) {
     const std::int64_t stride = whole_lanes(value_dim_);
     if (loaded_ != h) transpose(group_.values.head(h).back, value_dim_, value_dim_, value_dim_, back_.data(), stride);
     loaded_ = h;
-    matmul(rows_, value_dim_, value_dim_, turned_out_.data(), value_dim_, back_.data(), stride, out_.data(), value_dim_, true);
+    matmul(rows_, value_dim_, value_dim_, rotated_out_.data(), value_dim_, back_.data(), stride, out_.data(), value_dim_, true);
   }
 
   const Group& group_;
   const Lines& lines_;
-  Fates* fates_;  // of kept tokens
+  Evictions* evictions_;  // of heavy hitters
   std::int64_t dim_, value_dim_, block_, rows_, stride_ = 0, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
   std::vector<Band> bands_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, turned_, out_, turned_out_, beside_, back_, column_weight_;
+  std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, back_, column_weight_;
   Unwritten<float> vectors_, scores_;
   Operands<Real> operands_;
-  const Real *asking_ = nullptr, *asking_turned_ = nullptr;
-  Unwritten<Real> rounded_, turned_rounded_, weights_;
+  const Real *rotated_query_ = nullptr, *rotated_query_operand_ = nullptr;
+  Unwritten<Real> rounded_, rotated_rounded_, weights_;
   std::vector<std::int32_t> until_;
 };
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

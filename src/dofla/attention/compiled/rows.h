@@ -7,7 +7,7 @@
 
 #include <array>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 // Where the parts of a row of bytes begin, one after the other, as in rows.py.
 class Cut {
@@ -28,11 +28,11 @@ class Cut {
 // One side of a group's coders, from the row of constants that coder.py keeps.
 class Coders {
  public:
-  std::int64_t heads, dim, block, stages;
+  std::int64_t heads, dim, block, tiers;
   coding::Tables tables;
 
-  Coders(const at::Tensor& row, std::int64_t heads, std::int64_t dim, std::int64_t stages, const at::Tensor& tables)
-      : heads(heads), dim(dim), block(dim % 16 == 0 && dim >= 32 ? 16 : 8), stages(stages),
+  Coders(const at::Tensor& row, std::int64_t heads, std::int64_t dim, std::int64_t tiers, const at::Tensor& tables)
+      : heads(heads), dim(dim), block(dim % 16 == 0 && dim >= 32 ? 16 : 8), tiers(tiers),
         tables{tables.const_data_ptr<float>()}, row_(static_cast<const char*>(row.const_data_ptr())) {
     TORCH_CHECK(row.is_contiguous() && row.scalar_type() == at::kByte, "constants must be a row of bytes");
     const std::int64_t numbers = heads * dim, blocks = dim / block;
@@ -42,9 +42,9 @@ class Coders {
     back_ = cut.next(numbers * dim * sizeof(float));
     mean_ = cut.next(numbers * sizeof(float));
     middle_ = cut.next(numbers * sizeof(float));
-    bits_ = cut.next(stages * blocks);
+    bits_ = cut.next(tiers * blocks);
     TORCH_CHECK(dim % block == 0 && row.numel() == cut.end(), "constants are of other sizes");
-    for (std::int64_t n = 0; n < stages * blocks; ++n) {
+    for (std::int64_t n = 0; n < tiers * blocks; ++n) {
       const int found = part<std::uint8_t>(bits_)[n];
       TORCH_CHECK(found >= 1 && found <= coding::kMostBits, "blocks have 1 to 5 bits");
     }
@@ -70,7 +70,7 @@ class Coders {
 using Widths = std::array<std::int64_t, 4>;
 
 // Tokens of all heads of a group in rows of bytes, one for each sequence: [Hkv, n, .] for each width, and log-weights [n], or
-// scores [Hkv, n] where heads hold other tokens. A window and sinks are PackedTokens, stages CodedTokens or KeptTokens.
+// scores [Hkv, n] where heads hold other tokens. A window and sinks are PackedTokens, tiers CodedTokens or ScoredTokens.
 struct Tokens {
   std::int64_t heads = 0, count = 0;
   bool apart = false;  // heads hold other tokens
@@ -112,4 +112,4 @@ inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int6
   }
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

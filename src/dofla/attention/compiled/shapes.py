@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-@torch.library.register_fake("dofla::fading")
-def _fading(
+@torch.library.register_fake("dofla::attend_and_code")
+def _attend_and_code(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -37,9 +37,9 @@ def _groups(numbers: list[int]) -> Iterator[tuple[int, bool]]:
     """KV heads of each group that :attr:`dofla.attention.Layout.sizes` describes, and whether it has features."""
     while numbers:
         heads, *numbers = numbers
-        *_, behind, stages = numbers[heads : heads + 5]
+        *_, behind, tiers = numbers[heads : heads + 5]
         yield heads, bool(behind)
-        numbers = numbers[heads + 5 + stages :]
+        numbers = numbers[heads + 5 + tiers :]
 
 
 @torch.library.register_fake("dofla::linear_attention")

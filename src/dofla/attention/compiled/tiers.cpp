@@ -1,20 +1,20 @@
-// The operator of a memory that fades: one call for all groups of a layer's heads.
+// The operator of a compressed cache: one call for all groups of a layer's heads.
 #include "decoding.h"
 #include "prefill.h"
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 namespace {
 
 // query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv]; of each group the state before [B, bytes], the coders' rows of
 // constants and its sizes. Returns the output [B, H, L, dv], zeros of heads in no group; the states after; and of each group
-// with features behind its stages the output's log-normaliser and the keys and the values that leave the last stage, with
+// with features behind its tiers the output's log-normaliser and the keys and the values that leave the last tier, with
 // their log-weights. If there is such a group, the output is float32. A vector that holds NaN or infinity, which codes
 // cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from
 // its token on. Shapes are said once more in shapes.py, for torch.compile.
-Tensors fading(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+Tensors attend_and_code(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                const std::optional<at::Tensor>& log_weight, const Tensors& states, const Tensors& keys, const Tensors& values,
                const at::Tensor& tables, double scaling, const std::vector<std::int64_t>& groups) {
   const std::vector<Sizes> all = sizes_of(groups);
@@ -48,9 +48,9 @@ Tensors fading(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 
 TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
-      "fading(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor[] states, Tensor[] keys, Tensor[] values, "
+      "attend_and_code(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor[] states, Tensor[] keys, Tensor[] values, "
       "Tensor tables, float scaling, int[] groups) -> Tensor[]");
-  library.impl("fading", c10::DispatchKey::CPU, &fading);
+  library.impl("attend_and_code", c10::DispatchKey::CPU, &attend_and_code);
 }
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

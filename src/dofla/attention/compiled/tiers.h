@@ -1,4 +1,4 @@
-// What a call of a fading memory works on: of each group of heads its coders and its state before and after.
+// What a call of a compressed cache works on: of each group of heads its coders and its state before and after.
 #pragma once
 
 #include "rows.h"
@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-namespace dofla::fading {
+namespace dofla::tiers {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -70,36 +70,36 @@ constexpr std::int32_t kFree = -1, kGone = -2;
 
 inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZero : 0.0f; }
 
-// What the last stage has besides its tokens where it keeps what draws attention (coding/heavy_hitters.py). The newest ones cannot
+// What the last tier has besides its tokens where it keeps what draws attention (coding/heavy_hitters.py). The newest ones cannot
 // leave.
-struct Kept {
+struct HeavyHitters {
   std::int64_t newest;
   float step;                       // of the logarithm of a weight, for a product of a query and a key
-  std::int64_t stride;              // of vectors of pairs of `turn`
-  std::vector<Number> turn;         // as Coder.asking turns queries [Hkv, d, d]
+  std::int64_t stride;              // of vectors of pairs of `rotation`
+  std::vector<Number> rotation;         // as Coder.rotate_query_integer turns queries [Hkv, d, d]
   std::vector<float> fineness;      // [Hkv, d]
   mutable std::vector<float> left;  // log-weights of the tokens that leave [B, Hkv, L]
 
-  Kept(std::int64_t newest, double scaling, const Coders& keys, std::int64_t tokens)
+  HeavyHitters(std::int64_t newest, double scaling, const Coders& keys, std::int64_t tokens)
       : newest(newest), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(keys.dim)),
-        turn(keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim), left(tokens) {
+        rotation(keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim), left(tokens) {
     const std::int64_t dim = keys.dim;
     for (std::int64_t h = 0; h < keys.heads; ++h) {
-      coding::whole_columns(keys.head(h).back, dim, &turn[h * dim * stride], stride, &fineness[h * dim]);
+      coding::whole_columns(keys.head(h).back, dim, &rotation[h * dim * stride], stride, &fineness[h * dim]);
     }
   }
 };
 
-// Which KV heads a group has; how many tokens its memory holds, those of the last stage that go by age, and besides those
+// Which KV heads a group has; how many tokens its memory holds, those of the last tier that go by age, and besides those
 // that stay while they draw attention; and whether features stand behind.
 struct Sizes {
-  std::vector<std::int64_t> heads, stages;
-  std::int64_t window, sinks, kept;
+  std::vector<std::int64_t> heads, tiers;
+  std::int64_t window, sinks, heavy_hitters;
   bool behind;
 };
 
 // Those of all groups, one after the other, as Layout.sizes (flat.py) has them: how many heads, and which; window, sinks,
-// kept, behind; how many stages, and tokens of each.
+// kept, behind; how many tiers, and tokens of each.
 inline std::vector<Sizes> sizes_of(const std::vector<std::int64_t>& numbers) {
   std::vector<Sizes> found;
   auto at = numbers.begin();
@@ -118,9 +118,9 @@ inline std::vector<Sizes> sizes_of(const std::vector<std::int64_t>& numbers) {
     sizes.heads = several();
     sizes.window = next();
     sizes.sinks = next();
-    sizes.kept = next();
+    sizes.heavy_hitters = next();
     sizes.behind = next();
-    sizes.stages = several();
+    sizes.tiers = several();
   }
   return found;
 }
@@ -137,10 +137,10 @@ struct Group {
   at::Tensor before, after;  // the state, [B, bytes]
   Tokens window, window_after;
   std::optional<Tokens> sinks, sinks_after;
-  std::vector<Tokens> stages, stages_after;
-  std::optional<Kept> kept;
-  // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L] (of kept ones [B, Hkv, n + L],
-  // but for a single token): window, stages; what leaves, or enters kept ones.
+  std::vector<Tokens> tiers, tiers_after;
+  std::optional<HeavyHitters> heavy_hitters;
+  // Log-weights of all tokens of a kind, those before and then the new ones [B, n + L] (of heavy hitters [B, Hkv, n + L],
+  // but for a single token): window, tiers; what leaves, or enters heavy hitters.
   std::vector<std::vector<float>> lines;
   std::vector<float> leaving;
   std::vector<std::int64_t> sources;  // [B, s]: which of the tokens that leave the window becomes this sink; or -1
@@ -150,14 +150,14 @@ struct Group {
         double scaling, const Sizes& sizes)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
         heads(sizes.heads), behind(sizes.behind), query(q), key(k), value(v),
-        keys(of_keys, heads.size(), k.size(3), sizes.stages.size(), tables),
-        values(of_values, keys.heads, v.size(3), keys.stages, tables), before(state.contiguous()),
+        keys(of_keys, heads.size(), k.size(3), sizes.tiers.size(), tables),
+        values(of_values, keys.heads, v.size(3), keys.tiers, tables), before(state.contiguous()),
         after(at::empty(before.sizes(), before.options())) {
     TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
     TORCH_CHECK(q.size(3) == keys.dim, "sizes of heads differ");
     for (const std::int64_t head : heads) TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
     lay_out(sizes);
-    if (sizes.kept) kept.emplace(sizes.stages.back(), scaling, keys, units() * length);
+    if (sizes.heavy_hitters) heavy_hitters.emplace(sizes.tiers.back(), scaling, keys, units() * length);
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
   }
 
@@ -167,17 +167,17 @@ struct Group {
   std::int64_t columns() const {
     std::int64_t total = whole_lanes(window.count);
     if (sinks) total += whole_lanes(sinks->count);
-    for (const Tokens& tokens : stages) total += whole_lanes(tokens.count);
+    for (const Tokens& tokens : tiers) total += whole_lanes(tokens.count);
     return total;
   }
 
-  bool keeps(std::size_t stage) const { return kept && stage + 1 == stages.size(); }
+  bool keeps(std::size_t tier) const { return heavy_hitters && tier + 1 == tiers.size(); }
 
-  // The log-weight of the i-th token that leaves the last stage: of kept ones as many are real in every head.
+  // The log-weight of the i-th token that leaves the last tier: of heavy hitters as many are real in every head.
   float left(std::int64_t n, std::int64_t i) const {
-    if (!kept) return leaving[n * length + i];
+    if (!heavy_hitters) return leaving[n * length + i];
     float most = kLogZero;
-    for (std::int64_t h = 0; h < keys.heads; ++h) most = std::max(most, kept->left[(n * keys.heads + h) * length + i]);
+    for (std::int64_t h = 0; h < keys.heads; ++h) most = std::max(most, heavy_hitters->left[(n * keys.heads + h) * length + i]);
     return most;
   }
 
@@ -189,7 +189,7 @@ struct Group {
  private:
   // Where in a row what stands, as flat.py has it.
   void lay_out(const Sizes& sizes) {
-    TORCH_CHECK(sizes.window > 0 && !sizes.stages.empty(), "a memory that fades has a window and stages");
+    TORCH_CHECK(sizes.window > 0 && !sizes.tiers.empty(), "a compressed cache has a window and tiers");
     const coding::Coder of_keys = keys.head(0), of_values = values.head(0);
     const Widths exact{keys.dim, 1, values.dim, 1};
     Cut cut;
@@ -199,12 +199,12 @@ struct Group {
     };
     std::tie(window, window_after) = next(sizes.window, false, exact);
     if (sizes.sinks) std::tie(sinks, sinks_after) = next(sizes.sinks, false, exact);
-    for (std::int64_t stage = 0; stage < keys.stages; ++stage) {
-      const std::int64_t more = stage + 1 == keys.stages ? sizes.kept : 0;
-      const Widths widths{of_keys.bytes(stage), of_keys.blocks(), of_values.bytes(stage), of_values.blocks()};
-      const auto [held, held_after] = next(sizes.stages[stage] + more, more > 0, widths);
-      stages.push_back(held);
-      stages_after.push_back(held_after);
+    for (std::int64_t tier = 0; tier < keys.tiers; ++tier) {
+      const std::int64_t more = tier + 1 == keys.tiers ? sizes.heavy_hitters : 0;
+      const Widths widths{of_keys.bytes(tier), of_keys.blocks(), of_values.bytes(tier), of_values.blocks()};
+      const auto [held, held_after] = next(sizes.tiers[tier] + more, more > 0, widths);
+      tiers.push_back(held);
+      tiers_after.push_back(held_after);
     }
     TORCH_CHECK(before.scalar_type() == at::kByte && before.size(0) == batch && before.size(1) == cut.end(),
                 "the state is another layer's");
@@ -216,13 +216,13 @@ struct Group {
     if (given) std::copy_n(given, batch * length, leaving.begin());
     enter(window, window_after);
     take_sinks();
-    for (std::size_t stage = 0; stage < stages.size(); ++stage) {
-      if (!keeps(stage)) enter(stages[stage], stages_after[stage]);
-      else if (length > 1) enter_kept(stages[stage]);  // decoding has no use for the line
+    for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
+      if (!keeps(tier)) enter(tiers[tier], tiers_after[tier]);
+      else if (length > 1) enter_scored(tiers[tier]);  // decoding has no use for the line
     }
   }
 
-  void enter_kept(const Tokens& before) {
+  void enter_scored(const Tokens& before) {
     std::vector<float>& line = lines.emplace_back();
     for (std::int64_t unit = 0; unit < units(); ++unit) {
       const std::int64_t n = unit / before.heads;
@@ -267,17 +267,17 @@ struct Group {
   }
 };
 
-// Token i of `from`, the window or what the stage before keeps, as token j of `to`, which is what `stage` keeps. `wide` has
+// Token i of `from`, the window or what the tier before keeps, as token j of `to`, which is what `tier` keeps. `wide` has
 // room for a vector.
-inline void enter(const Group& group, std::int64_t stage, const Tokens& from, std::int64_t i, const Tokens& to, std::int64_t j,
+inline void enter(const Group& group, std::int64_t tier, const Tokens& from, std::int64_t i, const Tokens& to, std::int64_t j,
                   std::int64_t n, std::int64_t h, std::vector<std::int16_t>& wide) {
   for (const std::int64_t part : {0, 2}) {
     const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
     const auto *codes = from.row<std::uint8_t>(part, n, h, i), *scales = from.row<std::uint8_t>(part + 1, n, h, i);
     auto *to_codes = to.row<std::uint8_t>(part, n, h, j), *to_scales = to.row<std::uint8_t>(part + 1, n, h, j);
     coding::with_block(coder.block, [&](auto block) {
-      if (stage > 0) {
-        coding::age<block>(coder, stage - 1, codes, scales, to_codes, to_scales);
+      if (tier > 0) {
+        coding::age<block>(coder, tier - 1, codes, scales, to_codes, to_scales);
       } else {
         coding::encode<block>(coder, codes, scales, wide.data(), to_codes, to_scales);
       }
@@ -285,7 +285,7 @@ inline void enter(const Group& group, std::int64_t stage, const Tokens& from, st
   }
 }
 
-// New token i as token `place` of `to`, in eight bits; false if it holds NaN or infinity, and is no padding.
+// New token i as token `place` of `to`, in int8; false if it holds NaN or infinity, and is no padding.
 inline bool pack(const Group& group, std::int64_t i, bool hidden, const Tokens& to, std::int64_t place, std::int64_t n,
                  std::int64_t h, std::vector<float>& vector) {
   bool finite = true;
@@ -298,24 +298,24 @@ inline bool pack(const Group& group, std::int64_t i, bool hidden, const Tokens& 
   return finite || hidden;
 }
 
-// Token i of the last stage's `from`, straight, as token j of key and value.
+// Token i of the last tier's `from`, unrotated, as token j of key and value.
 inline void leave(const Group& group, const Tokens& from, std::int64_t i, std::int64_t n, std::int64_t h, const Vectors& key,
-                  const Vectors& value, std::int64_t j, std::vector<float>& turned, std::vector<float>& straight) {
+                  const Vectors& value, std::int64_t j, std::vector<float>& rotated, std::vector<float>& unrotated) {
   const float one = 1.0f;
   for (const std::int64_t part : {0, 2}) {
     const coding::Coder coder = (part == 0 ? group.keys : group.values).head(h);
-    std::fill_n(straight.begin(), coder.dim, 0.0f);
+    std::fill_n(unrotated.begin(), coder.dim, 0.0f);
     coding::with_block(coder.block, [&](auto block) {
-      coding::decode<block>(coder, group.keys.stages - 1, from.row<std::uint8_t>(part, n, h, i),
-                            from.row<std::uint8_t>(part + 1, n, h, i), turned.data());
-      coding::straighten<block, 1>(coder, turned.data(), &one, straight.data());
+      coding::decode<block>(coder, group.keys.tiers - 1, from.row<std::uint8_t>(part, n, h, i),
+                            from.row<std::uint8_t>(part + 1, n, h, i), rotated.data());
+      coding::unrotate<block, 1>(coder, rotated.data(), &one, unrotated.data());
     });
-    (part == 0 ? key : value).write(n, h, j, straight.data());
+    (part == 0 ? key : value).write(n, h, j, unrotated.data());
   }
 }
 
-// What a call gives back of a group: rows of the layer's output, and the state after; for features behind the stages also
-// the output's log-normaliser and the tokens that leave the last stage, with their log-weights.
+// What a call gives back of a group: rows of the layer's output, and the state after; for features behind the tiers also
+// the output's log-normaliser and the tokens that leave the last tier, with their log-weights.
 struct Result {
   Vectors out;
   Tensors left;               // log-normaliser [B, H', L], keys and values [B, Hkv', L, .], log-weights [B, L]
@@ -392,4 +392,4 @@ class Mine {
   std::optional<Scratch> scratch_;
 };
 
-}  // namespace dofla::fading
+}  // namespace dofla::tiers

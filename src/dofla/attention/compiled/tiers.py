@@ -1,4 +1,4 @@
-"""A memory that fades, by the kernels: tiers.h is coding/tiers.py and eight_bits.py, codes bit for bit."""
+"""A compressed cache, by the kernels: tiers.h is coding/tiers.py and eight_bits.py, codes bit for bit."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ def attend_and_code(
     sizes: list[int],
     scaling: float,
 ) -> list[Tensor]:
-    """Causal attention of new tokens to themselves and to what fading memories hold, and the memories after them.
+    """Causal attention of new tokens to themselves and to what compressed caches hold, and the memories after them.
 
     Args:
         query: [B, H, L, d].
         key: [B, Hkv, L, d].
         value: [B, Hkv, L, dv].
         log_weight: [B, L], or None for none.
-        states: of each group of heads, [B, bytes], window, sinks and stages before.
+        states: of each group of heads, [B, bytes], window, sinks and tiers before.
         keys, values: of each group, the constants of its coders.
         sizes: those of the groups' layouts (:attr:`dofla.attention.Layout.sizes`), one after the other.
         scaling: of the scores.
 
     Returns:
         Output [B, H, L, dv], zeros of heads in no group; the states after; and of each group that has features behind
-        its stages the log-normaliser [B, H', L] of its heads' output, and of the L tokens that leave the last stage the
+        its tiers the log-normaliser [B, H', L] of its heads' output, and of the L tokens that leave the last tier the
         keys, the values and the log-weights. If there are any, the output is float32. A vector that holds NaN or
         infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
         a value those of its head from its token on.
     """
-    return torch.ops.dofla.fading.default(query, key, value, log_weight, states, keys, values, TABLES, scaling, sizes)
+    return torch.ops.dofla.attend_and_code.default(
+        query, key, value, log_weight, states, keys, values, TABLES, scaling, sizes
+    )

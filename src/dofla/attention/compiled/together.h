@@ -76,12 +76,12 @@ inline void encode_block(const Side* x, const float* unit, const Tables& tables,
 
 // encode_vector of `count` vectors.
 template <int N, typename Read>
-inline void encode_vectors(const Coder& coder, std::int64_t stage, const Read& read, std::int64_t count, BytesOf codes,
+inline void encode_vectors(const Coder& coder, std::int64_t tier, const Read& read, std::int64_t count, BytesOf codes,
                            BytesOf scales) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
     Side numbers[N], unit;
     read(b, numbers, unit);
-    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
       encode_block<N, bits>(numbers, unit, coder.tables, count, codes, scales);
       codes.data += bits * N / 8;
     });
@@ -101,7 +101,7 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
     power[t] = power_of_two(static_cast<std::int8_t>(exponents.data[t * exponents.stride]));
   }
   side_by_side(scratch.rows.data(), dim, scratch.numbers.data(), kLanes);
-  const auto turn = [&](std::int64_t b, Side* x, float* unit) {
+  const auto rotation = [&](std::int64_t b, Side* x, float* unit) {
     constexpr int kAtOnce = kLanes == 16 ? 16 : 8;  // sums that registers have room for
     for (int first = 0; first < N; first += kAtOnce) {
       constexpr int kSums = std::min(N, kAtOnce);
@@ -109,7 +109,7 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
       for (std::int64_t j = 0; j < dim; j += kPair) {
         const Sums numbers = load_numbers(&scratch.numbers[j / kPair * kLanes]);
         for (int i = 0; i < kSums; ++i) {
-          sums[i] = plus_products(sums[i], numbers, everywhere(coder.turn + (b * N + first + i) * dim + j));
+          sums[i] = plus_products(sums[i], numbers, everywhere(coder.rotation + (b * N + first + i) * dim + j));
         }
       }
       for (int i = 0; i < kSums; ++i) {
@@ -119,17 +119,17 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
     }
     whole<N>(x, unit);
   };
-  encode_vectors<N>(coder, 0, turn, count, codes, scales);
+  encode_vectors<N>(coder, 0, rotation, count, codes, scales);
 }
 
 // age of `count` vectors, up to kLanes.
 template <int N>
-inline void age(const Coder& coder, std::int64_t stage, BytesOf codes, const BytesOf& scales, std::int64_t count,
+inline void age(const Coder& coder, std::int64_t tier, BytesOf codes, const BytesOf& scales, std::int64_t count,
                 const BytesOf& to_codes, const BytesOf& to_scales) {
   const auto decode = [&](std::int64_t b, Side* x, float* unit) {
     float rows[kLanes][N] = {};
     std::fill_n(unit, kLanes, 1.0f);
-    with_bits(coder.bits_of(stage)[b], [&](auto bits) {
+    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
       for (std::int64_t t = 0; t < count; ++t) {
         levels_of<N, bits>(codes.data + t * codes.stride, coder.tables.levels(bits)).store(rows[t]);
         unit[t] = coder.tables.scales()[scales.data[t * scales.stride + b]];
@@ -138,7 +138,7 @@ inline void age(const Coder& coder, std::int64_t stage, BytesOf codes, const Byt
     });
     transpose(rows[0], N, kLanes, N, x[0], kLanes);
   };
-  encode_vectors<N>(coder, stage + 1, decode, count, to_codes, to_scales);
+  encode_vectors<N>(coder, tier + 1, decode, count, to_codes, to_scales);
 }
 
 }  // namespace dofla::coding

@@ -129,7 +129,7 @@ inline void pack_codes(const std::int32_t* windows, std::int64_t apart, std::uin
 
 constexpr int kWide = kLanes;  // windows of a vector
 
-// Viterbi's algorithm for a block of whole numbers (trellis.search); lanes are windows.
+// Viterbi's algorithm for a block of integers (trellis.search); lanes are windows.
 template <int N, int Bits>
 class Search {
  public:

@@ -1,4 +1,4 @@
-// Products of whole numbers of 16 bits, two to a lane where the processor multiplies and adds them at once.
+// Products of integers of 16 bits, two to a lane where the processor multiplies and adds them at once.
 #pragma once
 
 #include "vector.h"

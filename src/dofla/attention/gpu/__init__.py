@@ -1,6 +1,6 @@
 """Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors.
-And of a memory that fades what in plain torch is hundreds of small operations: to write codes (encode.py), to turn
-queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a stage from its codes (tiers.py;
+And of a compressed cache what in plain torch is hundreds of small operations: to write codes (encode.py), to rotation
+queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a tier from its codes (tiers.py;
 codes.py, decode.py); and all of a decoded token (token.py, rows.py).
 
 The kernels of linear attention (kernels.py) are two phases over chunks of 64 tokens, as in compiled/features.h, and one

@@ -14,8 +14,8 @@ class Coding(Protocol):
 
     Attributes:
         constants: [bytes], uint8.
-        starts: where in them the turn, its fineness, what turns back, the mean, the mean turned and the bits of blocks
-            begin.
+        starts: where in them the rotation, its fineness, what turns back, the mean, the mean rotated and the bits of
+            blocks begin.
         heads: KV heads.
         dim: numbers of a vector.
         block: numbers of a block, 8 or 16.
@@ -34,23 +34,23 @@ class Coding(Protocol):
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def bytes_per_token(self, stage: int) -> int:
+    def bytes_per_token(self, tier: int) -> int:
         """Of a vector of one head."""
 
-    def for_kernels(self, codes: Tensor, scales: Tensor, stage: int) -> Codes:
-        """Codes of a stage."""
+    def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
+        """Codes of a tier."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """n vectors of a stage, and what their codes stand for.
+    """n vectors of a tier, and what their codes stand for.
 
     Attributes:
         codes: [B, Hkv, n, bytes], uint8.
         scales: [B, Hkv, n, blocks], uint8.
         bits: of each number of a block [blocks], uint8.
         block: numbers of a block, 8 or 16.
-        levels: what windows stand for, by bits from one on, whole numbers [bits · 64], float32.
+        levels: what windows stand for, by bits from one on, integers [bits · 64], float32.
         units: what the bytes of scales stand for [256], float32.
     """
 

@@ -39,7 +39,7 @@ def units_of(scales, units, mask):
 
 @triton.jit
 def products(queries, codes, bits, levels, is_token, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Of queries [R, LEAST] and the whole numbers of a block of the keys at ``codes`` [T]: [R, T], float32."""
+    """Of queries [R, LEAST] and the integers of a block of the keys at ``codes`` [T]: [R, T], float32."""
     n = tl.arange(0, LEAST)
     here = is_token[:, None] & (n < BLOCK)[None, :]
     keys = levels_of(codes[:, None], n % BLOCK, bits, levels, here, BLOCK)

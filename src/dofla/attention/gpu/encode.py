@@ -1,7 +1,7 @@
-"""Codes of a memory that fades as a Triton kernel: vectors are turned exactly (coding/coder.py), codes searched for by
+"""Codes of a compressed cache as a Triton kernel: vectors are rotated exactly (coding/coder.py), codes searched for by
 Viterbi's algorithm (coding/trellis.py) and packed (coding/blocks.py). Importing this file needs triton.
 
-All arithmetic is that of plain torch, bit for bit: whole numbers below 2²⁴, powers of two, and single operations, each
+All arithmetic is that of plain torch, bit for bit: integers below 2²⁴, powers of two, and single operations, each
 rounded by itself; so none may be fused with another. How many bits a block has stands on the GPU and is read there.
 """
 
@@ -35,7 +35,7 @@ _SCALE = tl.constexpr(4.0 * 45.0)
 
 
 def enter(coder: Coding, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
-    """:func:`entered`, of vectors that are in eight bits already, to where there are places for them.
+    """:func:`entered`, of vectors that are in int8 already, to where there are places for them.
 
     Args:
         coder: of so many heads.
@@ -56,24 +56,24 @@ def entered(coder: Coding, x: Tensor) -> tuple[Tensor, Tensor]:
     return line
 
 
-def age(coder: Coding, numbers: tuple[Tensor, Tensor], stage: int) -> tuple[Tensor, Tensor]:
-    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of turned vectors as a stage keeps them."""
+def age(coder: Coding, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor, Tensor]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them."""
     vectors, units = (x.contiguous() for x in numbers)
-    line = empty_line(coder, vectors.shape[:3], stage)
-    _encode(coder, stage, (None, None, vectors, units), (0,) * 6, vectors.shape[2], line, 0)
+    line = empty_line(coder, vectors.shape[:3], tier)
+    _encode(coder, tier, (None, None, vectors, units), (0,) * 6, vectors.shape[2], line, 0)
     return line
 
 
-def empty_line(coder: Coding, shape: Sequence[int], stage: int) -> tuple[Tensor, Tensor]:
+def empty_line(coder: Coding, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
     """Places for codes and scales of vectors [*shape, d], to be filled."""
     blocks = coder.dim // coder.block
-    sizes = coder.bytes_per_token(stage) - blocks, blocks
+    sizes = coder.bytes_per_token(tier) - blocks, blocks
     return tuple(torch.empty(*shape, size, dtype=torch.uint8, device=coder.constants.device) for size in sizes)
 
 
 def _encode(
     coder: Coding,
-    stage: int,
+    tier: int,
     vectors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
     length: int,
@@ -87,16 +87,16 @@ def _encode(
     piece = min(length, max(RINGS, SCRATCH // per_token))
     scratch = codes.new_empty(piece * per_token)
     rings = min(RINGS, triton.next_power_of_2(piece))
-    turn, fineness, _, _, middle, bits = coder.starts
+    rotation, fineness, _, _, middle, bits = coder.starts
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         for start in range(0, length, piece):
             _code[(batch * heads, _blocks(piece, rings), blocks)](
                 *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
                 *(*strides, heads, length, start, piece, places, first, coder.dim, blocks, codes.shape[-1]),
-                TURN=turn,
+                TURN=rotation,
                 FINENESS=fineness,
                 MIDDLE=middle,
-                BITS=bits + stage * blocks,
+                BITS=bits + tier * blocks,
                 BLOCKS=triton.next_power_of_2(blocks),
                 BLOCK=coder.block,
                 RINGS=rings,
@@ -156,17 +156,17 @@ def _code(
         integers += batch * integers_batch + head * integers_head + token * integers_token
         exponents += batch * exponents_batch + head * exponents_head + token * exponents_token
         row = head * dim + block * BLOCK + n
-        turned = tl.zeros([RINGS, BLOCK], tl.float32)
-        for begin in range(0, dim, CHUNK):  # exact: whole numbers below 2²⁴
+        rotated = tl.zeros([RINGS, BLOCK], tl.float32)
+        for begin in range(0, dim, CHUNK):  # exact: integers below 2²⁴
             d = begin + tl.arange(0, CHUNK)
-            turn = at(constants, TURN, tl.int16) + row[:, None] * dim + d[None, :]
-            turn = tl.load(turn, mask=(d < dim)[None, :], other=0).to(tl.float32)
+            rotation = at(constants, TURN, tl.int16) + row[:, None] * dim + d[None, :]
+            rotation = tl.load(rotation, mask=(d < dim)[None, :], other=0).to(tl.float32)
             here = is_token[:, None] & (d < dim)[None, :]
             vector = tl.load(integers[:, None] + d[None, :], mask=here, other=0).to(tl.float32)
-            turned += tl.sum(turn[None, :, :] * vector[:, None, :], axis=2)
+            rotated += tl.sum(rotation[None, :, :] * vector[:, None, :], axis=2)
         exponent = tl.load(exponents, mask=is_token, other=0).to(tl.int32)
         fine = tl.load(at(constants, FINENESS, tl.float32) + row)[None, :] * power_of_two(exponent)[:, None]
-        own, worth = whole(turned * fine - tl.load(at(constants, MIDDLE, tl.float32) + row)[None, :])
+        own, worth = whole(rotated * fine - tl.load(at(constants, MIDDLE, tl.float32) + row)[None, :])
 
     squares = tl.sum(own * own, axis=1)
     root = tl.sqrt_rn(squares * (1.0 / BLOCK))  # the product is exact, a division would not be
@@ -214,7 +214,7 @@ def _code(
 
 @triton.jit
 def _search(
-    x,  # [RINGS], where the N whole numbers of each ring begin, int32
+    x,  # [RINGS], where the N integers of each ring begin, int32
     levels,  # [64]
     found,  # [RINGS], where the windows of its numbers are to stand, uint8
     ways,  # [RINGS], where there is room for N times 32 bytes

@@ -1,7 +1,7 @@
 """Which tokens stay because they draw attention (coding/heavy_hitters.py), as Triton kernels. Importing this file needs
 triton.
 
-All arithmetic is that of plain torch, bit for bit: products of whole numbers, up to 256 and so exact in float16, that
+All arithmetic is that of plain torch, bit for bit: products of integers, up to 256 and so exact in float16, that
 sum to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
 """
 
@@ -19,7 +19,7 @@ from dofla.attention.gpu.numbers import rounded
 
 # As in coding/heavy_hitters.py.
 _GAIN = tl.constexpr(4096.0)
-_FADES = tl.constexpr(64)
+_DECAY = tl.constexpr(64)
 _MOST_SCORE = tl.constexpr(2**15 - 1)
 _NEVER = tl.constexpr(2**30)
 _MOST_STEPS = tl.constexpr(2.0**30)
@@ -28,8 +28,8 @@ _LAST = tl.constexpr(2**62)
 """Behind all ranks."""
 
 
-def choose(
-    asking: tuple[Tensor, Tensor],
+def select_survivors(
+    query_integers: tuple[Tensor, Tensor],
     real: Tensor | None,
     key: Codes,
     score: Tensor,
@@ -37,10 +37,10 @@ def choose(
     per_step: float,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let the last L of a line of S tokens enter a stage one by one, and each time one go.
+    """Let the last L of a line of S tokens enter a tier one by one, and each time one go.
 
     Args:
-        asking: queries as whole numbers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].
+        query_integers: queries as integers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].
         real: [B, L], which queries are not padding; None if none is.
         key: the keys of the line.
         score: of its tokens [B, Hkv, S], int16.
@@ -52,29 +52,29 @@ def choose(
         Places in the line of the tokens that stay [B, Hkv, S - L], int64, and their scores, int16; places of those that
         left [B, Hkv, L], int64; and the query with which each token of the line left [B, Hkv, S], int32.
     """
-    steps = logarithms(asking, key, per_step)
+    steps = logarithms(query_integers, key, per_step)
     batch, kv_heads, tokens = score.shape
     length = steps.shape[3]
     index, left = (score.new_empty(batch, kv_heads, n, dtype=torch.int64) for n in (tokens - length, length))
-    after, gone = torch.empty_like(index, dtype=torch.int16), torch.empty_like(score, dtype=torch.int32)
+    after, evicted_at = torch.empty_like(index, dtype=torch.int16), torch.empty_like(score, dtype=torch.int32)
     groups, lanes = steps.shape[2], triton.next_power_of_2(tokens)
     tile = triton.next_power_of_2(groups) * lanes
     with torch.cuda.device_of(score):  # Triton launches on the current device
-        _choose[(batch * kv_heads,)](
+        _select_survivors[(batch * kv_heads,)](
             *(steps, None if real is None else real.contiguous(), score.contiguous(), weights),
-            *(index, after, left, gone),
+            *(index, after, left, evicted_at),
             *(kv_heads, groups, length, tokens, newest, weights.numel() - 1),
             GROUPS=triton.next_power_of_2(groups),
             TOKENS=lanes,
             enable_fp_fusion=False,
             num_warps=min(16, max(1, tile // 512)),
         )
-    return index, after, left, gone
+    return index, after, left, evicted_at
 
 
-def logarithms(asking: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Tensor:
+def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Tensor:
     """Of the weights of all pairs, in whole steps [B, Hkv, G, L, S], float32."""
-    numbers, unit = (x.contiguous() for x in asking)
+    numbers, unit = (x.contiguous() for x in query_integers)
     batch, heads, length = numbers.shape[:3]
     kv_heads, tokens = key.codes.shape[1:3]
     groups = heads // kv_heads
@@ -134,7 +134,7 @@ def _logarithms(
 
 
 @triton.jit
-def _choose(
+def _select_survivors(
     steps,  # [units, G, L, S]
     real,  # [B, L], or None
     score,  # [units, S]
@@ -142,7 +142,7 @@ def _choose(
     index,  # [units, S - L], to be filled, as all below
     after,  # [units, S - L]
     left,  # [units, L]
-    gone,  # [units, S]
+    evicted_at,  # [units, S]
     kv_heads,
     groups,
     length,
@@ -179,9 +179,9 @@ def _choose(
             weight = tl.where(asked, tl.load(weights + below.to(tl.int32)), 0.0)
             share = tl.div_rn(weight, tl.maximum(tl.sum(weight, axis=1), 1.0)[:, None])
             gain = tl.sum(rounded(share * share * _GAIN), axis=0).to(tl.int32)
-            faded = drawn - (drawn + _FADES - 1) // _FADES
-            drawn = tl.where(there, tl.minimum(faded + gain, _MOST_SCORE), drawn)
-    tl.store(gone + unit * tokens + t, goes, mask=is_token)
+            decayed = drawn - (drawn + _DECAY - 1) // _DECAY
+            drawn = tl.where(there, tl.minimum(decayed + gain, _MOST_SCORE), drawn)
+    tl.store(evicted_at + unit * tokens + t, goes, mask=is_token)
     stays = is_token & (goes == _NEVER)
     place = unit * places + tl.cumsum(stays.to(tl.int32), axis=0) - 1
     tl.store(index + place, t.to(tl.int64), mask=stays)

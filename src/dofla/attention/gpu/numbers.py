@@ -18,7 +18,7 @@ def at(bytes, start: tl.constexpr, type: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """To whole numbers, halves to even ones."""
+    """To integers, halves to even ones."""
     size = tl.abs(x)
     near = (size + _NO_FRACTION) - _NO_FRACTION
     return tl.where(size < _NO_FRACTION, tl.where(x < 0, -near, near), x)
@@ -39,7 +39,7 @@ def exponent_of(x):
 
 @triton.jit
 def packed(x):
-    """A vector in eight bits: whole numbers from -127 to 127, and the exponent of what one is worth
+    """A vector in int8: integers from -127 to 127, and the exponent of what one is worth
     (eight_bits.pack)."""
     exponent = exponent_of(tl.max(tl.abs(x), axis=0)) - 7
     exponent = tl.minimum(tl.maximum(exponent, -120), 120)
@@ -49,7 +49,7 @@ def packed(x):
 
 @triton.jit
 def whole(x):
-    """Blocks [n, N] as whole numbers up to 256, and what one is worth in each [n] (coding/blocks.py)."""
+    """Blocks [n, N] as integers up to 256, and what one is worth in each [n] (coding/blocks.py)."""
     exponent = exponent_of(tl.max(tl.abs(x), axis=1))
     exponent = tl.minimum(tl.maximum(exponent, -100), 100) - 8
     return rounded(x * power_of_two(-exponent)[:, None]), power_of_two(exponent)

@@ -1,4 +1,4 @@
-"""Queries turned to where the codes of keys stand (coding/coder.py), as a Triton kernel. Importing this file needs
+"""Queries rotated to where the codes of keys stand (coding/coder.py), as a Triton kernel. Importing this file needs
 triton."""
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dofla.attention.gpu.codes import Coding
 from dofla.attention.gpu.numbers import at, packed, power_of_two, rounded, whole
 
 
-def ask(coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Queries as :meth:`dofla.attention.Coder.against` turns them, and as :meth:`dofla.attention.Coder.asking` does.
+def rotate_queries(
+    coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Queries as :meth:`dofla.attention.Coder.rotate_query` turns them, and as
+    :meth:`dofla.attention.Coder.rotate_query_integer` does.
 
     Args:
         coder: of the keys, of Hkv heads.
@@ -22,20 +25,20 @@ def ask(coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None) 
         heads: [Hkv], int32, those of the layer that the coder is for; default all.
 
     Returns:
-        Turned queries [B, Hkv · groups, L, d + 1], float32, with what is to be added to their products in the last
-        number. And whole numbers [B, Hkv · groups, L, blocks, block] with the unit of each block
+        Rotated queries [B, Hkv · groups, L, d + 1], float32, with what is to be added to their products in the last
+        number. And integers [B, Hkv · groups, L, blocks, block] with the unit of each block
         [B, Hkv · groups, L, blocks, 1], bit for bit those of plain torch.
     """
     query = query if query.stride(-1) == 1 else query.contiguous()
     batch, _, length, dim = query.shape
     count, blocks = coder.heads * groups, dim // coder.block
-    turned, numbers, units = (
+    rotated, numbers, units = (
         query.new_empty(batch, count, length, *shape, dtype=torch.float32)
         for shape in ((dim + 1,), (blocks, coder.block), (blocks, 1))
     )
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        _ask[(batch * count * length, blocks)](
-            *(query, coder.constants, heads, turned, numbers, units),
+        _rotate_queries[(batch * count * length, blocks)](
+            *(query, coder.constants, heads, rotated, numbers, units),
             *(*query.stride()[:3], count, groups, length, dim, blocks),
             BACK=coder.starts[2],
             MEAN=coder.starts[3],
@@ -43,15 +46,15 @@ def ask(coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None) 
             BLOCK=coder.block,
             enable_fp_fusion=False,
         )
-    return turned, (numbers, units)
+    return rotated, (numbers, units)
 
 
 @triton.jit
-def _ask(
+def _rotate_queries(
     query,  # [B, heads of the layer, L, dim]
     constants,  # of the coder
     heads,  # of the layer, or None
-    turned,  # [B, count, L, dim + 1], to be filled, as all below
+    rotated,  # [B, count, L, dim + 1], to be filled, as all below
     numbers,  # [B, count, L, blocks, BLOCK]
     units,  # [B, count, L, blocks]
     query_batch,
@@ -80,12 +83,12 @@ def _ask(
     asked = tl.load(query + d, mask=is_number, other=0.0).to(tl.float32)
     columns = at(constants, BACK, tl.float32) + (head * dim + d)[:, None] * dim + (block * BLOCK + n)[None, :]
     back = tl.load(columns, mask=is_number[:, None], other=0.0)
-    tl.store(turned + place * (dim + 1) + block * BLOCK + n, tl.sum(asked[:, None] * back, axis=0))
+    tl.store(rotated + place * (dim + 1) + block * BLOCK + n, tl.sum(asked[:, None] * back, axis=0))
     if block == 0:
         mean = tl.load(at(constants, MEAN, tl.float32) + head * dim + d, mask=is_number, other=0.0)
-        tl.store(turned + place * (dim + 1) + dim, tl.sum(asked * mean, axis=0))
+        tl.store(rotated + place * (dim + 1) + dim, tl.sum(asked * mean, axis=0))
 
-    # Columns of whole numbers of 16 bits, whose products with those of the query add up exactly (coder._whole_rows).
+    # Columns of integers of 16 bits, whose products with those of the query add up exactly (coder._whole_rows).
     one = tl.full([BLOCK], 1.0, tl.float64)
     most_of_sum = tl.sum(tl.abs(back).to(tl.float64), axis=0) / (16777215.0 * one / (127.0 * one))
     most = tl.maximum(most_of_sum, tl.max(tl.abs(back), axis=0).to(tl.float64) / (32767.0 * one))

@@ -1,4 +1,4 @@
-"""The rows of bytes that a memory that fades is kept in (flat.py), as Triton kernels read and write them for a decoded
+"""The rows of bytes that a compressed cache is kept in (flat.py), as Triton kernels read and write them for a decoded
 token. Importing this file needs triton.
 
 Names in capitals are where parts begin in a row, and their sizes; NEAR is the window.
@@ -42,7 +42,7 @@ def line(
     PLACES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What a stage holds, with a place more for the token that leaves the window. One program per head of a batch row
+    """What a tier holds, with a place more for the token that leaves the window. One program per head of a batch row
     and some tokens."""
     unit = tl.program_id(0).to(tl.int64)
     head = unit % heads
@@ -71,7 +71,7 @@ def near(
     of_layer,  # [heads]
     before,  # [B, row]
     constants,  # of the values' coder
-    seen,  # [units, groups, VALUE_DIM], of the stage, turned
+    seen,  # [units, groups, VALUE_DIM], of the tier, rotated
     normaliser,  # [units, groups]
     out,  # [B, heads of the layer, 1, VALUE_DIM], to be filled
     query_batch,
@@ -104,18 +104,20 @@ def near(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Attention to window, sinks and the token itself, beside that to the stage. One program per query."""
+    """Attention to window, sinks and the token itself, beside that to the tier. One program per query."""
     place = tl.program_id(0).to(tl.int64)
     unit = place // groups
     batch, head = unit // heads, unit % heads
     own = tl.load(of_layer + head).to(tl.int64)
-    asking = own * groups + place % groups
+    query_index = own * groups + place % groups
     before += batch * row
     d, v = tl.arange(0, triton.next_power_of_2(DIM)), tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     is_number, is_value = d < DIM, v < VALUE_DIM
-    asked = tl.load(query + batch * query_batch + asking * query_head + d, mask=is_number, other=0.0).to(tl.float32)
+    asked = tl.load(query + batch * query_batch + query_index * query_head + d, mask=is_number, other=0.0).to(
+        tl.float32
+    )
 
-    # What the stage answers, turned back; who sees nothing there has its normaliser at _NOTHING.
+    # What the tier answers, rotated back; who sees nothing there has its normaliser at _NOTHING.
     total = tl.load(at(constants, MEAN, tl.float32) + head * VALUE_DIM + v, mask=is_value, other=0.0)
     back = at(constants, BACK, tl.float32) + (head * VALUE_DIM + v) * VALUE_DIM
     for begin in range(0, VALUE_DIM, 8):
@@ -180,7 +182,7 @@ def near(
             VALUE_DIM,
         )
     total = total / tl.where(mass == 0.0, 1.0, mass)  # who sees nothing gets zeros
-    place = out + batch * out_batch + asking * out_head + v
+    place = out + batch * out_batch + query_index * out_head + v
     tl.store(place, total.to(out.dtype.element_ty), mask=is_value)
 
 
@@ -202,7 +204,7 @@ def _seen(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """What a query sees of some tokens in eight bits, beside what it saw before (online softmax); ``first`` is where
+    """What a query sees of some tokens in int8, beside what it saw before (online softmax); ``first`` is where
     those of the head begin."""
     d, v = tl.arange(0, triton.next_power_of_2(DIM)), tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     weight = tl.load(at(log_weight, 0, tl.float32) + t, mask=here, other=_NOTHING)
@@ -331,7 +333,7 @@ def _moved(source, places, target, to, here, SIZE: tl.constexpr):
 
 @triton.jit
 def _as_kept(x, counts, SIZE: tl.constexpr):
-    """A vector in eight bits, whole numbers and their exponent; zeros where it does not count."""
+    """A vector in int8, integers and their exponent; zeros where it does not count."""
     n = tl.arange(0, triton.next_power_of_2(SIZE))
     return packed(tl.load(x + n, mask=n < SIZE, other=0.0).to(tl.float32) * counts)
 
@@ -358,7 +360,7 @@ def _weight_of(log_weight, batch):
 @triton.jit
 def _leaving(before, NEAR_WEIGHT: tl.constexpr, SINK_WEIGHT: tl.constexpr, SINKS: tl.constexpr):
     """Of the token that leaves the window: whether it is one and no padding, how many sinks there are before it, and
-    whether it becomes the next; whole numbers."""
+    whether it becomes the next; integers."""
     real = (tl.load(at(before, NEAR_WEIGHT, tl.float32)) > _NOTHING).to(tl.int32)
     held = 0 * real
     if SINKS > 0:

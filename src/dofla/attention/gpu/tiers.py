@@ -1,4 +1,4 @@
-"""Attention to a stage of a memory that fades from its codes (coding/tiers.py) as a Triton kernel. Importing this file
+"""Attention to a tier of a compressed cache from its codes (coding/tiers.py) as a Triton kernel. Importing this file
 needs triton.
 
 Codes become numbers in registers, some tokens at a time, and are forgotten as soon as all queries of the program have
@@ -30,32 +30,42 @@ _NOTHING = tl.constexpr(LOG_ZERO)
 
 
 def attend(
-    turned: Tensor, key: Codes, value: Codes, log_weight: Tensor, gone: Tensor | None, scaling: float
+    rotated: Tensor, key: Codes, value: Codes, log_weight: Tensor, evicted_at: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """What each of L queries sees of a line of S tokens, of which the last L enter with one query each.
 
     Args:
-        turned: queries [B, H, L, d + 1], float32; the last number is added to their products with keys.
+        rotated: queries [B, H, L, d + 1], float32; the last number is added to their products with keys.
         key, value: of the line, codes [B, Hkv, S, ...].
         log_weight: [B, S], or [B, Hkv, S] if heads hold other tokens.
-        gone: [B, Hkv, S], int32, the first query that sees a token no more; None where they go as they came.
+        evicted_at: [B, Hkv, S], int32, the first query that sees a token no more; None where they go as they came.
         scaling: of the scores.
 
     Returns:
-        Output [B, H, L, dv], turned like the values, and log-normaliser [B, H, L], float32.
+        Output [B, H, L, dv], rotated like the values, and log-normaliser [B, H, L], float32.
     """
-    batch, heads, length, _ = turned.shape
+    batch, heads, length, _ = rotated.shape
     kv_heads, tokens = key.codes.shape[1:3]
     groups = heads // kv_heads
-    turned = turned if turned.stride(-1) == 1 else turned.contiguous()
+    rotated = rotated if rotated.stride(-1) == 1 else rotated.contiguous()
     log_weight = log_weight.contiguous()
-    out = turned.new_empty(batch, heads, length, value.dim)
-    normaliser = turned.new_empty(batch, heads, length)
+    out = rotated.new_empty(batch, heads, length, value.dim)
+    normaliser = rotated.new_empty(batch, heads, length)
     rows, values = _block(length * groups, ROWS), _block(value.dim, VALUES)
-    with torch.cuda.device_of(turned):  # Triton launches on the current device
+    with torch.cuda.device_of(rotated):  # Triton launches on the current device
         _attend[(batch * kv_heads, _blocks(length * groups, rows), _blocks(value.dim, values))](
-            *(turned, *key.arguments(), *value.arguments(), key.levels, key.units, log_weight, gone, out, normaliser),
-            *(*turned.stride()[:3], kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
+            *(
+                rotated,
+                *key.arguments(),
+                *value.arguments(),
+                key.levels,
+                key.units,
+                log_weight,
+                evicted_at,
+                out,
+                normaliser,
+            ),
+            *(*rotated.stride()[:3], kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
             SHARED=log_weight.ndim == 2,
             KEY_BLOCK=key.block,
             VALUE_BLOCK=value.block,
@@ -71,7 +81,7 @@ def attend(
 
 @triton.jit
 def _attend(
-    turned,  # [B, H, L, KEY_DIM + 1]
+    rotated,  # [B, H, L, KEY_DIM + 1]
     key,  # [units, S, bytes]
     key_scale,  # [units, S, blocks]
     key_bits,  # [blocks]
@@ -83,12 +93,12 @@ def _attend(
     levels,
     scale_units,
     log_weight,  # [B, S] if SHARED, or [units, S]
-    gone,  # [units, S] or None
+    evicted_at,  # [units, S] or None
     out,  # [B, H, L, dv], to be filled
     normaliser,  # [B, H, L], to be filled
-    turned_batch,
-    turned_head,
-    turned_token,
+    rotated_batch,
+    rotated_head,
+    rotated_token,
     kv_heads,
     groups,
     length,
@@ -121,8 +131,8 @@ def _attend(
     key_scale += unit * tokens * key_blocks
     value_scale += unit * tokens * value_blocks + n // VALUE_BLOCK
     log_weight += (batch if SHARED else unit) * tokens
-    turned += batch * turned_batch + head * turned_head + query * turned_token
-    beside = tl.load(turned + key_dim, mask=is_row, other=0.0)
+    rotated += batch * rotated_batch + head * rotated_head + query * rotated_token
+    beside = tl.load(rotated + key_dim, mask=is_row, other=0.0)
     every = tl.arange(0, VALUE_BLOCKS)
     sizes = tl.load(value_bits + every, mask=every < value_blocks, other=0).to(tl.int32) * (VALUE_BLOCK // 8)
     before = tl.where(every[None, :] < (n // VALUE_BLOCK)[:, None], sizes[None, :], 0)
@@ -132,9 +142,9 @@ def _attend(
     best = tl.full([ROWS], _NOTHING, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUES], tl.float32)
-    places = tokens - length  # of the stage
+    places = tokens - length  # of the tier
     start = 0
-    if gone is None:
+    if evicted_at is None:
         start = tl.program_id(1) * ROWS // groups + 1  # what the first row sees first
     end = tl.minimum(tokens, places + ((tl.program_id(1) + 1) * ROWS - 1) // groups + 1)
     for begin in range(start, end, TOKENS):
@@ -142,15 +152,15 @@ def _attend(
         is_token = j < end
         weight = tl.load(log_weight + j, mask=is_token, other=_NOTHING)
         goes = j
-        if gone is not None:
-            goes = tl.load(gone + unit * tokens + j, mask=is_token, other=0)
+        if evicted_at is not None:
+            goes = tl.load(evicted_at + unit * tokens + j, mask=is_token, other=0)
 
         scores = tl.zeros([ROWS, TOKENS], tl.float32)
         codes = key + j * key_bytes
         for block in range(0, key_blocks):
             block_bits = tl.load(key_bits + block).to(tl.int32)
             here = is_row[:, None] & is_number[None, :]
-            queries = tl.load(turned[:, None] + (block * KEY_BLOCK + k)[None, :], mask=here, other=0.0)
+            queries = tl.load(rotated[:, None] + (block * KEY_BLOCK + k)[None, :], mask=here, other=0.0)
             found = products(queries, codes, block_bits, levels, is_token, KEY_BLOCK, PRECISION)
             scores += found * units_of(key_scale + j * key_blocks + block, scale_units, is_token)[None, :]
             codes += block_bits * (KEY_BLOCK // 8)

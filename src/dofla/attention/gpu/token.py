@@ -1,7 +1,7 @@
-"""A decoded token of a memory that fades, from its state in one piece to the next (flat.py), as Triton kernels: in
+"""A decoded token of a compressed cache, from its state in one piece to the next (flat.py), as Triton kernels: in
 plain torch it is some four hundred small operations. Importing this file needs triton.
 
-What leaves the window is coded (encode.py) behind the tokens of the stage, queries are turned (rotate_query.py), one
+What leaves the window is coded (encode.py) behind the tokens of the tier, queries are rotated (rotate_query.py), one
 token goes (heavy_hitters.py) and the others are attended to (tiers.py); what stands in the rows of the state is read
 and written as it is (rows.py). Nothing waits for the GPU.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from dofla.attention.gpu import _blocks, rows
 from dofla.attention.gpu.codes import Coding
 from dofla.attention.gpu.encode import empty_line, enter
-from dofla.attention.gpu.heavy_hitters import choose
-from dofla.attention.gpu.rotate_query import ask
+from dofla.attention.gpu.heavy_hitters import select_survivors
+from dofla.attention.gpu.rotate_query import rotate_queries
 from dofla.attention.gpu.tiers import attend
 from dofla.attention.state import LOG_ZERO
 
@@ -27,14 +27,14 @@ TILE = 32
 
 
 class Decoder:
-    """Attention of new tokens of some KV heads of a layer, one by one: heads with a window, one stage that keeps what
+    """Attention of new tokens of some KV heads of a layer, one by one: heads with a window, one tier that keeps what
     draws attention, and no features.
 
     Args:
         key, value: coders.
         heads: of the layer.
-        window, sinks: tokens in eight bits.
-        newest, kept: tokens of the stage that are there for their age, and others.
+        window, sinks: tokens in int8.
+        newest, heavy_hitters: tokens of the tier that are retained for their age, and slots for others.
         starts: where the parts of a state begin in a row (:class:`dofla.attention.flat.Layout`).
     """
 
@@ -46,11 +46,11 @@ class Decoder:
         window: int,
         sinks: int,
         newest: int,
-        kept: int,
+        heavy_hitters: int,
         starts: Sequence[int],
     ) -> None:
         self.key, self.value, self.heads = key, value, tuple(heads)
-        self.window, self.newest, self.places = window, newest, newest + kept
+        self.window, self.newest, self.places = window, newest, newest + heavy_hitters
         self.longest = max(self.places, window, sinks)
         self.starts = _named(starts, sinks)
         known = self.starts | {"BACK": value.starts[2], "MEAN": value.starts[3], "DIM": key.dim, "VALUE_DIM": value.dim}
@@ -84,7 +84,7 @@ class Decoder:
             before: the state [B, bytes], uint8.
             out: [B, H, 1, dv], whose rows of these heads are to be filled.
             scaling: of the scores.
-            per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.choose` takes them.
+            per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.select_survivors` takes them.
         """
         groups, heads, places, row = query.shape[1] // key.shape[1], len(self.heads), self.places, before.shape[-1]
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -100,11 +100,13 @@ class Decoder:
             )
             for coder, name, line in ((self.key, "KEY", keys), (self.value, "VALUE", values)):
                 enter(coder, *self._leaving(before, name, coder.dim), line, places)
-            turned, asking = ask(self.key, query, groups, of_layer)
+            rotated, query_integers = rotate_queries(self.key, query, groups, of_layer)
             known = self.key.for_kernels(*keys, 0), self.value.for_kernels(*values, 0)
             real = None if log_weight is None else log_weight > LOG_ZERO
-            index, stays, _, gone = choose(asking, real, known[0], score, self.newest, per_step, weights)
-            seen, normaliser = attend(turned, *known, log_weights, gone, scaling)
+            index, stays, _, evicted_at = select_survivors(
+                query_integers, real, known[0], score, self.newest, per_step, weights
+            )
+            seen, normaliser = attend(rotated, *known, log_weights, evicted_at, scaling)
             rows.near[(units * groups,)](
                 *(query, *new, before, self.value.constants, seen, normaliser, out),
                 *(*query.stride()[:2], *strides, *out.stride()[:2], row, heads, groups, scaling),

@@ -18,7 +18,7 @@ function drawAnswer(host, run, student) {
         el(
           "div",
           {},
-          el("p", { id: "verdict" }, student.verdict.sentence),
+          el("p", { id: "verdict" }, unbroken(student.verdict.sentence)),
           unchecked.length && el("p", { class: "unchecked" }, `Not checked: ${unchecked.join(", ")}.`),
         ),
       ),
@@ -35,7 +35,7 @@ function drawAnswer(host, run, student) {
         { class: "facts" },
         el("span", {}, `Shown: ${student.name}`),
         el("span", {}, `${run.model.class}, ${whole(run.model.parameters / 1e6)} M parameters`),
-        el("span", {}, `budget: the bytes of ${run.budget} features per head`),
+        student.word === "student" && el("span", {}, `budget: the bytes of ${run.budget} features per head`),
         el("span", {}, `evaluated on ${run.windows} ${run.length ? `windows of ${run.length} tokens` : "inputs"}`),
         student.seeds.length > 1 && el("span", {}, `${student.seeds.length} seeds`),
       ),
@@ -48,10 +48,13 @@ function drawAnswer(host, run, student) {
 function drawTitle(host, run) {
   const words = run.sizes ? "Sizes of the compressed cache" : run.plan ? "Plan" : "Profile";
   const title = el("h1", { id: "answer-title" }, run.model.title);
-  const sentence = run.sizes && el("div", { class: "verdict" }, el("p", { id: "verdict" }, run.sizes.verdict));
+  const sentence = run.sizes && el("div", { class: "verdict" }, el("p", { id: "verdict" }, unbroken(run.sizes.verdict)));
   host.replaceChildren(el("div", { class: "answer" }, el("p", { class: "kicker" }, words), title, sentence || ""));
   return true;
 }
+
+// A figure stays beside its sign.
+const unbroken = (text) => text.replace(/ (%|x|KiB|MiB)/g, "\u00a0$1");
 
 function tile(title, big, unit, more, ...rest) {
   return el(
@@ -96,8 +99,8 @@ function qualityTile(run, { word, quality, seeds }) {
       `Rank correlation of similarities ${digits(quality.spearman.mean)}${overSeeds(quality.spearman, seeds)}.`,
     ]);
   }
-  const gap = quality.gap.mean;
-  const sure = overSeeds(quality.gap, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
+  const gap = quality.loss_increase.mean;
+  const sure = overSeeds(quality.loss_increase, seeds) || `95 % interval ${quality.interval.map((x) => digits(x)).join(" to ")}`;
   return tile(
     "Perplexity increase",
     perplexity(gap),
@@ -115,9 +118,11 @@ function likenessTile({ quality }) {
 
 function wordsTile(run, { quality, agreed, tasks }) {
   return tile("Same next token", percent(quality.top1_agreement.mean), "of the positions", [
-    agreed &&
-      `In greedy continuations of ${agreed.prompts} prompts, the first ${percent(agreed.share)} of the tokens are the same ` +
-        "as the original’s.",
+    agreed && agreed.share === 1
+      ? `Greedy continuations of ${agreed.prompts} prompts are the same as the original’s.`
+      : agreed &&
+        `In greedy continuations of ${agreed.prompts} prompts, the first ${percent(agreed.share)} of the tokens are ` +
+          "the original’s.",
     tasks &&
       `Tasks (${tasks.rows.length}): ${percent(tasks.student, 1)} right, the original ${percent(tasks.teacher, 1)}.`,
   ]);

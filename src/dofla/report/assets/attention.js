@@ -40,7 +40,7 @@ function drawAttention(host, run, student) {
   );
   const strips = ["teacher", "student"].map((who) => strip(who, text.pieces, (row) => look(row, now.column)));
   const exactly = student.layers.some(hasExact),
-    fading = student.layers.some(hasStages);
+    coded_tiers = student.layers.some(hasTiers);
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   let width = 0,
     latest = 0;
@@ -78,7 +78,7 @@ function drawAttention(host, run, student) {
     const layer = student.layers.find((x) => x.name === layers[now.layer]);
     frames.forEach((frame) => frame.cross(now.row, now.column));
     const share_ = layer.sizes.length / now.teacherHeads,
-      own = [layer.sizes, layer.stages].map((heads) => heads[Math.floor(now.head * share_)]);
+      own = [layer.sizes, layer.tiers].map((heads) => heads[Math.floor(now.head * share_)]);
     frames.slice(1).forEach((frame) => frame.edges(...own, run.language));
     strips.forEach((one, n) => one.paint(now.row, (column) => share(["teacher", "student"][n], now.row, column)));
     const named = (n) => `“${visible(text.pieces[n])}” (${n})`;
@@ -127,7 +127,7 @@ function drawAttention(host, run, student) {
         "p",
         { class: "legend" },
         exactly && el("span", {}, "Dashed: window and attention sinks, which stay as they are or in int8."),
-        fading &&
+        coded_tiers &&
           el("span", {}, "Dotted: where a tier ends; older tokens have fewer bits, are in features, or are evicted."),
         el("span", { class: "teacher" }, "Blue: less attention than the original’s."),
         el("span", { class: "student" }, "Orange: more attention."),

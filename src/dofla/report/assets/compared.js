@@ -31,7 +31,7 @@ function comparedChart(own, runs, shown, title, unit) {
         student,
         x: student.state_bytes + student.kept_bytes * (run.length || 0),
         y: student.lost,
-        spread: (student.quality.gap || student.quality.cosine).spread,
+        spread: (student.quality.loss_increase || student.quality.cosine).spread,
       })),
     )
     .filter((point) => point.y !== null && point.x > 0)
@@ -71,19 +71,20 @@ function lossBars(points, several, shown, title, unit) {
     high = Math.max(...points.map((p) => p.y)),
     log = low > 0 && high > 20 * low;
   const share = (y) => (log ? Math.log((2 * y) / low) / Math.log((2 * high) / low) : Math.max(y, 0) / high);
-  const row = (p) => [
-    el(p.student === shown ? "b" : "span", {}, several ? `${p.student.name} (${p.run.name})` : p.student.name),
-    el(
-      "div",
-      { class: "track" },
-      el("div", {
-        class: "fill",
-        style: { width: `${100 * share(p.y)}%`, background: `var(--${p.student === shown ? "student" : "teacher"})` },
-      }),
-    ),
-    el("span", {}, digits(p.y), unit && ` (${perplexity(p.y)})`, el("span", { class: "quiet" }, ` ${bytes(p.x)}`)),
-  ];
-  const words = unit ? `${unit}, in brackets the perplexity; then the cache per sequence. Shorter is better` : "Shorter is better";
+  const row = (p) =>
+    el("div", { class: "row" }, [
+      el(p.student === shown ? "b" : "span", {}, several ? `${p.student.name} (${p.run.name})` : p.student.name),
+      el(
+        "div",
+        { class: "track" },
+        el("div", {
+          class: "fill",
+          style: { width: `${100 * share(p.y)}%`, background: `var(--${p.student === shown ? "student" : "teacher"})` },
+        }),
+      ),
+      el("span", {}, digits(p.y), unit && ` (${perplexity(p.y)})`, el("span", { class: "quiet" }, ` ${bytes(p.x)}`)),
+    ]);
+  const words = `${unit && `${unit}, in brackets the perplexity; then the cache per sequence. `}Shorter is better`;
   return [
     el("h3", {}, title),
     el("p", { class: "small quiet" }, `${words}${log ? "; logarithmic scale" : ""}. The model shown is in orange.`),

@@ -18,17 +18,17 @@ function drawLayers(host, run, student) {
 
 const hasFeatures = (layer) => layer.parts[0] > 0,
   hasExact = (layer) => layer.parts[1] > 0,
-  hasStages = (layer) => layer.parts[2].length > 0;
+  hasTiers = (layer) => layer.parts[2].length > 0;
 
 function layersLead(layers) {
-  const [features, exact, stages] = [hasFeatures, hasExact, hasStages].map((has) => layers.some(has)),
-    several = layers.some((layer) => layer.stages?.some((own) => own.length > 1));
+  const [features, exact, tiers] = [hasFeatures, hasExact, hasTiers].map((has) => layers.some(has)),
+    several = layers.some((layer) => layer.tiers?.some((own) => own.length > 1));
   return [
     exact && "The local window and the attention sinks (the first tokens) are kept as they are, or in int8.",
     several && "Tokens that leave the window pass through tiers, each with fewer bits than the one before.",
-    stages && !several && "Tokens that leave the window are kept in fewer bits.",
+    tiers && !several && "Tokens that leave the window are kept in fewer bits.",
     layers.some((layer) => layer.kept) && "Of the oldest, the heavy hitters stay: those that draw most attention.",
-    features ? `Features sum up ${exact || stages ? "older tokens" : "the tokens"}.` : "Older tokens are evicted.",
+    features ? `Features sum up ${exact || tiers ? "older tokens" : "the tokens"}.` : "Older tokens are evicted.",
   ]
     .filter(Boolean)
     .join(" ");
@@ -36,7 +36,7 @@ function layersLead(layers) {
 
 function untrainedWords(layers) {
   if (layers.some(hasFeatures)) return "Nothing was trained: the features are as they were drawn.";
-  const measured = layers.some(hasStages) && ": the codes of its tiers were calibrated on a few windows";
+  const measured = layers.some(hasTiers) && ": the codes of its tiers were calibrated on a few windows";
   return `There are no features, and nothing was trained${measured || ""}.`;
 }
 
@@ -52,9 +52,9 @@ function layerTable(layers, names, student) {
     high = Math.max(...errors) * 1.2,
     trained = layers.some((layer) => layer.before);
   const exactly = layers.some(hasExact),
-    fading = layers.some(hasStages);
+    coded_tiers = layers.some(hasTiers);
   const wide = (words) => el("th", { scope: "col", class: "drop" }, words);
-  const heads = ["Layer", "Features", ...(exactly ? [wide("Window")] : []), ...(fading ? [wide("Tiers")] : [])];
+  const heads = ["Layer", "Features", ...(exactly ? [wide("Window")] : []), ...(coded_tiers ? [wide("Tiers")] : [])];
   heads.push(...(exactly ? [wide("Sinks")] : []), wide("Map"), "Bytes");
   if (student)
     heads.push(
@@ -66,18 +66,18 @@ function layerTable(layers, names, student) {
     const cells = [names[n]];
     if (layer.sizes) {
       const [features, window, sinks] = [0, 1, 2].map((at) => range(layer.sizes.map((size) => size[at])));
-      const stages = stageWords(layer.stages).map((words) => words.replaceAll(" ", "\u00a0"));
-      const near = window === "0" && sinks === "0" ? [] : [`window\u00a0${window}`, ...stages, `sinks\u00a0${sinks}`];
+      const tiers = tierWords(layer.tiers).map((words) => words.replaceAll(" ", "\u00a0"));
+      const near = window === "0" && sinks === "0" ? [] : [`window\u00a0${window}`, ...tiers, `sinks\u00a0${sinks}`];
       cells.push(
         el("td", {}, layer.map === "none" ? "none" : features, el("span", { class: "narrow" }, near.join(", "))),
         ...(exactly ? [drop(window)] : []),
-        ...(fading ? [stageCell(layer.stages)] : []),
+        ...(coded_tiers ? [tierCell(layer.tiers)] : []),
         ...(exactly ? [drop(sinks)] : []),
         drop(layer.map + (layer.tokens === "int8" && window !== "0" ? ", int8 window" : "")),
         byteCell(layer, most),
       );
     } else {
-      cells.push("softmax", ...(exactly ? [drop("all")] : []), ...(fading ? [drop("")] : []));
+      cells.push("softmax", ...(exactly ? [drop("all")] : []), ...(coded_tiers ? [drop("")] : []));
       cells.push(...(exactly ? [drop("")] : []), drop("kept"), "a cache");
     }
     if (!student) return cells;
@@ -119,8 +119,8 @@ const ERROR_WORDS = {
 
 const drop = (text) => el("td", { class: "drop" }, text);
 
-const stageCell = (stages) =>
-  el("td", { class: "drop", on: pointed(stagesByHead(stages)) }, stageWords(stages).join(", ") || "none");
+const tierCell = (tiers) =>
+  el("td", { class: "drop", on: pointed(tiersByHead(tiers)) }, tierWords(tiers).join(", ") || "none");
 
 function byteCell(layer, most) {
   return el(

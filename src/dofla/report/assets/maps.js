@@ -65,13 +65,13 @@ function mapFrame(name, size, look) {
       at = [row, column];
       hair.setAttribute("d", `M0 ${row}H${size}M0 ${row + 1}H${size}M${column} 0V${size}M${column + 1} 0V${size}`);
     },
-    // The edge of the window, of the sinks, and of what stages hold.
-    edges([, window, sinks], stages, causal) {
+    // The edge of the window, of the sinks, and of what tiers hold.
+    edges([, window, sinks], tiers, causal) {
       const behind = (tokens) => `M0 ${tokens}L${size - tokens} ${size}`;
       const left = behind(window),
         right = `M${window} 0L${size} ${size - window}`;
       const inside = window > 0 && window < size;
-      const ends = stages.map((_, n) => window + sum(stages.slice(0, n + 1).map((stage) => stage[0])));
+      const ends = tiers.map((_, n) => window + sum(tiers.slice(0, n + 1).map((tier) => tier[0])));
       older.setAttribute(
         "d",
         ends
@@ -86,12 +86,12 @@ function mapFrame(name, size, look) {
 }
 
 // How the cache holds the token at a distance of so many: "in 4 bits", or nothing to say where features do.
-function keptAs([, window, sinks], stages, row, column) {
-  if (!stages.length || column > row) return "";
+function keptAs([, window, sinks], tiers, row, column) {
+  if (!tiers.length || column > row) return "";
   let left = row - column - window;
   if (left < 0 || column < sinks) return "";
-  const stage = stages.find(([tokens]) => (left -= tokens) < 0);
-  return stage ? `, which holds it in ${stage[1]} bits` : "";
+  const tier = tiers.find(([tokens]) => (left -= tokens) < 0);
+  return tier ? `, which holds it in ${tier[1]} bits` : "";
 }
 
 // The text, shaded by how much the chosen token looks at each.

@@ -1,41 +1,41 @@
 // Where the bytes go: by KV head, and by what they are spent on.
 
-function sizeWords({ sizes, stages }) {
+function sizeWords({ sizes, tiers }) {
   if (!sizes) return "softmax kept";
   const [features, window, sinks] = [0, 1, 2].map((n) => range(sizes.map((size) => size[n])));
   const parts = [];
   if (features !== "0") parts.push(`${features} ${features === "1" ? "feature" : "features"}`);
   if (window !== "0") parts.push(`window ${window}`);
-  parts.push(...stageWords(stages));
+  parts.push(...tierWords(tiers));
   if (sinks !== "0") parts.push(`${sinks} ${sinks === "1" ? "sink" : "sinks"}`);
   return parts.join(", ");
 }
 
 // Tiers of all heads: of each, tokens over heads and bits; all tokens together where heads have other bits.
-function stageWords(stages) {
+function tierWords(tiers) {
   const words = (counts, bits) => `${range(counts)} @ ${range(bits)} bits`;
-  const bits = stages.map((own) => own.map((stage) => stage[1])),
+  const bits = tiers.map((own) => own.map((tier) => tier[1])),
     alike = bits.every((own) => String(own) === String(bits[0]));
   if (alike)
     return bits[0].map((each, n) =>
       words(
-        stages.map((own) => own[n][0]),
+        tiers.map((own) => own[n][0]),
         [each],
       ),
     );
   return [
     words(
-      stages.map((own) => sum(own.map((stage) => stage[0]))),
+      tiers.map((own) => sum(own.map((tier) => tier[0]))),
       bits.flat(),
     ),
   ];
 }
 
 // A line for all heads of the same tiers; nothing where they are all alike.
-function stagesByHead(stages) {
+function tiersByHead(tiers) {
   const kinds = new Map();
-  stages.forEach((own, n) => {
-    const words = stageWords([own]).join(", ") || "no tiers";
+  tiers.forEach((own, n) => {
+    const words = tierWords([own]).join(", ") || "no tiers";
     kinds.set(words, [...(kinds.get(words) || []), n]);
   });
   const line = ([words, heads]) => `${heads.length > 1 ? "heads" : "head"} ${heads.join(", ")}: ${words}`;
@@ -43,13 +43,13 @@ function stagesByHead(stages) {
 }
 
 // What bytes are spent on, the oldest of a text first, from parts [features, window and sinks, [[bits, bytes]]].
-function segments([features, exact, stages]) {
+function segments([features, exact, tiers]) {
   return [
     { words: "features", name: "bar-features", bytes: features },
-    ...[...stages].reverse().map(([bits, size]) => ({
+    ...[...tiers].reverse().map(([bits, size]) => ({
       words: `${bits} bits`,
       of: "in",
-      name: "bar-stage",
+      name: "bar-tier",
       bytes: size,
       // The fewer bits, the paler.
       style: { "--strength": `${Math.round(100 * (bits / 6) ** 1.2)}%` },

@@ -12,7 +12,7 @@ function sizesFound(run, named) {
   const rows = lengths.flatMap(({ length, cache, worst, student }) =>
     worst.map((p) => {
       const met = student && p.size === student.size;
-      const cells = [whole(length), bytes(p.bytes), times(cache / p.bytes), digits(p.gap), perplexity(p.gap), digits(p.kl)];
+      const cells = [whole(length), bytes(p.bytes), times(cache / p.bytes), digits(p.loss_increase), perplexity(p.loss_increase), digits(p.kl)];
       return cells.map((cell) => (met ? el("b", {}, cell) : cell));
     }),
   );
@@ -51,18 +51,18 @@ function sizesChart(run) {
   const worst = lengths.flatMap((one) => one.worst);
   if (new Set(worst.map((p) => p.bytes)).size < 2) return null; // one size: the table has it all
   const held = [...worst.map((p) => p.bytes), ...lengths.map((one) => one.cache)];
-  const losses = [...worst.flatMap((p) => [p.gap, p.kl]), target].filter((loss) => loss > 0);
+  const losses = [...worst.flatMap((p) => [p.loss_increase, p.kl]), target].filter((loss) => loss > 0);
   const colour = (n) => RUN_COLOURS[n % RUN_COLOURS.length];
   const line = (one, n, what, looks) => ({
     name: `${what === "kl" ? "KL" : "loss increase"}, ${whole(one.length)} tokens`,
     colour: colour(n),
-    points: one.worst.map((p) => [p.bytes, p[what], what === "gap" ? p.error : 0]).filter(([, loss]) => loss > 0),
+    points: one.worst.map((p) => [p.bytes, p[what], what === "loss_increase" ? p.error : 0]).filter(([, loss]) => loss > 0),
     ...looks,
   });
   return lineChart({
     title: `Loss against bytes, ${run.model.title}`,
     height: 360,
-    lines: lengths.flatMap((one, n) => [line(one, n, "gap", {}), line(one, n, "kl", { dash: "5 4", dots: false })]),
+    lines: lengths.flatMap((one, n) => [line(one, n, "loss_increase", {}), line(one, n, "kl", { dash: "5 4", dots: false })]),
     marks: lengths.map((one, n) => ({
       x: one.cache,
       words: `original’s cache, ${whole(one.length)} tokens`,
@@ -89,7 +89,7 @@ function sizesChart(run) {
 
 function textsTable(lengths) {
   const rows = lengths.flatMap(({ length, points }) =>
-    points.map((p) => [p.text, whole(length), bytes(p.bytes), `${digits(p.gap)} ± ${digits(p.error)}`, digits(p.kl)]),
+    points.map((p) => [p.text, whole(length), bytes(p.bytes), `${digits(p.loss_increase)} ± ${digits(p.error)}`, digits(p.kl)]),
   );
   return table(["Text", "Tokens", "Cache", "Loss increase", "KL"], rows);
 }

@@ -77,8 +77,8 @@ function textCard({ prompt, teacher, student, agree }, word) {
 function positionChart({ bins, windows }, word) {
   const place = (bin) => Math.sqrt((bin.first + 1) * (bin.last + 1));
   const line = (name, key, colour, wide) => ({ name, colour, wide, points: bins.map((bin) => [place(bin), bin[key]]) });
-  const gaps = { name: "loss increase", unseen: true, points: bins.map((bin) => [place(bin), bin.gap, bin.gap_error]) };
-  const gap = bins.at(-1).gap - bins[0].gap,
+  const gaps = { name: "loss increase", unseen: true, points: bins.map((bin) => [place(bin), bin.loss_increase, bin.loss_increase_error]) };
+  const gap = bins.at(-1).loss_increase - bins[0].loss_increase,
     late = bins.at(-1);
   return lineChart({
     title: "Loss by position",
@@ -88,7 +88,7 @@ function positionChart({ bins, windows }, word) {
       gaps,
     ],
     words:
-      `Loss increase at positions ${late.first} to ${late.last}: ${digits(late.gap)}, ` +
+      `Loss increase at positions ${late.first} to ${late.last}: ${digits(late.loss_increase)}, ` +
       `${digits(Math.abs(gap))} ${gap < 0 ? "less" : "more"} than at the beginning (${windows} windows).`,
     x: { label: "position in the text", kind: "binary", format: whole },
     y: { label: "nats per token", kind: "linear", format: (x) => digits(x, 2) },

@@ -62,7 +62,7 @@ class Bench:
     @property
     def quality(self) -> tuple[str, str]:
         """The figure that says how good a student is: section and key of :func:`dofla.evaluate`."""
-        return ("language", "gap") if self.is_language_model else ("embeddings", "cosine")
+        return ("language", "loss_increase") if self.is_language_model else ("embeddings", "cosine")
 
     @property
     def losses(self) -> list[str]:

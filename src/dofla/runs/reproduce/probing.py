@@ -18,7 +18,7 @@ from dofla.runs.reproduce.table import Cell, Figure, Table
 
 
 def likelihood_and_generation(bench: Bench) -> Table:
-    """Gap early and late in the context, continuations as the original judges them, agreement, and recall."""
+    """Loss increase early and late in the context, continuations as the original judges them, agreement, and recall."""
     spec = bench.study.probe
     students = [baselines()[-1], *(trained(label, "softmax") for label in ("Fix", "DoF", "DoF + Clip"))]
     students += [trained("Fix", "direct"), other_maps()[0]]
@@ -29,13 +29,19 @@ def likelihood_and_generation(bench: Bench) -> Table:
     ]
     for name, several in records.items():
         bins = [record["positions"]["bins"] for record in several]
-        gaps = [Figure.of([run[place]["gap"] for run in bins], 2) for place in (0, -1)]
+        increases = [Figure.of([run[place]["loss_increase"] for run in bins], 2) for place in (0, -1)]
         agreement = [record["generation"]["agreement"] for record in several]
         forced = Figure.of([statistics.fmean(run["forced"]) for run in agreement], 2)
         together = Figure.of([record["generation"]["agreed_tokens"] for record in several], 1)
-        rows.append([name, *gaps, *_texts(several, "student"), forced, together, *_recall(several, "student")])
+        rows.append([name, *increases, *_texts(several, "student"), forced, together, *_recall(several, "student")])
     last = first["positions"]["bins"][-1]
-    columns = ["model", "gap, first tokens", f"gap, {last['first']} on", "judged loss, greedy", "judged loss, sampled"]
+    columns = [
+        "model",
+        "loss increase, first tokens",
+        f"loss increase, {last['first']} on",
+        "judged loss, greedy",
+        "judged loss, sampled",
+    ]
     columns += ["repeated", "forced agreement", "tokens together", "recall, chosen", "recall, written"]
     return Table(
         "probe",
@@ -43,8 +49,9 @@ def likelihood_and_generation(bench: Bench) -> Table:
         columns,
         rows,
         notes=[
-            "gap by position in the context; judged loss: the original's loss on continuations, nats per token "
-            f"({spec.prompts} prompts, {spec.new_tokens} tokens); repeated: 4-grams of greedy text that came before",
+            "loss increase by position in the context; judged loss: the original's loss on continuations, nats per "
+            f"token ({spec.prompts} prompts, {spec.new_tokens} tokens); repeated: 4-grams of greedy text that "
+            "came before",
             "forced agreement: how often both find the same next token on the original's own text; tokens together: "
             "how many tokens the greedy texts share from the start",
             _recall_note(bench, first),

@@ -28,19 +28,21 @@ def next_token_loss(bench: Bench) -> Table:
     teacher = [Figure.of(first["language"]["teacher_loss"]), *map(Figure.of, (0.0, 0.0, 1.0, 0.0))]
     rows: list[list] = [["Original", *teacher, f"{first['softmax_bytes'] / 1024:.0f} KiB"]]
     for name, several in runs.items():
-        figures = [per_seed(several, "language", key) for key in ("student_loss", "gap", "kl", "top1_agreement")]
+        figures = [
+            per_seed(several, "language", key) for key in ("student_loss", "loss_increase", "kl", "top1_agreement")
+        ]
         rows.append([name, *figures, _attention_kl(several), _state(several)])
     return Table(
         "7",
         "Table 7: next-token loss of the distilled models",
-        ["model", "loss", "gap", "KL", "top-1", "attention KL", "state"],
+        ["model", "loss", "loss increase", "KL", "top-1", "attention KL", "state"],
         rows,
         ["GPT-2", "loss"],
         [list(row) for row in paper.LOSSES.items()],
         [
-            f"nats per token, on {first['language']['tokens']} tokens in windows of {first['length']}; gap to the "
-            "original; KL of the next-token distributions; top-1: how often both find the same token likeliest; "
-            "attention KL: of the rows of attention on the original's own inputs, mean of layers",
+            f"nats per token, on {first['language']['tokens']} tokens in windows of {first['length']}; "
+            "loss increase over the original; KL of the next-token distributions; top-1: how often both find the same "
+            "token likeliest; attention KL: of the rows of attention on the original's own inputs, mean of layers",
             "± half the range over seeds, which move the features' start, the order of text, and the rows sampled",
             f"state per sequence; the original's is its key-value cache at {first['length']} tokens",
         ],
