@@ -95,7 +95,7 @@ def test_any_split_into_calls_is_one_call(seed, length, cuts, window, sinks, kin
     torch.testing.assert_close(torch.cat(pieces, -2), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("order", ["rising", "weight_steps", "peak in the middle", "random"])
+@pytest.mark.parametrize("order", ["rising", "falling", "peak in the middle", "random"])
 @pytest.mark.parametrize("reach", [30.0, 300.0])
 def test_adversarial_orders_in_float32(order, reach):
     g = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def test_adversarial_orders_in_float32(order, reach):
     ramp = torch.linspace(-reach, reach, length, dtype=torch.float64)[:, None]
     if order == "rising":
         b = ramp + b / 10
-    elif order == "weight_steps":
+    elif order == "falling":
         b = -ramp + b / 10
     elif order == "peak in the middle":
         b[:, :, length // 2] = reach

@@ -19,7 +19,7 @@ from dofla.attention.coding.trellis import FINE, WINDOW, search, windows
 
 
 def vectors(heads=2, length=256, dim=32, seed=0, batch=1, fall=8.0):
-    """Correlated, off centre, of weight_steps variance."""
+    """Correlated, off centre, of falling variance."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(heads, dim, dim, generator=generator) * torch.exp(-torch.arange(dim) / fall)
     middle = 3 * torch.randn(heads, 1, dim, generator=generator)

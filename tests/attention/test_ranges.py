@@ -20,7 +20,7 @@ PLACES = {"first": 0, "last": 199, "middle of a chunk": 96, "63": 63, "64": 64, 
 TREND = torch.linspace(-1, 1, LENGTH)
 ORDERS = {
     "rising": TREND,
-    "weight_steps": -TREND,
+    "falling": -TREND,
     "alternating": torch.where(torch.arange(LENGTH) % 2 == 0, 1.0, -1.0),
     "rising in steps of a chunk": (torch.arange(LENGTH) // 64 * 64 - 96) / 96,
     "a fall and a rise": 2 * TREND.abs() - 1,

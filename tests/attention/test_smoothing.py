@@ -18,7 +18,7 @@ SCALING, HEADS, GROUPS, DIM = 0.125, 2, 3, 64
 
 def keys_like_qwen(length: int, generator: torch.Generator) -> torch.Tensor:
     """Keys [1, HEADS, length, DIM] of noise, outlier channels, and a bias of norm 280 that RoPE has rotated: most of it
-    in pairs that hardly rotation, some in pairs that rotation once in a few tokens."""
+    in pairs that hardly rotate, some in pairs that rotate once in a few tokens."""
     key = torch.randn(1, HEADS, length, DIM, generator=generator)
     key[..., 5] *= 40
     angle = torch.arange(length)[:, None] * 1e6 ** (-torch.arange(DIM // 2) / (DIM / 2))

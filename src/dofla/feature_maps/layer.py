@@ -293,7 +293,7 @@ class LinearAttention(nn.Module):
         if coded_tiers is not None:
             age = age.unsqueeze(1)
             start = self.exact_tokens[group][0]
-            for count, keys in zip(coded_tiers.places, coded, strict=True):
+            for count, keys in zip(coded_tiers.slots, coded, strict=True):
                 seen = (age >= start) & (age < start + count)
                 scores = torch.where(seen, exact_scores(query, keys.to(query.dtype), scaling), scores)
                 start += count

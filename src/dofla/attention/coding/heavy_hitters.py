@@ -1,10 +1,10 @@
-"""Tokens that stay because they draw attention: of those that would be forgotten, a few are kept, whatever their age.
+"""Eviction by attention score: heavy hitters of the last tier are retained whatever their age.
 
-Each token of the last tier has a score, how much attention it drew lately from the queries that saw it there. When one
-enters, the one with the least score leaves, the newest excepted. Scores are integers, and all that goes into them
-is exact arithmetic (:meth:`dofla.attention.Coder.rotate_query_integer`, powers of two from a table, sums of integers):
-so the same tokens stay however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048);
-what draws attention is measured here among the tokens of the tier alone, and forgotten by a 64th with every token.
+The score of a token is the attention it got lately from the queries that saw it in the tier. When a token enters, the
+one with the lowest score is evicted, the newest excepted. Scores are integers computed in exact arithmetic
+(:meth:`dofla.attention.Coder.rotate_query_integer`, powers of two from a table, sums of integers), so the same tokens
+survive however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048); here attention
+is normalized over the tokens of the tier alone, and scores decay by a 64th with every token.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ OCTAVE = 8
 WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)] + [0.0])
 """By how many steps a weight is below the largest; beyond the last it is nothing."""
 GAIN = 2**12
-"""Of a score, by a query that sees nothing else."""
+"""Increase of the score of a token that gets all attention of a query."""
 DECAY = 64
+"""A score loses this fraction, one over it, with every token."""
 MOST_SCORE = 2**15 - 1
 FREE = -1
 """Score of a free place or of padding, which leave before any token."""
@@ -50,7 +51,7 @@ class ScoredTokens(_Tensors):
 
     @classmethod
     def of(cls, tokens: CodedTokens) -> ScoredTokens:
-        """Tokens that have drawn nothing yet. They are padding or count in full, whatever their weights were."""
+        """Tokens without a score yet. They are padding or count in full, whatever their weights were."""
         log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
         score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
         return cls(*(getattr(tokens, field.name) for field in fields(tokens)[:-1]), score)
@@ -75,7 +76,7 @@ class ScoredTokens(_Tensors):
         return self.map(lambda x: chosen(x, places))
 
     def plain(self) -> CodedTokens:
-        """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have come and evicted_at in every head."""
+        """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have entered and left in every head."""
         return CodedTokens(self.key, self.key_scale, self.value, self.value_scale, self.log_weight.amax(1))
 
 
@@ -93,28 +94,28 @@ def select_survivors(
     coder: Coder,
     scaling: float,
 ) -> tuple[ScoredTokens, Tensor, Tensor]:
-    """Let tokens enter a tier one by one, and each time the one go that drew least.
+    """Let tokens enter a tier one by one, and evict the one with the lowest score each time.
 
     Args:
         query_integers: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.rotate_query_integer` gives them; query
-            i asks once token i has entered.
+            i attends once token i has entered.
         real: [B, L], which queries are not padding.
         line: the tokens that are there, and the L that enter: S tokens.
-        newest: how many tokens cannot go.
+        newest: how many tokens cannot be evicted.
         coder: of the keys; its last tier.
         scaling: of the scores of attention.
 
     Returns:
-        The tier after; the places in the line of the L tokens that left, in that order [B, Hkv, L]; and for each token
-        of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of those that stay.
+        The tier after; the places in the line of the L evicted tokens, in that order [B, Hkv, L]; and for each token
+        of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of the survivors.
     """
     per_step, weights = weight_steps(scaling, real.device)
     last = len(coder.tiers) - 1
     if gpu.usable(*query_integers):
-        from dofla.attention.gpu.heavy_hitters import select_survivors
+        from dofla.attention.gpu.heavy_hitters import select_survivors as select_on_gpu
 
         keys = coder.for_kernels(line.key, line.key_scale, last)
-        index, score, left, evicted_at = select_survivors(
+        index, score, left, evicted_at = select_on_gpu(
             query_integers, real, keys, line.score, newest, per_step, weights
         )
     else:
@@ -130,8 +131,8 @@ def weight_steps(scaling: float, device: torch.device) -> tuple[float, Tensor]:
 
 
 def seen(line: ScoredTokens, evicted_at: Tensor, length: int) -> Tensor:
-    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`select_survivors` says when they
-    go."""
+    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], by the evictions of
+    :func:`select_survivors`."""
     rows = torch.arange(length, device=evicted_at.device).unsqueeze(-1)
     entered = torch.arange(length - len(line), length, device=evicted_at.device)
     return (entered <= rows) & (rows < evicted_at.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
@@ -149,7 +150,7 @@ def _steps(query_integers: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], p
 
 
 def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Places in the line of the tokens that stay, and their scores; then as :func:`select_survivors` returns them,
+    """Places in the line of the survivors, and their scores; then as :func:`select_survivors` returns them,
     ``left`` and ``evicted_at``."""
     heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
     weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)

@@ -28,7 +28,7 @@ class CodedTiers(nn.Module):
     Args:
         heads: KV heads.
         head_dim, value_dim: sizes of their keys and values, multiples of 8.
-        tiers: tokens and bits of each, bits weight_steps.
+        tiers: tokens and bits of each, bits falling.
         heavy_hitters: slots of the last tier beyond those, for tokens that are retained while they draw attention
             (:mod:`dofla.attention.coding.heavy_hitters`).
     """
@@ -42,19 +42,19 @@ class CodedTiers(nn.Module):
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
 
     @property
-    def places(self) -> list[int]:
+    def slots(self) -> list[int]:
         """Slots of each tier, those of heavy hitters with the last."""
         return [*self.counts[:-1], self.counts[-1] + self.heavy_hitters]
 
     def reset(self) -> None:
-        """Of both coders."""
+        """Reset both coders."""
         self.key.reset()
         self.value.reset()
 
     def empty(self, batch: int, device: torch.device) -> tuple[CodedTokens | ScoredTokens, ...]:
         """The tiers before the first token."""
         heads = self.key.heads
-        tiers = [self._empty(tier, (batch, heads, count), device) for tier, count in enumerate(self.places)]
+        tiers = [self._empty(tier, (batch, heads, count), device) for tier, count in enumerate(self.slots)]
         if self.heavy_hitters:
             tiers[-1] = ScoredTokens.of(tiers[-1])
         return tuple(tiers)
@@ -85,7 +85,7 @@ class CodedTiers(nn.Module):
             held: what the tiers hold before; nothing at the beginning of a sequence.
             scaling: of the scores.
             real: [B, L], which queries are not padding; default all.
-            behind: whether somebody asks for what leaves the last tier.
+            behind: whether the tokens that leave the last tier are needed.
 
         Returns:
             Output [B, H, L, dv] and log-normaliser [B, H, L]; what the tiers hold after; and the L tokens that leave
@@ -100,7 +100,7 @@ class CodedTiers(nn.Module):
         for tier, count in enumerate(self.counts):
             if self.heavy_hitters and tier + 1 == len(self.counts):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
-                part, stays, moving, unrounded = self._attend_kept(
+                part, stays, moving, unrounded = self._attend_scored(
                     query_integers, rotated, real, held[tier], ScoredTokens.of(moving), unrounded, scaling
                 )
                 parts.append(part)
@@ -130,7 +130,7 @@ class CodedTiers(nn.Module):
         rotated = torch.cat([rotated, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
         return rotated, lambda part: self.key.rotate_query_integer(query[:, :, part].detach())
 
-    def _attend_kept(
+    def _attend_scored(
         self,
         query_integers: Callable[[slice], Numbers],
         rotated: Tensor,
@@ -140,7 +140,7 @@ class CodedTiers(nn.Module):
         unrounded: TokenBuffer | None,
         scaling: float,
     ) -> tuple[tuple[Tensor, Tensor], ScoredTokens, CodedTokens, TokenBuffer | None]:
-        """The last tier, where it keeps what draws attention: as :meth:`attend`, output still rotated."""
+        """The last tier, where it retains heavy hitters: as :meth:`attend`, output still rotated."""
         out, left, last = [], [], len(self.counts) - 1
         for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
             line, passing = held.then(entering[part]), _in_front(unrounded, len(held))
@@ -192,15 +192,15 @@ class CodedTiers(nn.Module):
             from dofla.attention.gpu.encode import entered
 
             return CodedTokens(*entered(self.key, tokens.key), *entered(self.value, tokens.value), tokens.log_weight)
-        return self._kept_by(0, [self.key.rotate_integer(tokens.key), self.value.rotate_integer(tokens.value)], tokens)
+        return self._coded_by(0, [self.key.rotate_integer(tokens.key), self.value.rotate_integer(tokens.value)], tokens)
 
     def aged(self, tokens: CodedTokens, tier: int) -> CodedTokens:
         """Tokens of a tier as the next one keeps them."""
         key = self.key.numbers(tokens.key, tokens.key_scale, tier)
         value = self.value.numbers(tokens.value, tokens.value_scale, tier)
-        return self._kept_by(tier + 1, [key, value], tokens)
+        return self._coded_by(tier + 1, [key, value], tokens)
 
-    def _kept_by(self, tier: int, vectors: list[Numbers], tokens: TokenBuffer | CodedTokens) -> CodedTokens:
+    def _coded_by(self, tier: int, vectors: list[Numbers], tokens: TokenBuffer | CodedTokens) -> CodedTokens:
         if gpu.usable(*(numbers for numbers, _ in vectors)):
             from dofla.attention.gpu.encode import age
 
@@ -216,12 +216,12 @@ class CodedTiers(nn.Module):
         dtype: torch.dtype = torch.float32,
         unrounded: TokenBuffer | None = None,
     ) -> TokenBuffer:
-        """Tokens of a tier as they were, as nearly as the tier remembers; with the gradients of ``unrounded``."""
+        """Tokens of a tier as they were, up to quantization; with the gradients of ``unrounded``."""
         rotated = _through(self._decoded(tokens, tier, dtype), unrounded)
         return TokenBuffer(self.key.unrotate(rotated.key), self.value.unrotate(rotated.value), rotated.log_weight)
 
     def _unrounded(self, tokens: TokenBuffer, dtype: torch.dtype) -> TokenBuffer | None:
-        """Tokens rotated, where a gradient is asked of them."""
+        """Rotated tokens, where they need gradients."""
         if not torch.is_grad_enabled() or not (tokens.key.requires_grad or tokens.value.requires_grad):
             return None
         return TokenBuffer(
@@ -251,5 +251,5 @@ def _through(coded: TokenBuffer, unrounded: TokenBuffer | None) -> TokenBuffer:
 
 
 def tier_bytes(head_dim: int, value_dim: int, bits: float, *, scored: bool = False) -> int:
-    """Of a token in a tier of so many bits: a key, a value, and a score where what draws attention is kept."""
+    """Bytes of a token in a tier of so many bits: a key, a value, and a score where heavy hitters are retained."""
     return token_bytes(head_dim, bits) + token_bytes(value_dim, bits) + 2 * scored

@@ -13,7 +13,7 @@ namespace dofla::tiers {
 constexpr std::int32_t kMostScore = 32767, kDecay = 64;  // as in heavy_hitters.py
 constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
 
-// The place of the least score among the first `count`, the foremost of several; evicted_at tokens do not count.
+// The place of the least score among the first `count`, the foremost of several; evicted tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   std::uint32_t best = 0xffffffff;  // what kGone - kFree is
 #pragma omp simd reduction(min : best)
@@ -32,7 +32,7 @@ class Drawing {
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
         power_(rows), rotated_query_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
-        asked_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
+        rotated_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
         steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
   // A query [d] as row `row`.
@@ -108,7 +108,7 @@ class Drawing {
         float* x = &rotated_query_[n * heavy_hitters.stride];
         for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
         for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
-        std::copy_n(x, dim_, &asked_[(first + n) * dim_]);
+        std::copy_n(x, dim_, &rotated_[(first + n) * dim_]);
       }
     });
   }
@@ -138,7 +138,7 @@ class Drawing {
   // heavy_hitters._steps of R queries and the tokens from t on, kAside vectors of them: what is loaded serves several products.
   template <int N, int R>
   void count_steps(std::int64_t first, std::int64_t t) {
-    const Number* asked = &asked_[first * dim_];
+    const Number* asked = &rotated_[first * dim_];
     Lanes total[R][kAside];
     for (auto& row : total) std::fill_n(row, kAside, Lanes{});
     for (std::int64_t b = 0; b < blocks_; ++b) {

@@ -46,7 +46,7 @@ class Work {
     const std::int64_t choices = choices_.size(), all = choices + units_.size() * blocks_;
     std::int64_t place = next_++;
     Mine<Drawing> drawing;
-    for (; place < choices; place = next_++) select_survivors(choices_[place], drawing);
+    for (; place < choices; place = next_++) select(choices_[place], drawing);
     Mine<Reader<Real>> reader;
     for (; place < all; place = next_++) read((place - choices) / blocks_, (place - choices) % blocks_ * kRows, reader);
     Operands<Real>::release();
@@ -58,7 +58,7 @@ class Work {
     ~Done() { flag.store(true, std::memory_order_release); }
   };
 
-  void select_survivors(std::size_t place, Mine<Drawing>& mine) {
+  void select(std::size_t place, Mine<Drawing>& mine) {
     const Done done{chosen_[place]};
     const auto [which, n, h] = units_[place];
     const Group& group = jobs_[which].group;

@@ -14,7 +14,7 @@ class Coding(Protocol):
 
     Attributes:
         constants: [bytes], uint8.
-        starts: where in them the rotation, its fineness, what turns back, the mean, the mean rotated and the bits of
+        starts: where in them the rotation, its fineness, its inverse, the mean, the rotated mean and the bits of
             blocks begin.
         heads: KV heads.
         dim: numbers of a vector.
