@@ -55,7 +55,7 @@ def check(calls: Calls, count: int) -> None:
     ids=["heavy hitters", "by age", "features", "by age, features", "ragged"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fading_returns_what_it_says_it_does(other, dtype):
+def test_attend_and_code_returns_what_it_says_it_does(other, dtype):
     layer = layer_of(0, **{**SIZES, **other})
     inputs = vectors(1, layer, 2, 2, 12, dtype)
     weight = torch.ones(2, 12)

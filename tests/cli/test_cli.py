@@ -273,7 +273,10 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
             ["allocate", "PROFILE", "--strategy", "measured", "--curves", "missing.json"],
             ["missing.json", "error curves"],
         ),
-        (["allocate", "PROFILE", "--feature-map", "none", "--window", 0, "--out", "NEW"], ["none", "window or sinks"]),
+        (
+            ["allocate", "PROFILE", "--feature-map", "none", "--window", 0, "--out", "NEW"],
+            ["none", "requires window > 0"],
+        ),
         (["allocate", "PROFILE", "--token-dtype", "int4", "--out", "NEW"], ["'int4'", "int8, model"]),
         (["allocate", "PROFILE", "--per-head", "--out", "NEW"], ["per_head", "hybrid"]),
         (

@@ -17,7 +17,7 @@ TIER, SMALL = [(5, 3.0)], [(2, 3.0)]
 EIGHT_BITS = {"sinks": 1, "token_dtype": "int8"}
 KINDS = {
     "compressed": ([0] * 2, EIGHT_BITS | {"window": 3, "tiers": [TIER] * 2, "heavy_hitters": [4] * 2}),
-    "ragged_faded": (
+    "ragged_compressed": (
         [0] * 3,
         EIGHT_BITS | {"window": [3, 5, 3], "tiers": [TIER, SMALL, TIER], "heavy_hitters": [4, 1, 4]},
     ),

@@ -161,17 +161,6 @@ class LayerPlan:
         ]
 
     @property
-    def tiers_in_words(self) -> str:
-        """``40 @ 4 bits, 32 @ 3 bits, 170 heavy hitters``; with several such lists where KV heads differ."""
-        words = [
-            ", ".join(
-                [f"{count} @ {bits:g} bits" for count, bits in tiers] + [f"{hitters} heavy hitters"] * bool(hitters)
-            )
-            for tiers, hitters in zip(self.tiers_per_head, self.heavy_hitters_per_head, strict=True)
-        ]
-        return "; ".join(words if len(set(words)) > 1 else words[:1])
-
-    @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """Features, window and sinks of each KV head."""
         fields = (self.features, self.window, self.sinks)
