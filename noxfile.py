@@ -4,6 +4,11 @@
     nox -s tests -- tests/integration                 # those that can be installed here, on some tests
     nox -s "tests-3.11(torch='2.13.0', transformers='5.21.0')"
 
+The lowest versions of everything else that dofla requires, together, with the torch that is pinned (the lowest torch is
+not tested):
+
+    nox -s lowest                                     # on the tests of the matrix, or those that are named
+
 And, in the environment that nox itself is in, settings under which sums are taken in other orders, as another processor
 takes them:
 
@@ -25,6 +30,7 @@ import nox
 HERE = Path(__file__).parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 QUICK_AND_SLOW = ["-m", "not long"]
+TEST_TOOLS = ["hypothesis", "psutil", "pytest"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
 ORDERS = {
     "one_thread": {"OMP_NUM_THREADS": "1"},
@@ -53,6 +59,16 @@ def range_of(package: str) -> list[str]:
     return [lowest + ".0" * (2 - lowest.count(".")), pinned()[package]]
 
 
+def lower_bounds() -> dict[str, str]:
+    """What pyproject.toml declares of all that dofla and its extras require, but torch, triton and tools."""
+    project = (HERE / "pyproject.toml").read_text()
+    declared = project.partition("\ndependencies = [")[2].partition("\n[project.scripts]")[0].splitlines()
+    lines = [line for line in declared if not line.startswith(("gpu =", "docs =", "dev ="))]
+    bounds = dict(re.findall(r'"([\w.-]+)(?:\[\w+\])?>=([\d.]+)', "\n".join(lines)))
+    del bounds["torch"]
+    return bounds
+
+
 @nox.session(python=PYTHONS)
 @nox.parametrize("transformers", range_of("transformers"))
 @nox.parametrize("torch", range_of("torch"))
@@ -60,6 +76,15 @@ def tests(session: nox.Session, torch: str, transformers: str) -> None:
     """The tests of what touches torch and transformers, or those that are named."""
     others = [f"{name}=={version}" for name, version in pinned().items() if name not in ("torch", "transformers")]
     session.install(f"torch=={torch}", f"transformers=={transformers}", *others)
+    session.install("--no-deps", "--editable", ".")
+    session.run("python", "-m", "pytest", *QUICK_AND_SLOW, *(session.posargs or TESTS))
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The tests of what touches torch and transformers, or those that are named, with the lowest of all else."""
+    bounds = [f"{name}=={version}" for name, version in lower_bounds().items()]
+    session.install(f"torch=={pinned()['torch']}", *bounds, *(f"{name}=={pinned()[name]}" for name in TEST_TOOLS))
     session.install("--no-deps", "--editable", ".")
     session.run("python", "-m", "pytest", *QUICK_AND_SLOW, *(session.posargs or TESTS))
 

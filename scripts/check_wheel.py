@@ -75,7 +75,8 @@ def install(folder: Path, wheel: Path) -> Path:
 def readme() -> list[str]:
     """Its Python blocks that begin with the bundled model."""
     found = _PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    return [block for block in found if "dofla.demo()" in block]
+    found = [block for block in found if "dofla.demo()" in block]
+    return found or sys.exit("README.md has no Python block that begins with dofla.demo()")
 
 
 def run(command: list[str | Path], folder: Path | None = None) -> None:

@@ -12,13 +12,10 @@ FIRST_WORDS = {"Of", "That", "What", "Whether", "How", "As", "By"}
 
 def docstrings(path: Path) -> list[tuple[int, str]]:
     """Line and text of the docstrings of a module, of its definitions, and below assignments."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                found.append((statement.lineno, statement.value.value))
-    return [(line, text) for line, text in found if isinstance(text, str)]
+    bodies = [getattr(node, "body", None) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    statements = [x for body in bodies if isinstance(body, list) for x in body if isinstance(x, ast.Expr)]
+    constants = [x.value for x in statements if isinstance(x.value, ast.Constant)]
+    return [(x.lineno, x.value) for x in constants if isinstance(x.value, str)]
 
 
 def test_no_docstring_continues_the_name_of_its_object():

@@ -1,17 +1,16 @@
-"""Turn pretrained softmax transformers into linear-attention models.
+"""A constant-size KV cache for Hugging Face models, and linear attention distilled from softmax attention.
 
-    student = dofla.linearize(model, budget=64)
-    dofla.distill(student, tokens)
-    student.save_pretrained("out")
+    model, tokenizer, text = dofla.demo()
+    windows = dofla.token_windows("sample", tokenizer, windows=12)
+    dofla.compress(model, windows, size="128KiB")
+    model.save_pretrained("out")
 
-or, with every layer given the state that it needs,
+Or, in place of ``compress``, feature maps that are trained layer by layer:
 
-    profile = dofla.profile(model, tokens)
-    curves  = dofla.measure_curves(model, tokens)
-    plan    = dofla.allocate(profile, budget=64, strategy="measured", curves=curves)
-    student = dofla.linearize(model, plan)
+    dofla.linearize(model, budget=64)
+    dofla.distill(model, windows)
 
-After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")`` loads the student.
+After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")`` loads either.
 """
 
 import importlib

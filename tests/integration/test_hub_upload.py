@@ -90,7 +90,13 @@ def test_pushing_again_brings_the_card_up_to_date(hub, student):
     student.push_to_hub("me/student")
     card = card_of(hub, "me/student")
     assert "python judge.py" in card.text
-    assert {result.metric_type for result in card.data.eval_results} == {"loss", "loss_increase", "kl", "agreement"}
+    assert {result.metric_type for result in card.data.eval_results} == {
+        "loss",
+        "perplexity",
+        "loss_increase",
+        "kl",
+        "agreement",
+    }
 
 
 def test_a_card_that_someone_wrote_on_the_hub_stays(hub, student):

@@ -44,6 +44,7 @@ transformers.cli.serving.utils.BaseHandler
 transformers.cli.serving.utils.GenerateManager
 transformers.cli.serving.utils.GenerationState
 transformers.cli.serving.utils.InferenceThread
+transformers.generation.streamers.BaseStreamer
 transformers.integrations.sdpa_attention.sdpa_attention_forward
 transformers.masking_utils.AttentionMaskInterface
 transformers.masking_utils.bidirectional_mask_function

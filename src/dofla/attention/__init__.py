@@ -17,6 +17,7 @@ from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
+from dofla.attention.prefill import exact_prefill
 from dofla.attention.recurrent import recurrent
 from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable, side_by_side
 
@@ -40,6 +41,7 @@ __all__ = [
     "accumulable",
     "attend",
     "chunked",
+    "exact_prefill",
     "exact_scores",
     "log_kernel",
     "naive_attention",

@@ -13,6 +13,7 @@ from dofla.attention import compiled, gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.coding.heavy_hitters import weight_steps
+from dofla.attention.coding.levels import tables
 from dofla.attention.compiled.tiers import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -70,6 +71,7 @@ class CompressedHeads:
             [state.tokens for state in before],
             [coder._buffers["constants"] for coder in self._keys],  # as an attribute it takes ten times as long to find
             [coder._buffers["constants"] for coder in self._values],
+            tables(),
             self._sizes,
             scaling,
         )
@@ -103,7 +105,7 @@ class CompressedHeads:
     ) -> tuple[Tensor, list[FlatState]] | None:
         """:meth:`attend`, of one token; None if there are memories that the kernels do not take."""
         if self._decoders is None:
-            self._decoders = list(map(_decoder, self.layouts)) if all(map(_has_one_scored_tier, self.layouts)) else []
+            self._decoders = list(map(_decoder, self.layouts)) if all(x.retains for x in self.layouts) else []
         if not self._decoders:
             return None
         log_weight, steps, after = _log_weight(key, value, weight), weight_steps(scaling, query.device), []
@@ -112,11 +114,6 @@ class CompressedHeads:
             tokens = decoder(query, key, value, log_weight, state.tokens, out, scaling, *steps)
             after.append(FlatState(None, tokens))
         return out, after
-
-
-def _has_one_scored_tier(layout: Layout) -> bool:
-    """Whether it is one that :func:`dofla.compress` makes: one tier that keeps what draws attention, no features."""
-    return not layout.features and layout.coded_tiers.heavy_hitters > 0 and len(layout.coded_tiers.counts) == 1
 
 
 def _decoder(layout: Layout) -> Decoder:

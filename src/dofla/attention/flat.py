@@ -53,6 +53,12 @@ class Layout:
         self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read fifty tokens
 
     @property
+    def retains(self) -> bool:
+        """Whether it is one that :func:`dofla.compress` makes: a window, one tier with heavy hitters, no features."""
+        tiers = self.coded_tiers
+        return self.window > 0 and not self.features and tiers.heavy_hitters > 0 and len(tiers.counts) == 1
+
+    @property
     def bytes(self) -> int:
         """Of the tokens of a sequence."""
         return self._rows.bytes

@@ -37,6 +37,9 @@ def compress(
     data: SelfData = "self",
     windows: Annotated[int, typer.Option(help="Number of calibration windows.", rich_help_panel=TEXT)] = 12,
     length: Length = 512,
+    prefill: Annotated[
+        str, typer.Option(help="How prompts are read: exact, stream (token by token), or auto (exact on a GPU).")
+    ] = "auto",
     keep_softmax: KeepSoftmax = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -67,6 +70,7 @@ def compress(
                 retrieval_heads=retrieval_heads,
                 tokenizer=tokenizer,
                 keep_softmax=keep_softmax or (),
+                prefill=prefill,
                 progress=bar.stage,
             )
         write_adapter(compressed, folder)

@@ -30,7 +30,7 @@ from dofla.integration.streaming import is_streamed
 from dofla.integration.surgery import convert, describe, plan_of, restore, softmax
 from dofla.plans.compressed import TooSmall
 from dofla.plans.head_budgets import LEAST, HeadBudgets, divide, held_out_line
-from dofla.plans.plan import Plan
+from dofla.plans.plan import Plan, check_prefill
 from dofla.plans.size import in_bytes
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class Compressor:
     ``retrieval_heads`` of them hold all tokens, as in DuoAttention (Xiao et al. 2024, arXiv 2410.10819).
 
     Args:
-        model, windows, keep_softmax, batch_size, context, retrieval_heads, tokenizer: as for :func:`dofla.compress`.
+        model, windows, keep_softmax, batch_size, context, retrieval_heads, tokenizer, prefill: as for
+            :func:`dofla.compress`.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class Compressor:
         context: int | None = None,
         retrieval_heads: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        prefill: str = "auto",
     ) -> None:
+        check_prefill(prefill)
+        self.prefill = prefill
         self.model, self.windows = model, windows_for(model, windows)
         self.keep_softmax, self.batch_size, self.context = keep_softmax, batch_size, context
         self.retrieval_heads, self.tokenizer = retrieval_heads, tokenizer
@@ -95,7 +99,7 @@ class Compressor:
     def plan(self, budget: float, head_budgets: HeadBudgets | None = None) -> Plan:
         """The plan of a size; DoflaError as :func:`dofla.compress`."""
         options = {"keep_softmax": self.keep_softmax, "context": self.context}
-        return compressed_plan(self.model, budget, head_budgets=head_budgets, **options)
+        return replace(compressed_plan(self.model, budget, head_budgets=head_budgets, **options), prefill=self.prefill)
 
     def make(self, budget: float, head_budgets: HeadBudgets | None = None) -> PreTrainedModel:
         """The model, compressed; by default all its KV heads have the same size."""

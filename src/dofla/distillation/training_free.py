@@ -77,6 +77,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keep_softmax: Collection[str] = (),
     batch_size: int = 1,
+    prefill: str = "auto",
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> PreTrainedModel:
     """Give a causal model a compressed cache of constant size, in place and without training: recent tokens in int8,
@@ -100,6 +101,10 @@ def compress(
         tokenizer: the model's, which writes the needles; needed for retrieval heads only.
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
+        prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
+            retain are selected at the end of each call, by the attention of all its queries. ``stream``: token by
+            token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, else
+            stream.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each pass.
 
@@ -122,7 +127,7 @@ def compress(
         )
     options = {"keep_softmax": keep_softmax, "batch_size": batch_size, "context": context}
     options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    compressor = Compressor(model, windows, **options)
+    compressor = Compressor(model, windows, **options, prefill=prefill)
     return _made(compressor, compressor.budget(size, ratio), head_budgets, progress=progress)
 
 

@@ -21,6 +21,7 @@ from dofla.attention import (
     accumulable,
     attend,
     compiled,
+    exact_prefill,
     exact_scores,
     log_kernel,
     packed,
@@ -128,6 +129,11 @@ class LinearAttention(nn.Module):
         return not any(self.features) and all(self.coded_tiers_of(n) is not None for n in range(len(self.groups)))
 
     @property
+    def retains(self) -> bool:
+        """Whether all heads have a local window in int8, one tier with heavy hitters, and no features."""
+        return self._all_compressed and not self.hides_tokens and all(x.retains for x in self._layouts.values())
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether any head sees tokens exactly."""
         return any(window or sinks for window, sinks in self.exact_tokens)
@@ -181,6 +187,7 @@ class LinearAttention(nn.Module):
         weight: Tensor | None = None,
         states: list[State | FlatState] | None = None,
         causal: bool = True,
+        exact: bool = False,
     ) -> tuple[Tensor, list[State | FlatState]]:
         """Attention of the new tokens.
 
@@ -193,6 +200,8 @@ class LinearAttention(nn.Module):
                 they draw, those of any weight above 0 count in full.
             states: one per group, or None at the beginning of a sequence.
             causal: whether queries see only earlier keys (and themselves).
+            exact: whether several tokens attend exactly to one another and those to retain are selected at the end of
+                the call (:func:`dofla.attention.exact_prefill`), where the layer :attr:`retains` tokens alone.
             keeps_states: whether the states after the call are used; where they are not, some padding is left where
                 it is.
 
@@ -205,6 +214,8 @@ class LinearAttention(nn.Module):
                 feature_map.new_training_pass()
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
         out, after, options = None, {}, {"scaling": scaling, "weight": weight}
+        if exact and query.shape[-2] > 1 and causal and self.retains and not _differentiated(query, key, value):
+            return exact_prefill(query, key, value, list(self._layouts.values()), states, **options)
         if causal and self._compressed is not None and not self.hides_tokens:
             before = states if self._all_compressed else [states[n] for n in self._layouts]
             found = self._compressed.attend(query, key, value, states=before, **options)
@@ -334,3 +345,7 @@ def _ages(rows: Tensor, length: int, weight: Tensor | None) -> Tensor:
     """How many real tokens later than each of ``length`` keys the query ``rows`` [R] come [B or 1, R, length]."""
     places = torch.arange(length, device=rows.device)[None] if weight is None else (weight > 0).cumsum(-1)
     return places[:, rows].unsqueeze(-1) - places.unsqueeze(1)
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

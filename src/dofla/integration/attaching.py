@@ -29,9 +29,12 @@ class AttachedLinearAttention(LinearAttention):
         layer: what it is to be.
         beside_softmax: whether other layers of the model stay softmax.
         positions: that there are for it, if that is known.
+        prefill: a name in :data:`dofla.plans.plan.PREFILLS`.
     """
 
-    def __init__(self, layer: LayerPlan, beside_softmax: bool, positions: int | None = None) -> None:
+    def __init__(
+        self, layer: LayerPlan, beside_softmax: bool, positions: int | None = None, prefill: str = "auto"
+    ) -> None:
         features, window, sinks = zip(*layer.sizes, strict=True)
         super().__init__(
             layer.feature_map,
@@ -46,7 +49,7 @@ class AttachedLinearAttention(LinearAttention):
             layer.smooth_keys,
         )
         self.name = layer.name
-        self.beside_softmax, self.positions = beside_softmax, positions
+        self.beside_softmax, self.positions, self.prefill = beside_softmax, positions, prefill
         self._holders = [part for part in self.modules() if part._parameters or part._buffers]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -87,7 +90,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
             module = model.get_submodule(layer.name)
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
-        module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), positions)
+        module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), positions, plan.prefill)
         device = next(module.parameters()).device
         module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
         module.dofla.train(module.training)

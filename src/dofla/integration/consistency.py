@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import fed
 from dofla.integration.sites import a_few_tokens, attention_sites, evaluation_mode
 from dofla.integration.streaming import is_streamed
@@ -55,7 +56,7 @@ def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractC
     """
     if student.main_input_name != "input_ids" or is_streamed(student):
         return
-    with evaluation_mode(student), torch.no_grad():
+    with evaluation_mode(student), torch.no_grad(), token_by_token():
         for padded in (True, False):
             if (fault := _fault(student, 0, padded)) is None:
                 return

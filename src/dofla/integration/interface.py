@@ -27,6 +27,7 @@ LINEAR = "dofla"
 RECORDING = "dofla_recording"
 
 Visitor = Callable[..., None]
+_token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=False)
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
 
@@ -62,7 +63,7 @@ def linear_attention(
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
     options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
-    options["keeps_states"] = dofla_entry is not None
+    options |= {"keeps_states": dofla_entry is not None, "exact": _prefills_exactly(layer, query, dofla_entry)}
     # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
     imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
     with torch.no_grad() if imitates else nullcontext():
@@ -76,6 +77,24 @@ def linear_attention(
     if imitates:
         out = with_gradients_of_softmax(out, module, query, key, value, attention_mask, scaling, **kwargs)
     return out, None
+
+
+def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
+    """Whether the call is an exact prefill. Without a cache it is none, so that a single pass over a text, as
+    evaluation and training make it, gives what decoding the text would give."""
+    if entry is None or query.shape[-2] == 1 or torch.compiler.is_compiling() or _token_by_token.get():
+        return False
+    return layer.prefill == "exact" or (layer.prefill == "auto" and query.is_cuda)
+
+
+@contextmanager
+def token_by_token() -> Iterator[None]:
+    """Within the block no prefill is exact: several tokens at once give what one after the other gives."""
+    token = _token_by_token.set(True)
+    try:
+        yield
+    finally:
+        _token_by_token.reset(token)
 
 
 @torch.compiler.disable

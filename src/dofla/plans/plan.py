@@ -25,6 +25,18 @@ _FORMAT = 3
 tell."""
 
 
+PREFILLS = ("auto", "exact", "stream")
+"""How several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one another, and
+those to retain are selected at the end of the call; ``stream``, one after the other, as decoding goes on; ``auto``,
+exact on a GPU, where it is faster, and stream on a CPU."""
+
+
+def check_prefill(prefill: str) -> None:
+    """DoflaError unless it is one of :data:`PREFILLS`."""
+    if prefill not in PREFILLS:
+        raise DoflaError(f"prefill is {prefill!r}: choose one of {', '.join(PREFILLS)}")
+
+
 @dataclass
 class LayerPlan:
     """One attention module.
@@ -199,12 +211,14 @@ class Plan(Result):
         model: name of the one it is for.
         made_by: strategy, budget, λ, ...: a record, not an input.
         context: tokens that the cache is calibrated for, where these are not all positions of the model.
+        prefill: how compressed layers read several tokens into a cache, one of :data:`PREFILLS`.
     """
 
     layers: list[LayerPlan]
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
+    prefill: str = "auto"
 
     def __getitem__(self, name: str) -> LayerPlan:
         for layer in self.layers:
@@ -267,7 +281,8 @@ class Plan(Result):
                 del entry["smooth_keys"]
             layers[entry.pop("name")] = entry
         head = {"format": _FORMAT, "model": self.model, "made_by": self.made_by}
-        return head | ({} if self.context is None else {"context": self.context}) | {"layers": layers}
+        head |= {} if self.context is None else {"context": self.context}
+        return head | ({} if self.prefill == "auto" else {"prefill": self.prefill}) | {"layers": layers}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "the plan") -> Plan:
@@ -291,7 +306,9 @@ class Plan(Result):
         context = data.get("context")
         if context is not None and not (is_integer(context) and context > 0):
             raise DoflaError(f"{where}: context is {context!r}: give a number of tokens, or leave it out")
-        return cls(plans, str(data.get("model", "")), made_by, context)
+        prefill = data.get("prefill", "auto")
+        check_prefill(prefill)
+        return cls(plans, str(data.get("model", "")), made_by, context, prefill)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, replacing what was there."""

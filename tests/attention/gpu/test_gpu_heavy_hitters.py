@@ -114,6 +114,7 @@ def test_a_text_in_any_pieces_leaves_the_state_of_plain_torch(tiers, left):
         assert_same((found[0] * seen, found[1]), (wanted[0] * seen, wanted[1]), text)
 
 
+@pytest.mark.interpreter
 def test_token_by_token():
     text = vectors(1, 1, 2, 1, 18, 8, 16)
     coded_tiers = memory(*text[1:], [(2, 4.0), (3, 3.0)], 4)

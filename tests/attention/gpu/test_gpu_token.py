@@ -77,7 +77,10 @@ def check(layer, text, weight, before):
     return found.cpu(), wanted
 
 
-@pytest.mark.parametrize(("sizes", "groups"), [*((sizes, 2) for sizes in LAYERS), ("alike", 1)])
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [*((sizes, 2) for sizes in LAYERS), pytest.param("alike", 1, marks=pytest.mark.interpreter)],
+)
 def test_states_and_outputs_are_those_of_plain_torch(sizes, groups):
     *shape, before = LAYERS[sizes]
     layer = layer_of(*shape)
@@ -157,6 +160,7 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.interpreter
 @pytest.mark.skipif(not INTERPRETED, reason="counts launches, which the interpreter tells of")
 def test_a_token_is_a_dozen_operations_and_waits_for_nothing(monkeypatch):
     from triton.runtime.interpreter import GridExecutor

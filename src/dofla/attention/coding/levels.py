@@ -56,6 +56,7 @@ def distortion(bits: int) -> float:
     return _DISTORTION[bits]
 
 
+@cache
 def tables() -> Tensor:
     """All of these as one array, as the compiled kernels take them: levels by bits in rows of 64, as numbers and once
     more as bytes; scales and the borders of their squares in rows of 256, of which the last is infinite."""

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dofla.attention import gpu
+from dofla.attention import compiled, gpu
 from dofla.attention.coding.coder import Coder, Numbers, encode_together, token_bytes
 from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen, pieces, seen, select_survivors
 from dofla.attention.coding.tokens import CodedTokens
+from dofla.attention.compiled.tiers import DTYPES
 from dofla.attention.exact import exact_attention, merge
 from dofla.attention.kernel import exact_scores
 from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
@@ -192,6 +193,8 @@ class CodedTiers(nn.Module):
             from dofla.attention.gpu.encode import entered
 
             return CodedTokens(*entered(self.key, tokens.key), *entered(self.value, tokens.value), tokens.log_weight)
+        if compiled.usable((tokens.key, tokens.value), (), DTYPES):
+            return CodedTokens(*self.key.encode(tokens.key), *self.value.encode(tokens.value), tokens.log_weight)
         return self._coded_by(0, [self.key.rotate_integer(tokens.key), self.value.rotate_integer(tokens.value)], tokens)
 
     def aged(self, tokens: CodedTokens, tier: int) -> CodedTokens:

@@ -18,7 +18,7 @@ from dofla.errors import DoflaError
 from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
-_SOURCES = ("attention.cpp", "tiers.cpp")
+_SOURCES = ("attention.cpp", "tiers.cpp", "encode.cpp")
 _HEADERS = (
     *("vector.h", "product.h", "matmul.h", "operands.h", "whole.h", "features.h", "exact.h"),
     *("trellis.h", "coding.h", "together.h", "codes.h", "rows.h", "tiers.h", "heavy_hitters.h", "decoding.h"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofla.attention.coding.levels import tables
+from dofla.attention.eight_bits import pack
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels take."""
-TABLES = tables()
-"""All that is looked up."""
 
 
 def attend_and_code(
@@ -21,6 +19,7 @@ def attend_and_code(
     states: list[Tensor],
     keys: list[Tensor],
     values: list[Tensor],
+    tables: Tensor,
     sizes: list[int],
     scaling: float,
 ) -> list[Tensor]:
@@ -33,6 +32,7 @@ def attend_and_code(
         log_weight: [B, L], or None for none.
         states: of each group of heads, [B, bytes], window, sinks and tiers before.
         keys, values: of each group, the constants of its coders.
+        tables: all that is looked up (:func:`dofla.attention.coding.levels.tables`).
         sizes: those of the groups' layouts (:attr:`dofla.attention.Layout.sizes`), one after the other.
         scaling: of the scores.
 
@@ -44,5 +44,12 @@ def attend_and_code(
         a value those of its head from its token on.
     """
     return torch.ops.dofla.attend_and_code.default(
-        query, key, value, log_weight, states, keys, values, TABLES, scaling, sizes
+        query, key, value, log_weight, states, keys, values, tables, scaling, sizes
     )
+
+
+def encode(x: Tensor, constants: Tensor, tables: Tensor, tiers: int) -> tuple[Tensor, Tensor]:
+    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d] in the first tier:
+    :meth:`dofla.attention.Coder.encode`."""
+    integers, exponents = pack(x)
+    return torch.ops.dofla.encode.default(integers.contiguous(), exponents.contiguous(), constants, tables, tiers)

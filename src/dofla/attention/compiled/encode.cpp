@@ -1,0 +1,52 @@
+// The operator that encodes tokens alone, for those that a prefill retains.
+#include "rows.h"
+#include "together.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+namespace dofla::tiers {
+namespace {
+
+// Vectors in eight bits [B, Hkv, n, d] and their exponents [B, Hkv, n], both int8, as the first of `tiers` tiers keeps them:
+// codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8.
+std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& integers, const at::Tensor& exponents, const at::Tensor& constants,
+                                          const at::Tensor& tables, std::int64_t tiers) {
+  TORCH_CHECK(integers.is_contiguous() && integers.scalar_type() == at::kChar && integers.dim() == 4, "integers must be int8");
+  TORCH_CHECK(exponents.is_contiguous() && exponents.scalar_type() == at::kChar && exponents.numel() * integers.size(3) == integers.numel(),
+              "there is an exponent for each vector");
+  const std::int64_t heads = integers.size(1), count = integers.size(2), dim = integers.size(3);
+  const Coders coders(constants, heads, dim, tiers, tables);
+  const std::int64_t bytes = coders.head(0).bytes(0), blocks = dim / coders.block;
+  const auto options = integers.options().dtype(at::kByte);
+  at::Tensor codes = at::empty({integers.size(0), heads, count, bytes}, options);
+  at::Tensor scales = at::empty({integers.size(0), heads, count, blocks}, options);
+  const std::int64_t parts = (count + kLanes - 1) / kLanes;
+  const auto rows = [](const at::Tensor& t, std::int64_t first, std::int64_t stride) {
+    return coding::BytesOf{static_cast<std::uint8_t*>(t.data_ptr()) + first * stride, stride};
+  };
+  at::parallel_for(0, integers.size(0) * heads * parts, 1, [&](std::int64_t begin, std::int64_t end) {
+    coding::Together scratch(dim);
+    for (std::int64_t place = begin; place < end; ++place) {
+      const std::int64_t unit = place / parts, from = place % parts * kLanes, first = unit * count + from;
+      const coding::Coder coder = coders.head(unit % heads);
+      coding::with_block(coder.block, [&](auto block) {
+        coding::encode<block>(coder, rows(integers, first, dim), rows(exponents, first, 1), std::min(count - from, std::int64_t{kLanes}),
+                              scratch, rows(codes, first, bytes), rows(scales, first, blocks));
+      });
+    }
+  });
+  return {codes, scales};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(dofla, library) {
+  library.def("encode(Tensor integers, Tensor exponents, Tensor constants, Tensor tables, int tiers) -> (Tensor, Tensor)");
+  library.impl("encode", c10::DispatchKey::CPU, &encode);
+}
+
+}  // namespace dofla::tiers
