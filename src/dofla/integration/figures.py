@@ -41,14 +41,19 @@ def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
     """
     names = [field.name for field in fields(Figure) if field.name != "command"]
     try:
-        found = [
-            build(Figure, {**dict(zip(names, row, strict=False)), "command": command}, row[0]) for row in _rows(record)
-        ]
+        rows = [dict(zip(names, row, strict=False)) for row in _rows(record)]
+        # A rank correlation of a single pair is NaN, and the loss of a broken model is: nothing to put on a card.
+        defined = [row for row in rows if not any(_is_nan(row.get(who)) for who in ("student", "teacher"))]
+        found = [build(Figure, row | {"command": command}, row["metric"]) for row in defined]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DoflaError(f"figures are not those of an evaluation ({error}): give what dofla.evaluate made") from error
-    if not found:
+    if not rows:
         raise DoflaError("figures hold none: give what dofla.evaluate, or `dofla evaluate --out`, made")
     return found
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
