@@ -2,10 +2,9 @@
 
     python benchmarks/speed/gpu_prefill.py --shape llama-1b --length 2048 --length 8192 --length 32768
 
-Random weights in bfloat16, one sequence, the cache of 64 features per KV head, head budgets even. *Exact* is the default
-on a GPU; *stream* reads token by token. Ratios are to softmax attention (torch's scaled_dot_product_attention) in the same
-run; the least of some repeats counts.
-"""
+Random weights in bfloat16, one sequence, the cache of 64 features per KV head, head budgets even. *Exact* is the
+default on a GPU; *stream* reads token by token. Ratios are to softmax attention (torch's scaled_dot_product_attention)
+in the same run; the least of some repeats counts."""
 
 from __future__ import annotations
 
