@@ -94,7 +94,7 @@ def test_each_family_of_transformers_is_expected_to_do_one_thing():
 def test_check_says_of_a_config_what_becomes_of_the_model(family):
     config = build(family).config
     config.architectures = [FAMILIES[family]]
-    assert dofla.check(config, [SMALL]).supported == (family in SUPPORTED)
+    assert dofla.check(config, ratio=2).supported == (family in SUPPORTED)
 
 
 @pytest.mark.slow
