@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def retains(self) -> bool:
-        """Whether it is one that :func:`dofla.compress` makes: a window, one tier with heavy hitters, no features."""
+        """True if it is one that :func:`dofla.compress` makes: a window, one tier with heavy hitters, no features."""
         tiers = self.coded_tiers
         return self.window > 0 and not self.features and tiers.heavy_hitters > 0 and len(tiers.counts) == 1
 

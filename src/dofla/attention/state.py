@@ -148,7 +148,7 @@ class TokenBuffer(_Tensors):
 
 
 def known_full(tokens: _Tensors) -> bool:
-    """Whether no place is free and it is cheap to know: on a GPU, asking costs more than what it may save, and
+    """True if no place is free and it is cheap to know: on a GPU, asking costs more than what it may save, and
     a compiled graph cannot ask."""
     on_cpu = tokens.log_weight.device.type == "cpu"
     return on_cpu and not torch.compiler.is_compiling() and bool((tokens.log_weight > LOG_ZERO).all())

@@ -173,7 +173,7 @@ def _text(path: Path) -> Iterator[str]:
 
 
 def _has_wide_gap(path: Path) -> bool:
-    """Whether two blank lines stand between lines of text, near enough to the beginning."""
+    """True if two blank lines stand between lines of text, near enough to the beginning."""
     seen = blanks = 0
     text = False
     for line in _lines(path, _LONGEST_TEXT):

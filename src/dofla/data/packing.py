@@ -61,7 +61,7 @@ def separator_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def membership(split: str, holdout: float) -> Callable[[bytes], bool]:
-    """Whether a document, as bytes, is in the split; DoflaError for a split or a fraction that there is not."""
+    """True if a document, as bytes, is in the split; DoflaError for a split or a fraction that there is not."""
     if not 0 <= holdout < 1:
         raise DoflaError(f"holdout: {holdout}; give a fraction from 0 up to but not including 1")
     if split == "all":

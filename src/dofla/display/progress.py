@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _taken: ContextVar[bool] = ContextVar("dofla_bar", default=False)
-"""Whether there is a bar already, or none is wanted: what is called within shows none of its own."""
+"""True if there is a bar already, or none is wanted: what is called within shows none of its own."""
 
 
 class Bar:

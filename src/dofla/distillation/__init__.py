@@ -1,7 +1,7 @@
 """Training the feature maps against the softmax attention they replace, and whole students towards their teacher.
 
 Also what the losses tell without training: how close each layer is, the error curves that plans are made from, and how
-layers share the bytes of a memory that fades.
+layers share the bytes of a compressed cache.
 Knows students and windows, and no recipe.
 """
 

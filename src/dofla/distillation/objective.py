@@ -100,7 +100,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _head_stands_apart(student: PreTrainedModel) -> bool:
-    """Whether the logits are the output layer of the last hidden states and nothing else, found out on a few tokens:
+    """True if the logits are the output layer of the last hidden states and nothing else, found out on a few tokens:
     some families have more layers in their head, or scale what comes out."""
     head = student.get_output_embeddings()
     if head is None:

@@ -129,7 +129,7 @@ def passkey_figures(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Recall:
-    """Whether teacher and student find a key again, by length of the text and depth of the key in it.
+    """Recall of a key by teacher and student, by length of the text and depth of the key in it.
 
     Each prompt is read once; keys are scored, and one is written, from copies of what the model then remembers.
 

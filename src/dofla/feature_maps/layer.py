@@ -125,22 +125,22 @@ class LinearAttention(nn.Module):
 
     @property
     def only_forgets(self) -> bool:
-        """Whether all heads keep tokens in tiers and sum up none."""
+        """True if all heads keep tokens in tiers and sum up none."""
         return not any(self.features) and all(self.coded_tiers_of(n) is not None for n in range(len(self.groups)))
 
     @property
     def retains(self) -> bool:
-        """Whether all heads have a local window in int8, one tier with heavy hitters, and no features."""
+        """True if all heads have a local window in int8, one tier with heavy hitters, and no features."""
         return self._all_compressed and not self.hides_tokens and all(x.retains for x in self._layouts.values())
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether any head sees tokens exactly."""
+        """True if any head sees tokens exactly."""
         return any(window or sinks for window, sinks in self.exact_tokens)
 
     @property
     def keeps_eight_bits(self) -> bool:
-        """Whether there are exact tokens and they are kept in eight bits."""
+        """True if there are exact tokens and they are kept in eight bits."""
         return self.token_dtype == "int8" and self.is_hybrid
 
     def traceable(
@@ -154,7 +154,7 @@ class LinearAttention(nn.Module):
         causal: bool,
         **options: Any,
     ) -> bool:
-        """Whether torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
+        """True if torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
         it, no shape and no branch depends on numbers, but for padding among several tokens that continue a sequence."""
         if weight is not None and states and query.shape[-2] > 1:
             return False

@@ -65,7 +65,7 @@ def _beginning(
 
 
 def _disorder(real: Tensor, keeps_states: bool) -> bool:
-    """Whether padding [B, L] stands where it makes a difference: after a real token, and before another or the state.
+    """True if padding [B, L] stands where it makes a difference: after a real token, and before another or the state.
     Real tokens do not see what comes after them."""
     ends = real[:, :-1] & ~real[:, 1:]
     if not keeps_states:

@@ -1,4 +1,4 @@
-"""Whether a student answers with a cache as it does in one pass, found out on a few tokens.
+"""The check that a compressed model answers with a cache as it does in one pass, on a few tokens.
 
 Families differ in what they do with a cache, and attention alone does not show it: layers read the keys of others,
 share an entry, or count tokens themselves. So a student is tried before it is handed out.

@@ -214,7 +214,7 @@ class _Batch:
 
 
 def _only_states(cache: Cache) -> bool:
-    """Whether it holds what linear layers carry on, and nothing else."""
+    """True if it holds what linear layers carry on, and nothing else."""
     entries = cache.layers
     return bool(entries) and all(
         isinstance(entry, LinearCacheLayer) and entry.states and not entry.beside_softmax for entry in entries

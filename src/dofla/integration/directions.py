@@ -1,4 +1,4 @@
-"""The directions that matter to the coded tokens of a memory that fades."""
+"""The directions that matter to the coded tokens of a compressed cache."""
 
 from __future__ import annotations
 

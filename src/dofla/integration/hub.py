@@ -117,5 +117,5 @@ def upload(
 
 
 def has_own_card(api: HfApi, name: str) -> bool:
-    """Whether the repository has a README.md that was written or changed by hand."""
+    """True if the repository has a README.md that was written or changed by hand."""
     return api.file_exists(name, README) and by_hand(Path(api.hf_hub_download(name, README)))

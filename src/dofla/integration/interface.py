@@ -80,7 +80,7 @@ def linear_attention(
 
 
 def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
-    """Whether the call is an exact prefill. Without a cache it is none, so that a single pass over a text, as
+    """True if the call is an exact prefill. Without a cache it is none, so that a single pass over a text, as
     evaluation and training make it, gives what decoding the text would give."""
     if entry is None or query.shape[-2] == 1 or torch.compiler.is_compiling() or _token_by_token.get():
         return False
@@ -103,7 +103,7 @@ def _outside_the_graph(layer: nn.Module, *args: Tensor, **options: Any) -> tuple
 
 
 def gradients_asked(*tensors: Tensor) -> bool:
-    """Whether what is computed of these takes part in a backward pass."""
+    """True if what is computed of these takes part in a backward pass."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -201,7 +201,7 @@ def _bounds_nothing(
     allow_is_bidirectional_skip: bool | None = None,
     **kwargs: Any,
 ) -> bool:
-    """Whether the pattern is a causal window or chunk as long as all positions, and nothing else. transformers allows
+    """True if the pattern is a causal window or chunk as long as all positions, and nothing else. transformers allows
     no skip, and says so with ``use_vmap``, where something was added; for one token it allows none in any case."""
     positions = None if local_size is None or config is None else stated_positions(config)
     if positions is None or local_size < positions or allow_is_bidirectional_skip is not None:
@@ -210,7 +210,7 @@ def _bounds_nothing(
 
 
 def _has_readers(config: Any) -> bool:
-    """Whether layers read the keys of others. Such models cut the third dimension of masks (Gemma 4)."""
+    """True if layers read the keys of others. Such models cut the third dimension of masks (Gemma 4)."""
     return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
@@ -257,7 +257,7 @@ def _full_mask(padding: Tensor | None, query: Tensor, key: Tensor, causal: bool)
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether this call is causal, as transformers' own attention functions decide it."""
+    """True if this call is causal, as transformers' own attention functions decide it."""
     given = kwargs.get("is_causal")
     return bool(given if given is not None else getattr(module, "is_causal", True))
 

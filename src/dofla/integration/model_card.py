@@ -66,7 +66,7 @@ def write_card(
 
 
 def by_hand(path: Path) -> bool:
-    """Whether the file is there and is not, to the letter, what :func:`write_card` wrote."""
+    """True if the file is there and is not, to the letter, what :func:`write_card` wrote."""
     try:
         *lines, last = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Whether a processor multiplies numbers of half precision at all, or takes them apart one by one."""
+"""The question of a processor: does it multiply numbers of half precision, or take them apart one by one?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOO_SLOW = 5.0
 
 
 def half_is_slow() -> bool:
-    """Whether models are better opened in float32 here, however they are saved: no GPU, and a processor that is many
+    """True if models are better opened in float32 here, however they are saved: no GPU, and a processor that is many
     times quicker in it."""
     return not torch.cuda.is_available() and times_as_long(torch.bfloat16) > TOO_SLOW
 

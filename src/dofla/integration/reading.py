@@ -1,4 +1,4 @@
-"""Whether a model can read tokens at all: PyTorch itself says no more than that an index is out of range."""
+"""The check that a model can read tokens at all: PyTorch itself says no more than that an index is out of range."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
 
 
 def keeps_states(model: PreTrainedModel) -> bool:
-    """Whether a cache of the model's can be made beforehand, and read into piece by piece."""
+    """True if a cache of the model's can be made beforehand, and read into piece by piece."""
     own = getattr(model, "_supports_default_dynamic_cache", None)  # transformers' list of models with another cache
     return not model.config.is_encoder_decoder and (own is None or own())
 

@@ -195,7 +195,7 @@ class _GoesOn(Extension):
 
 
 def _linear(student: PreTrainedModel) -> bool:
-    """Whether it computes linear attention now, with a cache that can be kept."""
+    """True if it computes linear attention now, with a cache that can be kept."""
     return student.config._attn_implementation == LINEAR and keeps_states(student)
 
 

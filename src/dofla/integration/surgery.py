@@ -170,7 +170,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_linearized(model: PreTrainedModel) -> bool:
-    """Whether the model carries feature maps."""
+    """True if the model carries feature maps."""
     return hasattr(model, "_dofla_softmax_implementation")
 
 

@@ -19,7 +19,7 @@ _LORA = "_dofla_lora"
 
 
 def is_trained(model: PreTrainedModel) -> bool:
-    """Whether weights other than those of feature maps were trained, and the original ones are kept."""
+    """True if weights other than those of feature maps were trained, and the original ones are kept."""
     return hasattr(model, _LORA)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model computes with other weights than before, found without reading all of them."""
+"""The check that a model computes with the same weights as before, without reading all of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightsWatch:
         self._numbers: list[Tensor] = []
 
     def changed(self, model: nn.Module) -> bool:
-        """Whether anything is new since the last call; True at the first."""
+        """True if anything is new since the last call; True at the first."""
         seen = _marks(model)
         if seen != self._seen:
             self._seen, self._views = seen, _views(model)

@@ -342,5 +342,5 @@ def _tiers(per_head: list[list]) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Whether ``value`` is an integer, which True is not."""
+    """True if ``value`` is an integer, which True is not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -54,7 +54,7 @@ class StudentRecord:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether it predicts next tokens; an encoder is judged by its embeddings."""
+        """True if it predicts next tokens; an encoder is judged by its embeddings."""
         return "language" in self.evaluations[0]
 
     @property
@@ -73,7 +73,7 @@ class StudentRecord:
 
     @property
     def trained(self) -> bool:
-        """Whether it was trained, or is as it started."""
+        """True if it was trained, or is as it started."""
         return any((self.folder / name).exists() for name in ("distill", "end_to_end"))
 
     def record(self, name: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class StudentRecord:
         return read_json(path, "a record") if path.exists() else {}
 
     def lacks(self, part: str) -> bool:
-        """Whether nobody has tried yet to measure this part of :data:`LOOK`."""
+        """True if nobody has tried yet to measure this part of :data:`LOOK`."""
         own = self.record(LOOK)
         return part not in own and part not in own.get("left_out", {})
 

@@ -13,7 +13,7 @@ from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point
 
 
 def is_frontier(folder: str | Path) -> bool:
-    """Whether ``dofla frontier`` has written the folder."""
+    """True if ``dofla frontier`` has written the folder."""
     return (Path(folder) / FRONTIER).exists()
 
 

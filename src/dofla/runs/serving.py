@@ -83,7 +83,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def is_open(place: socket.socket) -> bool:
-    """Whether other machines may reach it."""
+    """True if other machines may reach it."""
     return not ip_address(place.getsockname()[0]).is_loopback
 
 

@@ -147,7 +147,7 @@ ALONE = Processes()
 
 
 def is_first() -> bool:
-    """Whether this process is to write files and show progress; decided without joining the others."""
+    """True if this process is to write files and show progress; decided without joining the others."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0

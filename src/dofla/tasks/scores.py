@@ -44,7 +44,7 @@ class TaskScores:
         return picks
 
     def correct(self, metric: str = "acc") -> list[bool]:
-        """Whether each choice made is the right one."""
+        """True if each choice made is the right one."""
         return [pick == answer for pick, answer in zip(self.chosen(metric), self.answers, strict=True)]
 
     def accuracy(self, metric: str = "acc") -> float:

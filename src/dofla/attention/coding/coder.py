@@ -189,7 +189,7 @@ class Coder(nn.Module):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether directions were measured, and with them the mean, which otherwise is 0."""
+        """True if directions were measured, and with them the mean, which otherwise is 0."""
         return bool(self.mean.any())
 
     def fault(self) -> str | None:

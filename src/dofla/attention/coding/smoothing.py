@@ -49,7 +49,7 @@ class KeySmoothing(nn.Module):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a mean has been measured."""
+        """True if a mean has been measured."""
         return bool(self.mean.any())
 
     @torch.no_grad()

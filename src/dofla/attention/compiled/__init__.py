@@ -35,7 +35,7 @@ def obstacle() -> str | None:
 def usable(
     vectors: Sequence[Tensor], others: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> bool:
-    """Whether the kernels take these: on a CPU, no derivative asked for, vectors of ``dtypes`` with contiguous rows."""
+    """True if the kernels take these: on a CPU, no derivative asked for, vectors of ``dtypes`` with contiguous rows."""
     differentiable, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
     for t in (*vectors, *others):  # without generators, as this is asked for every token
         if not t.is_cpu or (differentiable and t.requires_grad):

@@ -53,7 +53,7 @@ def obstacle() -> str | None:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors: float32 or bfloat16 on one GPU, not empty, no gradient asked for."""
+    """True if the kernels take these tensors: float32 or bfloat16 on one GPU, not empty, no gradient asked for."""
     if not tensors[0].is_cuda:  # before anything else, as a CPU asks for every token
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

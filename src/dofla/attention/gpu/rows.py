@@ -349,7 +349,7 @@ def _stored(x, counts, integers, exponents, place, SIZE: tl.constexpr):
 
 @triton.jit
 def _weight_of(log_weight, batch):
-    """Whether the new token counts, 1.0 or 0.0, and the logarithm of its weight."""
+    """True if the new token counts, 1.0 or 0.0, and the logarithm of its weight."""
     weight = 0.0
     if log_weight is not None:
         weight = tl.load(log_weight + batch)

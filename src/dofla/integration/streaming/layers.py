@@ -20,7 +20,7 @@ Wrap = Callable[[Tensor], Any]
 
 
 def is_streamed(model: PreTrainedModel) -> bool:
-    """Whether layers of the model stay on disk."""
+    """True if layers of the model stay on disk."""
     return "disk" in getattr(model, "hf_device_map", {}).values()
 
 
@@ -117,7 +117,7 @@ def output_form(model: PreTrainedModel) -> Wrap:
 
 
 def _hand_on(model: PreTrainedModel, layers: Sequence[nn.Module], wrap: Wrap) -> bool:
-    """Whether the body works with layers that return what they get in this form, and hands it from each to the next."""
+    """True if the body works with layers that return what they get in this form, and hands it from each to the next."""
     given: list[Tensor] = []
 
     def layer(number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ class Bench:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether the model predicts next tokens; an encoder is judged by its embeddings."""
+        """True if the model predicts next tokens; an encoder is judged by its embeddings."""
         return self.workshop.model.can_generate()
 
     @property
