@@ -15,7 +15,7 @@ import torch
 from dofla.attention import Coder
 from dofla.attention.coding.coder import Moments
 from dofla.attention.coding.heavy_hitters import OCTAVE, WEIGHTS
-from dofla.attention.coding.levels import tables
+from dofla.attention.coding.levels import TABLES
 from dofla.attention.compiled import build
 from dofla.attention.eight_bits import pack
 
@@ -79,7 +79,7 @@ def test_codes_are_those_of_plain_torch(library, dim, bits, together):
     coder = Coder(1, dim, [bits])
     coder.calibrate(Moments.of(x[0]))
     integers, exponents = (part.contiguous() for part in pack(x))
-    constants = [coder.rotation, coder.fineness, coder.middle, coder.bits, tables(), integers, exponents.to(torch.int8)]
+    constants = [coder.rotation, coder.fineness, coder.middle, coder.bits, TABLES, integers, exponents.to(torch.int8)]
     expected = coder.encode(x)
     found = [torch.zeros_like(part).contiguous() for part in expected]
     pointers = [ctypes.c_void_p(part.data_ptr()) for part in (*constants, *found)]

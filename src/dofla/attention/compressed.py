@@ -13,7 +13,7 @@ from dofla.attention import compiled, gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.coding.heavy_hitters import weight_steps
-from dofla.attention.coding.levels import tables
+from dofla.attention.coding.levels import TABLES
 from dofla.attention.compiled.tiers import DTYPES, attend_and_code
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -71,7 +71,7 @@ class CompressedHeads:
             [state.tokens for state in before],
             [coder._buffers["constants"] for coder in self._keys],  # as an attribute it takes ten times as long to find
             [coder._buffers["constants"] for coder in self._values],
-            tables(),
+            TABLES,
             self._sizes,
             scaling,
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dofla.attention import compiled
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import MOST_BITS, distortion, on_device, tables
+from dofla.attention.coding.levels import MOST_BITS, TABLES, distortion, on_device
 from dofla.attention.compiled.tiers import DTYPES
 from dofla.attention.compiled.tiers import encode as compiled_encode
 from dofla.attention.eight_bits import pack, power_of_two
@@ -210,7 +210,7 @@ class Coder(nn.Module):
         """Vectors [B, Hkv, L, d] as the first tier keeps them: codes [B, Hkv, L, bytes] and scales
         [B, Hkv, L, blocks], both uint8."""
         if compiled.usable((x,), (), DTYPES):
-            return compiled_encode(x, self.constants, tables(), len(self.tiers))
+            return compiled_encode(x, self.constants, TABLES, len(self.tiers))
         return encode_together([self], [self.rotate_integer(x)], 0)[0]
 
     def age(self, codes: Tensor, scales: Tensor, tier: int) -> tuple[Tensor, Tensor]:

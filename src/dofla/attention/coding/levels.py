@@ -56,13 +56,16 @@ def distortion(bits: int) -> float:
     return _DISTORTION[bits]
 
 
-@cache
-def tables() -> Tensor:
+def _tables() -> Tensor:
     """All of these as one array, as the compiled kernels take them: levels by bits in rows of 64, as numbers and once
     more as bytes; scales and the borders of their squares in rows of 256, of which the last is infinite."""
     of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
     as_bytes = of_bits.to(torch.int8).view(torch.float32)
     return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, constant([torch.inf])])
+
+
+TABLES = _tables()
+"""All that the compiled kernels look up. A constant, as graphs of torch.compile trace no cached call."""
 
 
 def placed(table: Tensor, device: torch.device) -> Tensor:

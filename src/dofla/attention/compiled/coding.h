@@ -10,7 +10,7 @@
 
 namespace dofla::coding {
 
-// levels.tables: levels by bits, as floats and as bytes; scales and the borders between their squares.
+// levels.TABLES: levels by bits, as floats and as bytes; scales and the borders between their squares.
 struct Tables {
   const float* data;
   static constexpr std::int64_t kLevels = kMostBits * kWindows, kSize = kLevels + kLevels / 4 + 2 * 256;

@@ -32,7 +32,7 @@ def attend_and_code(
         log_weight: [B, L], or None for none.
         states: of each group of heads, [B, bytes], window, sinks and tiers before.
         keys, values: of each group, the constants of its coders.
-        tables: all that is looked up (:func:`dofla.attention.coding.levels.tables`).
+        tables: all that is looked up (:data:`dofla.attention.coding.levels.TABLES`).
         sizes: those of the groups' layouts (:attr:`dofla.attention.Layout.sizes`), one after the other.
         scaling: of the scores.
 
