@@ -1,5 +1,5 @@
-"""A student in bfloat16: half the bytes of the weights; the feature maps and their state stay in float32, whose range
-the exponents of real heads need.
+"""A compressed model in bfloat16: half the bytes of the weights. Feature maps and their state stay in float32, which has
+room for the exponents of real heads.
 
     python examples/half_precision.py [STUDENT]
 """
