@@ -1,5 +1,5 @@
-"""A compressed model in bfloat16: half the bytes of the weights. Feature maps and their state stay in float32, which has
-room for the exponents of real heads.
+"""A compressed model in bfloat16: half the bytes of the weights. Feature maps and their state stay in float32, which
+has room for the exponents of real heads.
 
     python examples/half_precision.py [STUDENT]
 """
