@@ -9,7 +9,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dofla.runs.demo import teacher_path
 from dofla.runs.serving import listening, server
+
+SIZES = {
+    "features": 0,
+    "window": 8,
+    "sinks": 2,
+    "feature_map": "none",
+    "tiers": [[8, 4.0], [8, 3.0]],
+    "heavy_hitters": 8,
+}
+"""Of a small compressed cache: a window, attention sinks, two tiers, and heavy hitters."""
+
+
+def chat_tokenizer() -> PreTrainedTokenizerBase:
+    """The tokenizer of the bundled model with a chat template, which it does not have."""
+    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    return tokenizer
 
 
 class Client:

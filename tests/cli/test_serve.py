@@ -19,7 +19,7 @@ import openai
 import pytest
 import torch
 from command_line import call
-from served_models import Client
+from served_models import SIZES, Client, chat_tokenizer
 from students import reader_of
 from transformers import AutoTokenizer
 
@@ -29,24 +29,13 @@ from dofla.runs.serving import _AtOnce
 
 pytestmark = pytest.mark.slow
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-SIZES = {
-    "features": 0,
-    "window": 8,
-    "sinks": 2,
-    "feature_map": "none",
-    "tiers": [[8, 4.0], [8, 3.0]],
-    "heavy_hitters": 8,
-}
-
 
 @pytest.fixture(scope="module")
 def client(tiny, tmp_path_factory):
     """Of a server of the student ``small``, to which no proxy stands in between."""
     folder = tmp_path_factory.mktemp("served") / "small"
     reader_of(tiny, **SIZES).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(folder)
     with started(folder) as (place, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")

@@ -14,26 +14,15 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-from served_models import Client, served
-from transformers import AutoTokenizer
+from served_models import SIZES, Client, chat_tokenizer, served
 
 import dofla
-from dofla.runs.demo import teacher_path
 
 pytestmark = pytest.mark.long
 
 CLIENTS, REQUESTS, WARM_UP, SECONDS = 16, 500, 120, 120
 MOST = 100_000
 TOKENS = 6
-SIZES = {
-    "features": 0,
-    "window": 8,
-    "sinks": 2,
-    "feature_map": "none",
-    "tiers": [[8, 4.0], [8, 3.0]],
-    "heavy_hitters": 8,
-}
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 WORDS = ("the old dog", "went home and", "the sun was warm", "who came to", "the door", "with a cat")
 HEADERS = {"content-type": "application/json", "authorization": "Bearer secret"}
 
@@ -48,17 +37,11 @@ def student_of(tiny, tokenizer):
     return dofla.linearize(model, tiny.plan(model, **SIZES))
 
 
-def tokenizer_of():
-    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
 def serve(pipe):
     """A process of its own, until the other end of the pipe says so."""
     from conftest import Tiny
 
-    tokenizer = tokenizer_of()
+    tokenizer = chat_tokenizer()
     student = student_of(Tiny(), tokenizer)
     dofla.continuous_batching(student)
     dofla.keep_sessions(student, most=8)
@@ -182,7 +165,7 @@ def test_sixteen_clients_get_what_each_would_get_alone_in_the_same_memory(tiny):
             person.rests()
             person.talk()
         assert process.memory_info().rss < 1.05 * before
-    tokenizer = tokenizer_of()
+    tokenizer = chat_tokenizer()
     student = student_of(tiny, tokenizer)
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     for person in people:

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from PIL import Image
-from served_models import Client, served
+from served_models import SIZES, Client, chat_tokenizer, served
 from students import reader_of
 from transformers import (
     CONFIG_MAPPING,
@@ -27,15 +27,6 @@ from dofla.runs.teacher import reader_of as processor_of
 
 pytestmark = pytest.mark.slow
 
-SIZES = {
-    "features": 0,
-    "window": 8,
-    "sinks": 2,
-    "feature_map": "none",
-    "tiers": [[8, 4.0], [8, 3.0]],
-    "heavy_hitters": 8,
-}
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 TEXT = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 4, "temperature": 0}
 
@@ -45,8 +36,7 @@ def client(tiny):
     student = reader_of(tiny, **SIZES)
     dofla.continuous_batching(student)
     dofla.keep_sessions(student)
-    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = chat_tokenizer()
     with served(student, tokenizer, most=10_000) as port:
         yield Client(port)
 

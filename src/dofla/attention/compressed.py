@@ -119,11 +119,9 @@ class CompressedHeads:
 def _decoder(layout: Layout) -> Decoder:
     from dofla.attention.gpu.token import Decoder
 
-    coded_tiers, tokens = (
-        layout.coded_tiers,
-        (layout.window, layout.sinks, layout.coded_tiers.counts[0], layout.coded_tiers.heavy_hitters),
-    )
-    return Decoder(coded_tiers.key, coded_tiers.value, layout.heads, *tokens, layout.starts)
+    tiers = layout.coded_tiers
+    sizes = (layout.window, layout.sinks, tiers.counts[0], tiers.heavy_hitters)
+    return Decoder(tiers.key, tiers.value, layout.heads, *sizes, layout.starts)
 
 
 def _log_weight(key: Tensor, value: Tensor, weight: Tensor | None) -> Tensor | None:

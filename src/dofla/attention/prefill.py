@@ -59,37 +59,21 @@ def exact_prefill(
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state of each group.
     """
-    out, length, states = value.new_empty(*query.shape[:-1], value.shape[-1]), query.shape[2], list(states)
+    out, states = value.new_empty(*query.shape[:-1], value.shape[-1]), list(states)
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
     for start in range(0, length, MOST_TOKENS):
-        part = slice(start, start + MOST_TOKENS)
-        weights = None if weight is None else weight[:, part]
-        tokens = (x[:, :, part] for x in (query, key, value))
-        states = _prefill(*tokens, layouts, states, scaling, weights, out[:, :, part])
+        part = slice(start, min(start + MOST_TOKENS, length))
+        part_weight = None if weight is None else weight[:, part]
+        for n, layout in enumerate(layouts):
+            heads, flat = _of_queries(layout.heads, groups), states[n]
+            new = _tokens(_select(key, layout.heads, part), _select(value, layout.heads, part), part_weight)
+            state = layout.opened(layout.empty(len(query), query.device) if flat is None else flat)
+            line = _line(layout, state, new)
+            unseen = 0 if flat is not None else len(line) - len(new)
+            piece, drawn = _attend(_select(query, heads, part), line, unseen, scaling, layout)
+            _write(piece.to(value.dtype), out, heads, part)
+            states[n] = layout.flat(_retained(layout, state, line, new, drawn))
     return out, states
-
-
-def _prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layouts: Sequence[Layout],
-    states: Sequence[FlatState | None],
-    scaling: float,
-    weight: Tensor | None,
-    out: Tensor,
-) -> list[FlatState]:
-    """:func:`exact_prefill` of at most :data:`MOST_TOKENS` tokens, its output written to ``out``."""
-    groups, after = query.shape[1] // key.shape[1], []
-    for layout, flat in zip(layouts, states, strict=True):
-        heads = _of_queries(layout.heads, groups)
-        new = _tokens(_select(key, layout.heads), _select(value, layout.heads), weight)
-        state = layout.opened(layout.empty(len(query), query.device) if flat is None else flat)
-        line = _line(layout, state, new)
-        unseen = 0 if flat is not None else len(line) - query.shape[2]
-        piece, drawn = _attend(_select(query, heads), line, unseen, scaling, layout)
-        _write(piece.to(value.dtype), out, heads)
-        after.append(layout.flat(_retained(layout, state, line, new, drawn)))
-    return after
 
 
 @dataclass(frozen=True)
