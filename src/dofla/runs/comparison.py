@@ -8,7 +8,6 @@ from typing import Any
 from rich.text import Text
 
 from dofla.display import Part, rounded, size, table
-from dofla.evaluation import Evaluation
 
 _COLUMNS = {
     "student_loss": "loss",
@@ -60,13 +59,6 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
     yield shown
 
 
-def first_student(row: dict[str, Any]) -> Iterator[Part | Text]:
-    """The first student of a run, at length: its evaluation, and what it writes beside the original."""
-    yield ""
-    yield from Evaluation.from_dict(row["runs"][0]).parts()
-    yield from _samples(row)
-
-
 def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
     """What stands below the students of a run, and what the best of them writes, unless that was the first."""
     students = results["students"]
@@ -74,15 +66,16 @@ def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"
     best = min(students, key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
     if best is not students[0]:
-        yield from _samples(best)
+        yield from samples(best["name"], best["runs"][0].get("samples", []))
 
 
-def _samples(row: dict[str, Any]) -> Iterator[Part | Text]:
-    for sample in row["runs"][0].get("samples", []):
+def samples(name: str, written: Sequence[dict[str, Any]]) -> Iterator[Part | Text]:
+    """Prompts, and below each what the original writes and what the student of this name writes."""
+    for sample in written:
         yield ""
         prompt = " ".join(sample["prompt"].split())
         if len(prompt) > _LONGEST:
             prompt = f"{prompt[: _LONGEST * 2 // 3]} [...] {prompt[-_LONGEST // 3 :]}"
         yield Text.assemble(("prompt: ", "bold"), prompt)
-        for name, who in (("original", "teacher"), (row["name"], "student")):
-            yield Text.assemble((f"{name}: ", "bold"), " ".join(sample[who].split()))
+        for writer, who in (("original", "teacher"), (name, "student")):
+            yield Text.assemble((f"{writer}: ", "bold"), " ".join(sample[who].split()))

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dofla.evaluation import evaluate
+from dofla.evaluation import Evaluation, evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
 from dofla.plans.compressed import COMPRESSED
-from dofla.runs.comparison import closing, first_student, student_row
+from dofla.runs.comparison import closing, samples, student_row
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
@@ -59,10 +59,11 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
             view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")
             view.profile(workshop.profile(), recipe.lam)
             profiled = True
-        runs = [_one_student(workshop, student, seed) for seed in recipe.seeds]
+        begins = not rows
+        runs = [_one_student(workshop, student, seed, begins and seed == recipe.seeds[0]) for seed in recipe.seeds]
         rows.append({"name": student.name, "runs": runs, **_summary(runs)})
-        if len(rows) == 1:
-            view.show(*first_student(rows[0]))
+        if begins:
+            view.show("", *Evaluation.from_dict(runs[0]).parts())
         if len(names) > 1:
             view.show(*student_row(rows[-1], names, recipe.seeds))
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
@@ -71,17 +72,25 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
     return workshop, results
 
 
-def _one_student(workshop: Workshop, spec: StudentSpec, seed: int) -> dict[str, Any]:
+def _one_student(workshop: Workshop, spec: StudentSpec, seed: int, shows_samples: bool) -> dict[str, Any]:
+    """Figures of a student and what it writes, which is known long before them and so shown before them."""
     path, options = workshop.home(spec, seed) / "evaluation.json", workshop.recipe.evaluate
     if path.exists():
-        return read_json(path, "an evaluation")
-    windows = workshop.validation()
+        figures = read_json(path, "an evaluation")
+        if shows_samples:
+            workshop.view.show(*samples(spec.name, figures.get("samples", [])))
+        return figures
+    windows, written = workshop.validation(), []
     with workshop.student(spec, seed) as model:
+        if options.prompts and model.can_generate():
+            written = continuations(model, workshop.tokenizer, workshop.prompts(**options.samples))
+        if shows_samples:
+            workshop.view.show(*samples(spec.name, written))
         with workshop.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
             figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress).to_dict()
         figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
-        if options.prompts and model.can_generate():
-            figures["samples"] = continuations(model, workshop.tokenizer, workshop.prompts(**options.samples))
+        if written:
+            figures["samples"] = written
         note(workshop.adapter(spec, seed), figures=figures)
         write_json(path, figures, sealed=True)
     return figures
