@@ -1,6 +1,6 @@
 """How far a float32 state drifts from the same sums in float64 over many single decoding steps.
 
-python benchmarks/method/drift.py
+python benchmarks/quality/drift.py
 """
 
 from __future__ import annotations

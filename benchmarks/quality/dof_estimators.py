@@ -1,6 +1,6 @@
 """Which estimate of a head's degrees of freedom is steady, and which says what linearising the head costs?
 
-    python benchmarks/method/dof_estimators.py --model demo --source stories-val.txt.gz --out runs/dof-demo
+    python benchmarks/quality/dof_estimators.py --model demo --source stories-val.txt.gz --out runs/dof-demo
 
 Each estimate is made anew with several seeds, from the same number of samples: its spread, and its rank correlation
 with what was measured of students of two kinds, positive random features alone, and a window, sinks and learned
