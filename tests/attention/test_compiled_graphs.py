@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from coded_layers import SCALING, TIERS, assert_same_codes, layer_of, vectors
 from forms import needs_kernels, sample
-from test_compressed import SCALING, TIERS, assert_same_codes, layer_of, vectors
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 

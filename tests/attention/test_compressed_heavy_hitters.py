@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from coded_layers import SCALING, assert_same_codes, error_of, layer_of, run, vectors
 from forms import needs_kernels, padding, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compressed import SCALING, assert_same_codes, error_of, layer_of, run, vectors
 
 from dofla.attention import Coder
 from dofla.attention.coding.heavy_hitters import FREE

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tiers import HEAD, SCALING, VALUE, inputs
+from tier_inputs import HEAD, SCALING, VALUE, inputs
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, State, attend
 from dofla.attention.coding.heavy_hitters import FREE, MOST_SCORE

@@ -9,26 +9,11 @@ import torch
 from forms import padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tier_inputs import HEAD, SCALING, VALUE, inputs
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, attend, rounded
 from dofla.feature_maps import PRF
 from dofla.feature_maps.none import NoFeatures
-
-HEAD, VALUE = 16, 24
-SCALING = 0.3
-
-
-def inputs(seed, batch, heads, groups, length):
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    query, key = (
-        random(batch, heads * groups, length, HEAD),
-        random(batch, heads, length, HEAD) + random(heads, 1, HEAD),
-    )
-    return query, rounded(key), rounded(random(batch, heads, length, VALUE) + random(heads, 1, VALUE))
 
 
 def memory(key, value, tiers):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_distill import Stop, base_weights, equal, stop_after
+from stopping import Stop, base_weights, equal, stop_after
 from torch.testing import assert_close
 
 import dofla

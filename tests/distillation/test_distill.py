@@ -12,6 +12,7 @@ import torch
 from arithmetic import adam_error, in_float64, sum_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stopping import Stop, base_weights, equal, feature_maps, stop_after, student_of
 from transformers import Cache
 
 import dofla
@@ -27,43 +28,9 @@ WINDOWS, LENGTH = 8, 16
 every_loss = pytest.mark.parametrize("loss", sorted([*LOSSES, DIRECT]))
 
 
-def student_of(tiny, model=None, seed=0, **plan):
-    model = model or tiny.llama()
-    return dofla.linearize(model, tiny.plan(model, **plan), seed=seed)
-
-
-def feature_maps(student):
-    return {
-        f"{layer}.{name}": parameter.detach().clone()
-        for layer, linear in linear_layers(student).items()
-        for name, parameter in linear.named_parameters()
-    }
-
-
-def base_weights(student):
-    return {name: value.clone() for name, value in student.state_dict().items() if ".dofla." not in name}
-
-
-def equal(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def mean_divergence(student, tokens):
     figures = attention_fidelity(student, TokenWindows.of(tokens))
     return sum(layer.kl for layer in figures.values()) / len(figures)
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_after(step):
-    def progress(done, steps, losses):
-        if done == step:
-            raise Stop
-
-    return progress
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------

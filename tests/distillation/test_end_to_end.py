@@ -14,7 +14,7 @@ import pytest
 import torch
 from arithmetic import LOGITS
 from safetensors.torch import load_file, save_file
-from test_distill import Stop, base_weights, equal, feature_maps, stop_after
+from stopping import Stop, base_weights, equal, feature_maps, stop_after
 from torch.testing import assert_close
 from transformers import BertConfig, BertLMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 

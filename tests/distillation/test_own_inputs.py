@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_distill import Stop, equal, feature_maps, stop_after, student_of
+from stopping import Stop, equal, feature_maps, stop_after, student_of
 from torch.testing import assert_close
 
 import dofla

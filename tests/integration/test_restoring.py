@@ -11,6 +11,7 @@ from arithmetic import LOGITS
 from families import CAUSAL, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
 from transformers import DynamicCache
+from untouched import everything
 
 import dofla
 from dofla.integration.surgery import is_linearized, linear_layers
@@ -26,17 +27,6 @@ def outputs(model):
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, 15:] = 0
     return model(input_ids=tokens(2, 20), attention_mask=mask)[0]
-
-
-def everything(model):
-    """All that could differ from a model never touched: config, weights, attributes and hooks of each module."""
-    return {
-        "config": model.config.to_dict(),
-        "implementation": model.config._attn_implementation,
-        "weights": list(model.state_dict()),
-        "modules": {name: set(vars(module)) for name, module in model.named_modules()},
-        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
-    }
 
 
 @pytest.mark.parametrize(("family", "kind"), [*[(family, "plain") for family in FAMILIES], ("llama", "eight_bits")])

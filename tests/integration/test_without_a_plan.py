@@ -7,8 +7,8 @@ import torch
 from families import POSITIONS, own_student, plan_for, teacher, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_restoring import everything
 from torch.testing import assert_close
+from untouched import everything
 
 import dofla
 from dofla.errors import DoflaError

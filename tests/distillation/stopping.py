@@ -1,0 +1,42 @@
+"""Students that are trained, stopped in between, and compared."""
+
+from __future__ import annotations
+
+import torch
+
+import dofla
+from dofla.integration.surgery import linear_layers
+
+
+def student_of(tiny, model=None, seed=0, **plan):
+    model = model or tiny.llama()
+    return dofla.linearize(model, tiny.plan(model, **plan), seed=seed)
+
+
+def feature_maps(student):
+    return {
+        f"{layer}.{name}": parameter.detach().clone()
+        for layer, linear in linear_layers(student).items()
+        for name, parameter in linear.named_parameters()
+    }
+
+
+def base_weights(student):
+    return {name: value.clone() for name, value in student.state_dict().items() if ".dofla." not in name}
+
+
+def equal(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(step):
+    def progress(done, steps, losses):
+        if done == step:
+            raise Stop
+
+    return progress
