@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dofla.runs.demo import teacher_path
-from dofla.runs.serving import listening, server
+from dofla.serving.server import listening, server
 
 SIZES = {
     "features": 0,

@@ -45,9 +45,9 @@ from dofla.evaluation.generation import check_room
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import cache_bytes
 from dofla.integration.compressed import feature_bytes
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
+from dofla.serving.prompt_state import read_prompt
 
 CHOOSING, ASKING = 1, 0
 """Seeds: of the contexts that choose templates, and of those that are judged."""

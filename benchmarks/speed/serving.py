@@ -25,9 +25,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 import dofla
 from dofla.display import table
-from dofla.integration.sessions import keep_sessions
-from dofla.runs.serving import listening, server
 from dofla.runs.teacher import load_teacher, open_student
+from dofla.serving.server import listening, server
+from dofla.serving.sessions import keep_sessions
 
 
 def main(

@@ -8,15 +8,10 @@ from .distillation.trials import measure_curves
 from .errors import DoflaError
 from .evaluation.run import evaluate
 from .integration.checkpoint import load, merge_lora, save_adapter
-from .integration.compiling import compile_generate
-from .integration.continuous_batching import continuous_batching
 from .integration.profiler import profile
-from .integration.prompt_state import load_state, read_prompt, save_state
 from .integration.sampled import sample_features
 from .integration.self_samples import token_windows
-from .integration.sessions import keep_sessions
 from .integration.sharing import note, push_adapter
-from .integration.stream import Stream
 from .integration.surgery import linearize, restore, softmax
 from .plans.allocate import allocate
 from .plans.curves import Curves
@@ -26,6 +21,11 @@ from .profiles.profile import Profile
 from .runs.bundled import demo
 from .runs.check import check
 from .runs.frontier import frontier
+from .serving.compiling import compile_generate
+from .serving.continuous_batching import continuous_batching
+from .serving.prompt_state import load_state, read_prompt, save_state
+from .serving.sessions import keep_sessions
+from .serving.stream import Stream
 
 __version__: str
 

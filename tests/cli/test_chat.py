@@ -14,8 +14,8 @@ from students import reader_of
 
 import dofla
 from dofla.cli.chat import _HELP
-from dofla.runs.chatting import Conversation
 from dofla.runs.view import View
+from dofla.serving.chat import Conversation
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 import dofla
 from dofla.runs.demo import teacher_path
-from dofla.runs.serving import _AtOnce
+from dofla.serving.server import _AtOnce
 
 pytestmark = pytest.mark.slow
 

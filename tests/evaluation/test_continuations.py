@@ -15,7 +15,7 @@ from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.evaluation import generation_figures
 from dofla.evaluation.generation import TEXTS, Agreement, decode, repeated
-from dofla.integration.prompt_state import read_prompt
+from dofla.serving.prompt_state import read_prompt
 
 PROMPT, NEW, COUNT = 6, 10, 5
 SIZES = {"prompts": COUNT, "prompt_tokens": PROMPT, "new_tokens": NEW}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from arithmetic import LOGITS, sum_error
-from families import CAUSAL, own_student, student, teacher, tokens
+from tiny_families import CAUSAL, own_student, student, teacher, tokens
 from torch.testing import assert_close
 
 from dofla.attention import naive_attention, rounded

@@ -6,7 +6,7 @@ import pytest
 import torch
 from arithmetic import LOGITS, sum_error
 from by_budget import compress
-from families import teacher, tokens
+from tiny_families import teacher, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import dofla

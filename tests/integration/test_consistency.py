@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from by_budget import compress
-from families import CAUSAL, own_student, plan_for, teacher, tokens
+from tiny_families import CAUSAL, own_student, plan_for, teacher, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, apply_rotary_pos_emb
 

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 from arithmetic import LOGITS
-from families import CAUSAL, plan_for, teacher, tokens
 from safetensors.torch import load_file, save_file
+from tiny_families import CAUSAL, plan_for, teacher, tokens
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 

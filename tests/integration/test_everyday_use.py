@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from arithmetic import LOGITS
-from families import CAUSAL, VOCABULARY, own_student, plan_for, student, teacher, tokens
+from tiny_families import CAUSAL, VOCABULARY, own_student, plan_for, student, teacher, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

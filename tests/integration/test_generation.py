@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from arithmetic import LOGITS
-from families import CASES, student, tokens
+from tiny_families import CASES, student, tokens
 from torch.testing import assert_close
 from transformers import DynamicCache
 

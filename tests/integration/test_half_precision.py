@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import CAUSAL, own_student, student, tokens
+from tiny_families import CAUSAL, own_student, student, tokens
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.utils.hub
-from families import own_student, plan_for, teacher, tokens
 from hub_stand_in import serving
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
+from tiny_families import own_student, plan_for, teacher, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

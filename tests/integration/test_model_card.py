@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from by_budget import compress
-from families import own_student, plan_for, student, teacher, tokens
 from huggingface_hub import ModelCard
+from tiny_families import own_student, plan_for, student, teacher, tokens
 from transformers import AutoModelForCausalLM
 
 import dofla

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from by_budget import compress
-from families import teacher, tokens
+from tiny_families import teacher, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, WhisperConfig, WhisperForCausalLM
 
 import dofla

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from by_budget import compress, measure_head_budgets
-from families import own_student, plan_for, student, teacher, tokens
+from tiny_families import own_student, plan_for, student, teacher, tokens
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from arithmetic import LOGITS
-from families import CAUSAL, own_student, plan_for, student, teacher, tokens
+from tiny_families import CAUSAL, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
 from transformers import DynamicCache
 from untouched import everything

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from arithmetic import LOGITS
-from families import CASES, CAUSAL, own_student, plan_for, student, teacher, tokens
 from safetensors.torch import load_file, save_file
+from tiny_families import CASES, CAUSAL, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
 from transformers import (
     AutoModel,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import POSITIONS, own_student, plan_for, teacher, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_families import POSITIONS, own_student, plan_for, teacher, tokens
 from torch.testing import assert_close
 from untouched import everything
 

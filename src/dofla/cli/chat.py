@@ -33,8 +33,8 @@ def chat(
     import torch
 
     from dofla.distillation.steps import check_numbers
-    from dofla.runs.chatting import Conversation
     from dofla.runs.teacher import open_model
+    from dofla.serving.chat import Conversation
 
     check_numbers(new_tokens=new_tokens)
     view, asked = current_view(), sys.stdin.isatty()

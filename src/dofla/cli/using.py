@@ -100,15 +100,15 @@ def serve(
     A turn of a conversation reads only its new tokens.
     """
     from dofla.distillation.steps import check_numbers
-    from dofla.integration.continuous_batching import continuous_batching
-    from dofla.integration.sessions import keep_sessions
     from dofla.runs.teacher import open_student, reader_of
+    from dofla.serving.continuous_batching import continuous_batching
+    from dofla.serving.sessions import keep_sessions
     from dofla.storage.extras import extra
 
     for name in ("fastapi", "uvicorn", "openai"):
         extra(name, "serve", "serving")
-    from dofla.runs.guarding import check_key
-    from dofla.runs.serving import is_open, listening, server
+    from dofla.serving.guard import check_key
+    from dofla.serving.server import is_open, listening, server
 
     check_numbers(at_once=at_once, max_body=max_body)
     check_key(api_key)
@@ -116,7 +116,7 @@ def serve(
     with listening(host, port) as place:
         model, tokenizer = open_student(student, dtype, base_model, device)
         if compile:
-            from dofla.integration.compiling import compile_generate
+            from dofla.serving.compiling import compile_generate
 
             compile_generate(model)
         if at_once > 1:
@@ -151,7 +151,7 @@ def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
 def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:
     """The tokens and the cache to go on from, read from ``path`` or, the first time, from ``document``."""
     from dofla.data import read_documents
-    from dofla.integration.prompt_state import load_state, read_prompt, save_state
+    from dofla.serving.prompt_state import load_state, read_prompt, save_state
 
     if path is None:
         if document is not None:

@@ -15,8 +15,8 @@ from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.position import finite, ratio_error, with_error
 from dofla.integration.positions import positions_of
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
+from dofla.serving.prompt_state import read_prompt
 
 NGRAM = 4
 TEXTS = ("text", "teacher_greedy", "student_greedy", "teacher_sampled", "student_sampled")

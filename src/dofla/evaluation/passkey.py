@@ -19,8 +19,8 @@ from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.position import finite
 from dofla.evaluation.recall import DEPTHS, Recall, RecallRow, check_asked
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
+from dofla.serving.prompt_state import read_prompt
 
 HEAD = "A pass key is hidden in this text. Find it and remember it.\n\n"
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."

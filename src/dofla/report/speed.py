@@ -15,9 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dofla.integration.cache import LinearCacheLayer
 from dofla.integration.positions import positions_of
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.recorder import run_body
 from dofla.integration.surgery import plan_of, softmax
+from dofla.serving.prompt_state import read_prompt
 
 FIRST, LAST = 128, 16_384
 """Shortest and longest context that is timed, in tokens; each is twice the one before."""

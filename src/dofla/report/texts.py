@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.samples import Prompt
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.surgery import softmax
 from dofla.report.maps import token_texts
+from dofla.serving.prompt_state import read_prompt
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
-from dofla.integration.sessions import Sessions, keep_sessions
+from dofla.serving.sessions import Sessions, keep_sessions
 
 SIZES = {
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},

@@ -91,7 +91,7 @@ def test_a_state_of_another_plan_or_a_damaged_one_is_refused_by_name(student, ti
 def test_a_state_of_an_earlier_version_is_refused(student, tmp_path, monkeypatch):
     document, path = torch.arange(1, 11).unsqueeze(0), tmp_path / "document.safetensors"
     with monkeypatch.context() as earlier:
-        earlier.setattr("dofla.integration.prompt_state._FORMAT", "2")
+        earlier.setattr("dofla.serving.prompt_state._FORMAT", "2")
         dofla.save_state(dofla.read_prompt(student, document), document, path, student)
     with pytest.raises(dofla.DoflaError, match=r"document\.safetensors was written by an earlier version: read the"):
         dofla.load_state(path, student)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from by_budget import compress
-from families import own_student, teacher, tokens
+from tiny_families import own_student, teacher, tokens
 from transformers import DynamicCache
 
 import dofla

@@ -12,9 +12,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from dofla.display import size
 from dofla.errors import DoflaError
 from dofla.integration.reading import check_readable
-from dofla.integration.sessions import keep_sessions
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import is_linearized, plan_of
+from dofla.serving.sessions import keep_sessions
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState, InferenceThread
 
 from dofla.errors import DoflaError
-from dofla.runs.answering import Chats, Completions, Decisions, NoTranscriptions, Responses, reason
-from dofla.runs.guarding import Guard
+from dofla.serving.guard import Guard
+from dofla.serving.handlers import Chats, Completions, Decisions, NoTranscriptions, Responses, reason
 
 MOST = 2**25
 """Bytes of a request, if nothing is said."""

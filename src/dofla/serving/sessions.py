@@ -20,11 +20,11 @@ from dofla.integration.calls import setting, text_alone
 from dofla.integration.extending import Extension, extend
 from dofla.integration.interface import LINEAR
 from dofla.integration.positions import positions_within, read_again, restart_index, text_positions
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.reading import keeps_states
 from dofla.integration.surgery import plan_of
 from dofla.integration.weights_watch import WeightsWatch
 from dofla.integration.wrapped import unwraps_its_model
+from dofla.serving.prompt_state import read_prompt
 
 logger = logging.getLogger(__name__)
 

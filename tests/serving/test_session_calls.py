@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 from by_budget import compress
-from families import own_student
 from peft import LoraConfig, get_peft_model
 from students import COMPRESSED
+from tiny_families import own_student
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from arithmetic import LOGITS
 from by_budget import compress
-from families import own_student, teacher, tokens
+from tiny_families import own_student, teacher, tokens
 from torch._dynamo import lookup_backend
 from transformers import (
     AutoModelForCausalLM,

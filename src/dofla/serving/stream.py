@@ -8,9 +8,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of, positions_within, read_again, restart_index, text_positions
-from dofla.integration.prompt_state import read_prompt
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.surgery import plan_of
+from dofla.serving.prompt_state import read_prompt
 
 
 class Stream:

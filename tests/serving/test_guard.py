@@ -8,7 +8,7 @@ import coroutines
 import pytest
 
 from dofla.errors import DoflaError
-from dofla.runs.guarding import Guard, check_key
+from dofla.serving.guard import Guard, check_key
 
 
 def asked(guard, *parts: bytes, headers=(), path="/v1/models"):
