@@ -41,8 +41,8 @@ from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.directions import measure_directions
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import plan_of
+from dofla.paper.bench import recalled
 from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost
-from dofla.runs.reproduce.bench import recalled
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 

@@ -30,8 +30,8 @@ from dofla.distillation.trials import _effects
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import attention_sites, evaluation_mode
 from dofla.integration.surgery import even_plan
+from dofla.paper.error_curve import rank_correlation
 from dofla.plans.hybrid import TOKEN_SHARE
-from dofla.profiles.error_curve import rank_correlation
 from dofla.profiles.spectrum import Spectrum, attention_spectrum, degrees_of_freedom, gram_spectrum
 from dofla.runs.recipe import DataSpec
 from dofla.runs.teacher import load_teacher, windows_of

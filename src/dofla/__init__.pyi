@@ -9,7 +9,6 @@ from .errors import DoflaError
 from .evaluation.run import evaluate
 from .integration.checkpoint import load, merge_lora, save_adapter
 from .integration.profiler import profile
-from .integration.sampled import sample_features
 from .integration.self_samples import token_windows
 from .integration.sharing import note, push_adapter
 from .integration.surgery import linearize, restore, softmax
@@ -60,7 +59,6 @@ __all__ = [
     "push_adapter",
     "read_prompt",
     "restore",
-    "sample_features",
     "save_adapter",
     "save_state",
     "softmax",

@@ -9,7 +9,7 @@ import pytest
 
 import dofla
 from dofla.cli.reproduce import NAMES
-from dofla.runs.reproduce import TABLES
+from dofla.paper import TABLES
 
 HEAVY = "{'torch', 'transformers', 'numpy'} & set(sys.modules)"
 TALK = """

@@ -317,16 +317,6 @@ def test_every_map_in_a_ragged_layer_is_the_oracle_head_by_head(feature_map, cau
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("training", "carried", "told"), [(True, False, 2), (True, True, 0), (False, False, 0)])
-def test_maps_are_told_of_passes_over_whole_sequences_in_training(monkeypatch, training, carried, told):
-    layer, calls = make_layer([4, 2]), []
-    monkeypatch.setattr(type(layer.maps[0]), "new_training_pass", lambda feature_map: calls.append(feature_map))
-    query, key, value = make_vectors(1, 2, 2, 9)
-    states = layer.eval()(query, key, value, scaling=SCALING)[1] if carried else None
-    layer.train(training)(query, key, value, scaling=SCALING, states=states)
-    assert len(calls) == told
-
-
 def test_groups_of_heads_and_heads_of_a_group_are_drawn_independently():
     layer = make_layer([4, 2, 4], 5)
     first, last = layer.maps[0].z

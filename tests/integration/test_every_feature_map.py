@@ -15,7 +15,6 @@ import dofla
 from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.standardised import StandardisedMap
 from dofla.integration.checkpoint import WEIGHTS, feature_map_tensors
-from dofla.integration.surgery import linear_layers
 from dofla.storage.checksums import CHECKSUMS
 
 MAPS = sorted(set(FEATURE_MAPS) - {"prf", "none"})
@@ -170,18 +169,3 @@ def test_distillation_trains_the_parameters_and_leaves_other_buffers(name):
 def test_distillation_says_that_a_fixed_map_has_nothing_to_train(name):
     with pytest.raises(dofla.DoflaError, match="nothing to train"):
         dofla.distill(own_student("llama", "plain", name), tokens(2, 9), steps=1, batch_size=1)
-
-
-def test_projections_are_redrawn_in_training_and_stay_in_evaluation():
-    model, ids = own_student("llama", "plain", "performer_redrawn").to(torch.bfloat16), tokens(2, 9)
-    for layer in linear_layers(model).values():
-        layer.maps[0].redraw_interval = 2
-    drawn = []
-    for training in (False, True):
-        model.train(training)
-        for _ in range(4):
-            model(ids, labels=ids).loss.backward()
-            drawn.append(feature_map_tensors(model))
-    for key, first in drawn[0].items():
-        assert [torch.equal(found[key], first) for found in drawn] == [True] * 6 + [False] * 2
-        assert drawn[-1][key].dtype == torch.float32

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trials import Trials
 
 from dofla import DoflaError
+from dofla.paper.study import Study
 from dofla.runs.recipe import Recipe, StudentSpec
-from dofla.runs.reproduce.study import Study
 
 VALUES = (-1, 0, 0.5, 2**40, 1e300, float("nan"), "x", "", [], {}, None, True)
 LASTING = ("windows", "steps", "epochs", "samples", "new_tokens", "prompts")

@@ -163,7 +163,7 @@ def test_features_start_from_data_unless_a_student_asks_for_chance(tmp_path, mea
 
 
 def test_a_start_that_does_not_exist_is_one_line(tmp_path, measurements):
-    with pytest.raises(DoflaError, match="student A: start is 'warm': choose data, random or leverage") as error:
+    with pytest.raises(DoflaError, match="student A: start is 'warm': choose data or random") as error:
         run(recipe(tmp_path, [{"name": "A", "strategy": "hybrid", "start": "warm"}]), tmp_path / "run")
     assert "\n" not in str(error.value)
 

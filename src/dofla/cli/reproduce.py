@@ -13,7 +13,7 @@ from dofla.cli.options import OUTPUT, Device
 from dofla.cli.verb import current_view
 
 NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, probe, 3, 6"
-"""Of :data:`dofla.runs.reproduce.TABLES`."""
+"""Of :data:`dofla.paper.TABLES`."""
 
 
 def reproduce(
@@ -26,7 +26,7 @@ def reproduce(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE.",
+            help="Folder, where an interrupted run resumes; default paper-MODEL-SCALE.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -39,8 +39,8 @@ def reproduce(
 
     The published figures stand beside them.
     """
-    from dofla.runs.reproduce.run import reproduce as make_tables
-    from dofla.runs.reproduce.study import Study
+    from dofla.paper.run import reproduce as make_tables
+    from dofla.paper.study import Study
 
     study = Study.of(model, scale, seeds, change)
     study.device = device or study.device

@@ -13,7 +13,7 @@ from dofla.feature_maps.exponential import Exponential
 from dofla.feature_maps.hedgehog import Hedgehog
 from dofla.feature_maps.mlp import MLP
 from dofla.feature_maps.none import NoFeatures
-from dofla.feature_maps.performer import IndependentPerformer, Performer, RedrawnPerformer
+from dofla.feature_maps.performer import Performer
 from dofla.feature_maps.prf import PRF
 from dofla.feature_maps.t2r import T2R
 
@@ -26,8 +26,6 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "mlp": MLP,
     "none": NoFeatures,
     "performer": Performer,
-    "performer_iid": IndependentPerformer,
-    "performer_redrawn": RedrawnPerformer,
     "prf": PRF,
     "t2r": T2R,
 }

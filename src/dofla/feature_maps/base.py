@@ -62,9 +62,6 @@ class FeatureMap(nn.Module, ABC):
     def shift(self, level: Tensor) -> None:
         """Multiply the kernel of each head by ``exp(level)`` [heads], to meet the exact scores beside it."""
 
-    def new_training_pass(self) -> None:
-        """Called before each pass over whole sequences in training mode, for maps that change as training goes on."""
-
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}"
 

@@ -209,9 +209,6 @@ class LinearAttention(nn.Module):
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
         query, key = self.smoothed(query, key)
-        if self.training and not states:
-            for feature_map in self.maps:
-                feature_map.new_training_pass()
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
         out, after, options = None, {}, {"scaling": scaling, "weight": weight}
         if exact and query.shape[-2] > 1 and causal and self.retains and not _differentiated(query, key, value):

@@ -28,42 +28,9 @@ class Performer(AffineFeatureMap):
         super().__init__(heads, head_dim, features)
         self.register_buffer("z", torch.empty(heads, features, head_dim, dtype=torch.float32))
 
-    def draw(self, generator: torch.Generator | None = None) -> Tensor:
-        """New rows, [heads, M, d]."""
-        return orthogonal_gaussian(self.heads, self.features, self.head_dim, generator)
-
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.z.copy_(self.draw(generator))
+        self.z.copy_(orthogonal_gaussian(self.heads, self.features, self.head_dim, generator))
 
     def affine(self, scaling: float, dtype: torch.dtype) -> tuple[Affine, Affine]:
         z = self.z.to(dtype)
         return positive_features(z, z.new_zeros(z.shape[:2]), scaling)
-
-
-class IndependentPerformer(Performer):
-    """:class:`Performer` with rows independent of one another."""
-
-    def draw(self, generator: torch.Generator | None = None) -> Tensor:
-        return torch.randn(self.heads, self.features, self.head_dim, generator=generator)
-
-
-class RedrawnPerformer(Performer):
-    """:class:`Performer` whose rows are drawn anew every ``redraw_interval`` training passes (as in the paper's
-    experiments; the interval is the default of the package performer-pytorch), for models trained through their linear
-    attention, whose weights would else come to fit one draw.
-
-    Draws come from torch's global generator. The passes are counted from the time the model was made or loaded, and
-    under gradient checkpointing, which runs each pass twice, a redraw may fall between the two.
-    """
-
-    redraw_interval = 1000
-
-    def __init__(self, heads: int, head_dim: int, features: int) -> None:
-        super().__init__(heads, head_dim, features)
-        self.passes = 0
-
-    def new_training_pass(self) -> None:
-        self.passes += 1
-        if self.passes > self.redraw_interval:
-            # A new tensor: the old one may still be needed by the backward pass of an earlier call.
-            self.z, self.passes = self.draw().to(self.z), 1

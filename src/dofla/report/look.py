@@ -118,7 +118,7 @@ def _before(
     data take their scale from held-out text here, and tiers their directions, and not from training's."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")
-    if not student.trained or start == "leverage":
+    if not student.trained:
         return None
     options = run.recipe.evaluate
     some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))

@@ -56,13 +56,13 @@ class StudentSpec:
     """One row of the comparison.
 
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
-    features begin: ``data`` (maps that look at data first do so), ``random``, or ``leverage``
-    (:func:`dofla.sample_features`). One that is ``end_to_end`` goes on so after its layerwise training, as the recipe's
-    section of that name says. The rest is as for :func:`dofla.allocate`. One more strategy is ``compressed``, the
-    compressed cache of :func:`dofla.compress`: it has no features and is not ``trained``. Its options are ``size`` or
-    ``ratio``, by default the recipe's, ``context``, ``head_budgets`` (``measured`` or ``even``) and
-    ``retrieval_heads``. With a ``budget`` instead, or where the recipe has neither size nor ratio, it takes the bytes
-    of so many features per KV head, as other rows do.
+    features begin: ``data`` (maps that look at data first do so) or ``random``. One that is ``end_to_end`` goes on
+    so after its layerwise training, as the recipe's section of that name says. The rest is as for
+    :func:`dofla.allocate`. One more strategy is ``compressed``, the compressed cache of :func:`dofla.compress`: it
+    has no features and is not ``trained``. Its options are ``size`` or ``ratio``, by default the recipe's,
+    ``context``, ``head_budgets`` (``measured`` or ``even``) and ``retrieval_heads``. With a ``budget`` instead, or
+    where the recipe has neither size nor ratio, it takes the bytes of so many features per KV head, as other rows
+    do.
     """
 
     name: str = "Measured"

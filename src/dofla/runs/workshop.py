@@ -27,7 +27,6 @@ from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes
 from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.profiler import profile
-from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.allocate import allocate
 from dofla.plans.compressed import COMPRESSED
@@ -248,12 +247,8 @@ class Workshop:
             with self.view.progress(f"directions of {spec.name}, seed {seed}") as bar:
                 options = {"batch_size": self.recipe.profile.batch_size, "context": spec.context, "progress": bar}
                 measure_directions(self.model, self._few(), **options)
-        elif spec.start == "leverage":
-            windows = self.training().take(self.recipe.profile.windows)
-            with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
-                sample_features(self.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
         elif spec.start not in ("data", "random"):
-            raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose data, random or leverage")
+            raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose data or random")
         if not spec.trained:
             return
         options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}

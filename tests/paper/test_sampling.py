@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dofla.errors import DoflaError
-from dofla.profiles import theory
-from dofla.profiles.sampling import PROPOSALS, _choose, _draw_mixture, leverage_features, ridge_leverage
+from dofla.paper import theory
+from dofla.paper.sampling import PROPOSALS, _choose, _draw_mixture, leverage_features, ridge_leverage
 
 SCALING, LAM = 0.5, 2**-6
 

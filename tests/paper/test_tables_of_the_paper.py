@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from dofla.runs.reproduce import Figure, Table
-from dofla.runs.reproduce.view import show
+from dofla.paper import Figure, Table
+from dofla.paper.view import show
 from dofla.runs.view import View
 
 

@@ -9,6 +9,8 @@ from dofla.runs.workshop import Workshop
 
 STRATEGIES = {"Fix": "fixed", "DoF": "dof", "DoF + Clip": "dof_clip"}
 LOSSES = ("direct", "softmax", "l2")
+LEVERAGE = "leverage"
+"""The start of students whose features are drawn by leverage."""
 
 
 def trained(label: str, loss: str, **options: object) -> StudentSpec:
@@ -33,7 +35,7 @@ def baselines() -> list[StudentSpec]:
 
 def leverage() -> StudentSpec:
     """Theorem 3 in practice: features drawn from the optimal density, untrained."""
-    return StudentSpec("Leverage-sampled", "fixed", trained=False, start="leverage")
+    return StudentSpec("Leverage-sampled", "fixed", trained=False, start=LEVERAGE)
 
 
 def other_maps() -> list[StudentSpec]:

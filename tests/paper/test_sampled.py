@@ -12,9 +12,9 @@ from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.base import AffineFeatureMap
 from dofla.integration.estimators import Reservoir
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.sampled import sample_features
 from dofla.integration.surgery import linear_layers
-from dofla.profiles.sampling import leverage_features
+from dofla.paper.sampled import sample_features
+from dofla.paper.sampling import leverage_features
 
 RAGGED = [6, 10]
 FEW = {"samples": 40, "candidates": 64}

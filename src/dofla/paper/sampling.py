@@ -1,6 +1,6 @@
 """Positive random features drawn by leverage: Theorem 3 of arXiv 2507.03340 in practice, without training.
 
-The optimal density q_λ(z) = l_λ(z) / N*_λ relative to N(0, I) (`dofla.profiles.theory`) cannot be drawn from
+The optimal density q_λ(z) = l_λ(z) / N*_λ relative to N(0, I) (`dofla.paper.theory`) cannot be drawn from
 directly. Here candidates come from a proposal r, and M of them are chosen with probability proportional to w = l_λ(z)
 / r(z), both relative to N(0, I). A chosen z gets alpha = 1 / q_λ(z) = N*_λ / l_λ(z), so that (1/M) Σ alpha φ(x; z)
 φ(y; z) estimates K(x, y). λ is relative to tr Σ throughout, and everything is a logarithm: in real heads s|x|²
@@ -30,7 +30,7 @@ What it is not
 --------------
 q_λ belongs to the empirical ρ. The kernel of a hot head lives on its few longest vectors, and the features sit there:
 they approximate K at the vectors they were drawn for, not at fresh ones, and they say little of the rows of shorter
-queries (`dofla.profiles.error_curve` measures both).
+queries (`dofla.paper.error_curve` measures both).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from dofla.errors import DoflaError
-from dofla.profiles.theory import optimal_log_density, prf_gram, prf_log_features, prf_log_trace
+from dofla.paper.theory import optimal_log_density, prf_gram, prf_log_features, prf_log_trace
 
 PROPOSALS = ("data", "gaussian")
 _BASE_SHARE = 1 / 8

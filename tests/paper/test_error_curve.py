@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dofla.errors import DoflaError
-from dofla.profiles import theory
-from dofla.profiles.error_curve import (
+from dofla.paper import theory
+from dofla.paper.error_curve import (
     METHODS,
     best_rank_errors,
     error_curve,
@@ -18,7 +18,7 @@ from dofla.profiles.error_curve import (
     rank_correlation,
     theorem_errors,
 )
-from dofla.profiles.sampling import leverage_features
+from dofla.paper.sampling import leverage_features
 
 SCALING, SIZES = 0.5, (4, 32)
 

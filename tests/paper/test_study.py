@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dofla.errors import DoflaError
-from dofla.runs.reproduce.methods import STRATEGIES, baselines, paper_methods
-from dofla.runs.reproduce.study import SCALES, STUDIES, Study
+from dofla.paper.methods import STRATEGIES, baselines, paper_methods
+from dofla.paper.study import SCALES, STUDIES, Study
 from dofla.tasks.finetune import settings_for
 
 NAMES = sorted(path.stem for path in STUDIES.glob("*.yaml"))

@@ -6,7 +6,7 @@ Measured, over several seeds, for features drawn in each of :data:`METHODS`:
 - kl, tv: between rows of softmax attention and of its estimate (queries against keys, no mask), Kullback-Leibler
   divergence in nats and total variation, means over the queries. This is what attention sees: K enters it normalised.
 
-Theory (`dofla.profiles.theory`; arXiv 2507.03340, sections 2 and 3): the least error that any kernel of rank M has
+Theory (`dofla.paper.theory`; arXiv 2507.03340, sections 2 and 3): the least error that any kernel of rank M has
 (Eckart and Young), what Theorem 3 guarantees for M draws from q_λ at its best λ and t, and the M it asks for at
 given λ, t, δ.
 
@@ -26,8 +26,8 @@ from torch import Tensor
 from dofla.attention import log_kernel
 from dofla.errors import DoflaError
 from dofla.feature_maps.projections import orthogonal_gaussian
-from dofla.profiles import theory
-from dofla.profiles.sampling import leverage_features
+from dofla.paper import theory
+from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)

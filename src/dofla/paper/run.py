@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dofla.errors import DoflaError
-from dofla.runs.reproduce.accuracy import dof_against_fixed, task_accuracy
-from dofla.runs.reproduce.bench import Bench
-from dofla.runs.reproduce.cost import generation_time, sample_time, training_time
-from dofla.runs.reproduce.curve import errors_against_size
-from dofla.runs.reproduce.dimensions import dof_per_head, scale_of_dof, selected_dimensions
-from dofla.runs.reproduce.probing import likelihood_and_generation
-from dofla.runs.reproduce.quality import heads, kernel_error, next_token_loss
-from dofla.runs.reproduce.study import Study
-from dofla.runs.reproduce.table import Table
-from dofla.runs.reproduce.view import show
+from dofla.paper.accuracy import dof_against_fixed, task_accuracy
+from dofla.paper.bench import Bench
+from dofla.paper.cost import generation_time, sample_time, training_time
+from dofla.paper.curve import errors_against_size
+from dofla.paper.dimensions import dof_per_head, scale_of_dof, selected_dimensions
+from dofla.paper.probing import likelihood_and_generation
+from dofla.paper.quality import heads, kernel_error, next_token_loss
+from dofla.paper.study import Study
+from dofla.paper.table import Table
+from dofla.paper.view import show
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json
 from dofla.storage.lock import locked

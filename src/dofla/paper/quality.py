@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from dofla.profiles.error_curve import rank_correlation
+from dofla.paper import published
+from dofla.paper.bench import Bench, layer_mean, per_seed
+from dofla.paper.error_curve import rank_correlation
+from dofla.paper.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
+from dofla.paper.table import Figure, Table
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.reproduce import paper
-from dofla.runs.reproduce.bench import Bench, layer_mean, per_seed
-from dofla.runs.reproduce.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
-from dofla.runs.reproduce.table import Figure, Table
 
 
 def all_methods(bench: Bench) -> list[StudentSpec]:
@@ -38,7 +38,7 @@ def next_token_loss(bench: Bench) -> Table:
         ["model", "loss", "loss increase", "KL", "top-1", "attention KL", "state"],
         rows,
         ["GPT-2", "loss"],
-        [list(row) for row in paper.LOSSES.items()],
+        [list(row) for row in published.LOSSES.items()],
         [
             f"nats per token, on {first['language']['tokens']} tokens in windows of {first['length']}; "
             "loss increase over the original; KL of the next-token distributions; top-1: how often both find the same "
@@ -89,7 +89,7 @@ def kernel_error(bench: Bench) -> Table:
         ["layer", *runs],
         rows,
         ["GPT-2, L2 error ×10⁻³", "layers 1, 2, …", "total"],
-        [[name, " ".join(map(str, values)), total] for name, (values, total) in paper.L2_ERRORS.items()],
+        [[name, " ".join(map(str, values)), total] for name, (values, total) in published.L2_ERRORS.items()],
         [
             "√(Σ (K − K̂)² / Σ K²) over visible pairs of query and key, geometric mean of a layer's heads; the paper's "
             "absolute error says nothing where K passes exp(100)",

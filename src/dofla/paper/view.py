@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from dofla.runs.reproduce.table import Cell, Figure, Table
+from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.view import View
 
 _WIDTH, _NAME = 78, 26

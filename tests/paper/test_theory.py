@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
-from dofla.profiles import theory
+from dofla.paper import theory
 from dofla.profiles.spectrum import degrees_of_freedom as profile_dof
 from dofla.profiles.spectrum import gram_spectrum
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from dofla.distillation import distill
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import linearize, restore
+from dofla.paper import published
+from dofla.paper.bench import Bench
+from dofla.paper.methods import LOSSES, STRATEGIES, baselines, trained
+from dofla.paper.table import Figure, Table
 from dofla.plans.plan import Plan
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.reproduce import paper
-from dofla.runs.reproduce.bench import Bench
-from dofla.runs.reproduce.methods import LOSSES, STRATEGIES, baselines, trained
-from dofla.runs.reproduce.table import Figure, Table
 
 _PROMPT, _REPEATS = 16, 2
 _CONTEXTS = (1_000, 16_000)
@@ -43,7 +43,7 @@ def generation_time(bench: Bench) -> Table:
         ["model", "seconds", "× original", *(f"MFLOP a token at {n:,}" for n in _CONTEXTS)],
         rows,
         ["GPT-2, 1,000 tokens", "seconds"],
-        [list(row) for row in paper.GENERATION.items()],
+        [list(row) for row in published.GENERATION.items()],
         [
             f"best of {_REPEATS}, greedy, with cache, batch 1, {record['threads']} thread(s); students untrained, "
             "which changes no time",
@@ -115,7 +115,7 @@ def sample_time(bench: Bench) -> Table:
         ["loss", "ms", "× softmax"],
         rows,
         ["GPT-2, 4 A100", "ms"],
-        [list(row) for row in paper.SAMPLE.items()],
+        [list(row) for row in published.SAMPLE.items()],
         [
             f"windows of {bench.workshop.training().length} tokens, {options.batch_size} at a time, "
             f"{options.rows or 'all'} query rows in the layerwise losses, median of {bench.study.cost.steps} steps, "
@@ -169,7 +169,7 @@ def training_time(bench: Bench) -> Table:
         ["model", *losses],
         rows,
         ["GPT-2, 4 A100", *LOSSES],
-        [[name, *times] for name, times in paper.TRAINING_TIME.items()]
-        + [[f"Algorithm 1, {name}", seconds, None, None] for name, seconds in paper.ALGORITHM_1.items()],
+        [[name, *times] for name, times in published.TRAINING_TIME.items()]
+        + [[f"Algorithm 1, {name}", seconds, None, None] for name, seconds in published.ALGORITHM_1.items()],
         [f"{many} of {options.batch_size * options.accumulate} windows of {length} tokens; ± half the range of seeds"],
     )

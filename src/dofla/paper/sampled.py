@@ -19,7 +19,7 @@ from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.profiles.sampling import leverage_features
+from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.defaults import with_torchs_defaults
 
@@ -42,7 +42,7 @@ def sample_features(
     """Draw z and alpha of every ``prf`` head from the optimal density (arXiv 2507.03340, section 2, Theorem 3).
 
     The model runs with softmax attention and a reservoir keeps ``samples`` queries and keys per KV head; then each
-    head's features are drawn by :func:`dofla.profiles.sampling.leverage_features`, one head independent of the
+    head's features are drawn by :func:`dofla.paper.sampling.leverage_features`, one head independent of the
     others. If anything fails, no feature has changed.
 
     This is the estimate of K that Theorem 3 is about, and near K at the vectors it was drawn for. Attention sees K
@@ -55,7 +55,7 @@ def sample_features(
         lam: λ, relative to the trace of each head's operator.
         samples: J, vectors per KV head.
         candidates: of which each head's features are chosen.
-        proposal: a name in :data:`dofla.profiles.sampling.PROPOSALS`.
+        proposal: a name in :data:`dofla.paper.sampling.PROPOSALS`.
         batch_size: windows per forward pass.
         seed: of the reservoir and of the draws.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is

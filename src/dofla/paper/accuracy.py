@@ -13,12 +13,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.paper import published
+from dofla.paper.bench import Bench
+from dofla.paper.methods import baselines, paper_methods, trained, wide
+from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.demo.tasks import demo_tasks
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.reproduce import paper
-from dofla.runs.reproduce.bench import Bench
-from dofla.runs.reproduce.methods import baselines, paper_methods, trained, wide
-from dofla.runs.reproduce.table import Cell, Figure, Table
 from dofla.tasks import Task, load_task
 from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
 from dofla.tasks.finetune import finetune, settings_for
@@ -54,7 +54,7 @@ def task_accuracy(bench: Bench) -> Table:
         columns,
         rows,
         ["GPT-2", "average of seven tasks, fine-tuned"],
-        [list(row) for row in paper.ACCURACY.items()],
+        [list(row) for row in published.ACCURACY.items()],
         [
             f"zero-shot likelihood of each choice, {min(items)} to {max(items)} items a task; the standard error of "
             f"a task is up to {max(scores.stderr(_METRIC) for scores in teacher):.3f}",
@@ -81,7 +81,7 @@ def dof_against_fixed(bench: Bench) -> Table:
         ["model", "average", "less Fix", "95 % interval"],
         rows,
         ["Pythia-1B", "average of seven tasks, fine-tuned"],
-        [list(row) for row in paper.PYTHIA_ACCURACY.items()],
+        [list(row) for row in published.PYTHIA_ACCURACY.items()],
         ["zero-shot, mean over tasks and seeds; the interval resamples items within tasks, paired, all seeds together"],
     )
 

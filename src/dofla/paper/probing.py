@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.evaluation.probe import PROBES, probe
 from dofla.evaluation.recall import RecallText, WordPairs
+from dofla.paper.bench import Bench, recalled
+from dofla.paper.methods import baselines, other_maps, trained
+from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.demo.recall import Villagers
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.reproduce.bench import Bench, recalled
-from dofla.runs.reproduce.methods import baselines, other_maps, trained
-from dofla.runs.reproduce.table import Cell, Figure, Table
 
 
 def likelihood_and_generation(bench: Bench) -> Table:

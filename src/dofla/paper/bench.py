@@ -12,16 +12,28 @@ from transformers import PreTrainedModel
 
 from dofla.distillation import DIRECT
 from dofla.evaluation import evaluate
+from dofla.paper.methods import LEVERAGE, LOSSES
+from dofla.paper.sampled import sample_features
+from dofla.paper.study import Study
+from dofla.paper.table import Figure
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.reproduce.methods import LOSSES
-from dofla.runs.reproduce.study import Study
-from dofla.runs.reproduce.table import Figure
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.tasks import Task
 
 STUDY = "study.yaml"
+
+
+class _Workshop(Workshop):
+    """A workshop that also makes students whose features are drawn by leverage (:data:`LEVERAGE`)."""
+
+    def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
+        if spec.start != LEVERAGE:
+            return super()._train(spec, seed, home)
+        windows = self.training().take(self.recipe.profile.windows)
+        with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
+            sample_features(self.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
 
 
 class Bench:
@@ -35,7 +47,7 @@ class Bench:
         # More seeds may be added to a folder later; everything else must stay.
         claim(folder, STUDY, study.to_dict() | {"seeds": "any"})
         self.study, self.folder, self.view = study, Path(folder), view or View(quiet=True)
-        self.workshop = Workshop(study, folder, self.view)
+        self.workshop = _Workshop(study, folder, self.view)
         self.spent: dict[str, float] = {}
         self.asked: dict[str, list[Task]] = {}
 

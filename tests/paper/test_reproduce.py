@@ -19,9 +19,9 @@ from transformers import (
 
 from dofla.cli import main
 from dofla.errors import DoflaError
-from dofla.runs.reproduce import TABLES, Study, reproduce
-from dofla.runs.reproduce.bench import Bench
-from dofla.runs.reproduce.methods import paper_methods
+from dofla.paper import TABLES, Study, reproduce
+from dofla.paper.bench import Bench
+from dofla.paper.methods import paper_methods
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
-from dofla.profiles.error_curve import METHODS, error_curve, features_needed, rank_correlation
-from dofla.runs.reproduce.bench import Bench
-from dofla.runs.reproduce.table import Figure, Table
+from dofla.paper.bench import Bench
+from dofla.paper.error_curve import METHODS, error_curve, features_needed, rank_correlation
+from dofla.paper.table import Figure, Table
 
 _NEEDED = ("iid", "leverage")
 _TARGET = 0.5

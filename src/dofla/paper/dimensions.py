@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 
-from dofla.profiles.error_curve import rank_correlation
+from dofla.paper import published
+from dofla.paper.bench import Bench, per_seed
+from dofla.paper.error_curve import rank_correlation
+from dofla.paper.methods import scaled, trained
+from dofla.paper.table import Figure, Table
 from dofla.profiles.spectrum import NORMALIZATIONS
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.reproduce import paper
-from dofla.runs.reproduce.bench import Bench, per_seed
-from dofla.runs.reproduce.methods import scaled, trained
-from dofla.runs.reproduce.table import Figure, Table
 
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""
@@ -37,7 +37,7 @@ def selected_dimensions(bench: Bench) -> Table:
         columns,
         rows,
         ["model", "features of layers 1, 2, …"],
-        [[model, " ".join(map(str, row))] for model, row in paper.DIMENSIONS.items()],
+        [[model, " ".join(map(str, row))] for model, row in published.DIMENSIONS.items()],
         [kind, f"largest layer {max(counts['DoF'])}, smallest {min(counts['DoF'])}"],
     )
 
@@ -59,7 +59,7 @@ def dof_per_head(bench: Bench) -> Table:
         columns,
         rows,
         ["GPT-2", "degrees of freedom of heads 1, 2, …"],
-        [["layer 1", " ".join(map(str, paper.DOF_LAYER_1))]],
+        [["layer 1", " ".join(map(str, published.DOF_LAYER_1))]],
         ["the paper's range over all heads is 1.1 to 173.8; a layer's largest is typically 3 to 20 × its median head"],
     )
 

@@ -1,0 +1,12 @@
+"""What is of the paper alone (arXiv 2507.03340): its theory, features drawn by leverage, errors against their number,
+and its tables, on models that you can run.
+
+Makes its students in the workshop of ``runs``; nothing but the command line knows of it.
+"""
+
+from dofla.paper.run import TABLES, reproduce
+from dofla.paper.sampled import sample_features
+from dofla.paper.study import Study
+from dofla.paper.table import Figure, Table
+
+__all__ = ["TABLES", "Figure", "Study", "Table", "reproduce", "sample_features"]
