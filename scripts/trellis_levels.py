@@ -14,8 +14,8 @@ import torch
 import typer
 from torch import Tensor
 
-from dofla.attention.coding.levels import MOST_BITS, UNIT
-from dofla.attention.coding.trellis import FINE, WINDOW, search, windows
+from dofla.attention.coding.trellis import search, windows
+from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
 BLOCK = 16
 FINER = 8  # for training: whole numbers of this part of the unit

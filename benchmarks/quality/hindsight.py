@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import dofla
-from dofla.attention.coding.heavy_hitters import DECAY
+from dofla.attention.constants import DECAY
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective

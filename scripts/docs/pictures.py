@@ -7,7 +7,8 @@ from pathlib import Path
 from random import Random
 
 from dofla.attention.coding.coder import spread
-from dofla.attention.coding.levels import UNIT, levels
+from dofla.attention.coding.levels import levels
+from dofla.attention.constants import UNIT
 from dofla.plans.compressed import even_counts
 from dofla.plans.hybrid import HeadCost
 

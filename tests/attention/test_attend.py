@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import attend, chunked, log_kernel, naive_attention, recurrent
-from dofla.attention.state import LOG_ZERO, FeatureState
+from dofla.attention.constants import LOG_ZERO
+from dofla.attention.state import FeatureState
 
 
 class Linear(torch.nn.Module):

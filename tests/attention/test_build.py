@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -135,7 +136,7 @@ def test_a_failing_build_is_told_once_and_leaves_nothing(fresh, monkeypatch, cap
     else:
         source = tmp_path_factory.mktemp("source") / "broken.cpp"
         source.write_text("this is no C++\n", encoding="utf-8")
-        monkeypatch.setattr(build, "_SOURCES", (str(source),))
+        monkeypatch.setattr(build, "_sources", lambda: [source])
     for _ in range(3):
         assert_attention_is_plain_torch()
     assert compiled.obstacle().startswith("building failed: ")
@@ -271,3 +272,10 @@ def test_a_killed_build_leaves_no_folder_that_looks_done(tmp_path):
     _, obstacle, log = finish(start(tmp_path))
     assert obstacle == "None", log
     assert any(name.startswith("kernels-") for name in left_in(tmp_path))
+
+
+def test_no_header_repeats_a_number_that_comes_from_python():
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(build.__file__).parent.glob("*.[hc]*"))
+    shared = re.findall(r"\bk\w+(?= =)", build.constants_header())
+    assert "kLogZero" in shared
+    assert [name for name in shared if re.search(rf"\b{name}\s*=[^=]", sources)] == []

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
-from dofla.attention.coding.levels import MOST_BITS, UNIT, distortion, levels, scale_code, scale_of
-from dofla.attention.coding.trellis import FINE, WINDOW, search, windows
+from dofla.attention.coding.levels import distortion, levels, scale_code, scale_of
+from dofla.attention.coding.trellis import search, windows
+from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
 
 def vectors(heads=2, length=256, dim=32, seed=0, batch=1, fall=8.0):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import Coder
-from dofla.attention.coding.heavy_hitters import FREE
+from dofla.attention.constants import FREE
 
 TIERS = [((6, 4.0), (9, 3.0)), ((12, 2.5),)]
 SIZES = {"head_dim": 32, "value_dim": 16, "window": 4, "sinks": 2, "features": 0, "heavy_hitters": 40}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tier_inputs import HEAD, SCALING, VALUE, inputs
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, State, attend
-from dofla.attention.coding.heavy_hitters import FREE, MOST_SCORE
+from dofla.attention.constants import FREE, MOST_SCORE
 from dofla.feature_maps import PRF
 from dofla.feature_maps.none import NoFeatures
 

@@ -14,9 +14,10 @@ import torch
 
 from dofla.attention import Coder
 from dofla.attention.coding.coder import Moments
-from dofla.attention.coding.heavy_hitters import OCTAVE, WEIGHTS
+from dofla.attention.coding.heavy_hitters import WEIGHTS
 from dofla.attention.coding.levels import TABLES
 from dofla.attention.compiled import build
+from dofla.attention.constants import OCTAVE
 from dofla.attention.eight_bits import pack
 
 SOURCE = """
@@ -64,8 +65,9 @@ pytestmark = [
 def library(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("codes")
     (folder / "codes.cpp").write_text(SOURCE, encoding="utf-8")
+    build.write_constants(folder)
     flags = [*build.FLAGS[platform.machine()], request.param, "-std=c++17", "-shared", "-fPIC"]
-    command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "codes.cpp", "-o", "codes.so"]
+    command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "-I.", "codes.cpp", "-o", "codes.so"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "codes.so"))
 

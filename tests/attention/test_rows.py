@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import LOG_ZERO, CodedTiers, Layout, ScoredTokens
-from dofla.attention.rows import ALIGNMENT, Rows
+from dofla.attention.constants import ALIGNMENT
+from dofla.attention.rows import Rows
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.float32, torch.float64]
 PARTS = st.lists(st.tuples(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(DTYPES)), min_size=1)

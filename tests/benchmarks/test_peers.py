@@ -11,7 +11,7 @@ from by_budget import compress
 from transformers import DynamicCache, QuantizedCache
 
 import dofla
-from dofla.attention.rows import ALIGNMENT
+from dofla.attention.constants import ALIGNMENT
 from dofla.errors import DoflaError
 
 WRITTEN = 256

@@ -12,8 +12,9 @@ from torch import Tensor
 from dofla.attention.backends import Features, causal_attention, segment
 from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTiers
+from dofla.attention.constants import LOG_ZERO
 from dofla.attention.exact import ExactPart, exact_attention, merge
-from dofla.attention.state import LOG_ZERO, FeatureState, State, TokenBuffer, accumulable, known_full
+from dofla.attention.state import FeatureState, State, TokenBuffer, accumulable, known_full
 
 
 def attend(

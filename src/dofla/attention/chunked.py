@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dofla.attention.constants import SMALLEST_TRUSTED_MASS
 from dofla.attention.state import FeatureState
 
-_SMALLEST_TRUSTED_MASS = 1e-28
 """A row's normaliser is a sum of products that are at most 1; above this, what underflowed is below 1e-6 of it."""
 
 
@@ -59,7 +59,7 @@ def _one_chunk(a: Tensor, b: Tensor, value: Tensor, state: FeatureState) -> tupl
 
     # A key far above all earlier ones pushes the level so high that rows before it underflow. Then half the chunk
     # at a time: at length 1 the best feature of the row is present in full, so the recursion ends.
-    if length > 1 and bool((mass < _SMALLEST_TRUSTED_MASS).any()):
+    if length > 1 and bool((mass < SMALLEST_TRUSTED_MASS).any()):
         half = length // 2
         first = _one_chunk(a[:, :, :half], b[:, :, :half], value[:, :, :half], state)
         second = _one_chunk(a[:, :, half:], b[:, :, half:], value[:, :, half:], first[2])

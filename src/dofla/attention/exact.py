@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
+from dofla.attention.constants import LOG_ZERO
+from dofla.attention.state import TokenBuffer, accumulable
 
 _BLOCK = 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofla.attention.state import LOG_ZERO
+from dofla.attention.constants import LOG_ZERO
 
 
 def naive_attention(

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from dofla.attention import gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
-from dofla.attention.coding.heavy_hitters import DECAY, FREE, GAIN, MOST_SCORE, ScoredTokens, chosen
+from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen
+from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout
-from dofla.attention.state import LOG_ZERO, State, TokenBuffer, accumulable
+from dofla.attention.state import State, TokenBuffer, accumulable
 
 MOST_TOKENS = 8192
 """Tokens at once: longer calls are read in several parts, in constant memory and linear time."""

@@ -9,9 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Of where each part begins, in bytes: any type can be read there, and no vector that the kernels load straddles two
-lines of the cache (rows.h, ``Cut``)."""
+from dofla.attention.constants import ALIGNMENT
 
 
 class Rows:

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOG_ZERO = -(2.0**100)
-"""Log of the weight of a key nobody sees. Finite and a power of two, so that differences of two of them, in whatever
-precision, are 0 and not NaN; far enough down that adding any log-feature to it changes nothing, and that exp of its
-distance to any real weight is exactly 0."""
+from dofla.attention.constants import LOG_ZERO
 
 
 def accumulable(t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 
 from dofla.attention import tier_bytes
-from dofla.attention.coding.levels import MOST_BITS
+from dofla.attention.constants import MOST_BITS
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class

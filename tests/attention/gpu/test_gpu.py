@@ -7,7 +7,7 @@ import torch
 from device import DEVICE, INTERPRETED, needs_device
 
 from dofla.attention import FeatureState, chunked, gpu, naive_attention, recurrent
-from dofla.attention.state import LOG_ZERO
+from dofla.attention.constants import LOG_ZERO
 
 pytestmark = needs_device
 

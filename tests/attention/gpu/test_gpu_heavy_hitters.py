@@ -12,7 +12,8 @@ import torch
 from device import DEVICE, calls_of_kernels, needs_device
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, attend
-from dofla.attention.coding.heavy_hitters import FREE, MOST_SCORE, OCTAVE, WEIGHTS, _select_survivors, _steps
+from dofla.attention.coding.heavy_hitters import WEIGHTS, _select_survivors, _steps
+from dofla.attention.constants import FREE, MOST_SCORE, OCTAVE
 from dofla.feature_maps.none import NoFeatures
 
 pytestmark = needs_device

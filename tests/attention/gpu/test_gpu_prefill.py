@@ -7,7 +7,7 @@ import torch
 from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
 
 from dofla.attention import Moments
-from dofla.attention.state import LOG_ZERO
+from dofla.attention.constants import LOG_ZERO
 from dofla.feature_maps.layer import LinearAttention
 
 pytestmark = [needs_device, pytest.mark.interpreter]

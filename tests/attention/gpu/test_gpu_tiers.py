@@ -10,7 +10,7 @@ from arithmetic import sum_error
 from device import DEVICE, needs_device
 
 from dofla.attention import LOG_ZERO, CodedTiers, CodedTokens, Moments, ScoredTokens
-from dofla.attention.coding.heavy_hitters import NEVER
+from dofla.attention.constants import NEVER
 
 pytestmark = needs_device
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dofla.attention.coding.levels import UNIT, constant, levels, placed, scale_code, scale_of
-from dofla.attention.coding.trellis import FINE, search, windows
+from dofla.attention.coding.levels import constant, levels, placed, scale_code, scale_of
+from dofla.attention.coding.trellis import search, windows
+from dofla.attention.constants import FINE, UNIT
 from dofla.attention.eight_bits import power_of_two
 from dofla.attention.state import widest
 

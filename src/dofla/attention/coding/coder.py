@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from dofla.attention import compiled
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import MOST_BITS, TABLES, distortion, on_device
+from dofla.attention.coding.levels import TABLES, distortion, on_device
 from dofla.attention.compiled.tiers import DTYPES
 from dofla.attention.compiled.tiers import encode as compiled_encode
+from dofla.attention.constants import MOST_BITS
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.rows import Rows

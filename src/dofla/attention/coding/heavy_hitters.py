@@ -19,23 +19,12 @@ from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder
 from dofla.attention.coding.levels import constant, placed
 from dofla.attention.coding.tokens import CodedTokens
-from dofla.attention.state import LOG_ZERO, _Tensors
+from dofla.attention.constants import DECAY, FREE, GAIN, LEAST_STEPS, LOG_ZERO, MOST_SCORE, MOST_STEPS, NEVER, OCTAVE
+from dofla.attention.state import _Tensors
 
-OCTAVE = 8
-"""Steps of the logarithm of a weight to a factor of two."""
-WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(13 * OCTAVE)] + [0.0])
+WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(LEAST_STEPS)] + [0.0])
 """By how many steps a weight is below the largest; beyond the last it is nothing."""
-GAIN = 2**12
-"""Increase of the score of a token that gets all attention of a query."""
-DECAY = 64
-"""A score loses this fraction, one over it, with every token."""
-MOST_SCORE = 2**15 - 1
-FREE = -1
-"""Score of a free place or of padding, which leave before any token."""
 _PIECE = 256
-NEVER = 2**30
-"""No call has so many queries."""
-_MOST_STEPS = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,7 @@ def _steps(query_integers: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], p
     for block in range(keys.shape[-2]):
         products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
         scores = scores + products * unit[..., block, :] * key_unit[..., block, :].mT.unsqueeze(2)
-    return (scores * per_step).round().clamp(-_MOST_STEPS, _MOST_STEPS)
+    return (scores * per_step).round().clamp(-MOST_STEPS, MOST_STEPS)
 
 
 def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,7 +162,7 @@ def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -
 def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Scores [B, Hkv, n] after a query with ``steps`` [B, Hkv, G, S] to all tokens, of which ``index`` are there."""
     there = steps.gather(-1, index.unsqueeze(2).expand(-1, -1, steps.shape[2], -1))
-    there = there.masked_fill((score < 0).unsqueeze(2), -2 * _MOST_STEPS)
+    there = there.masked_fill((score < 0).unsqueeze(2), -2 * MOST_STEPS)
     below = (there.amax(-1, keepdim=True) - there).clamp(max=len(weights) - 1)
     drawn = weights[below.long()].masked_fill((score < 0).unsqueeze(2), 0)
     share = drawn / drawn.sum(-1, keepdim=True).clamp_min(1)

@@ -8,16 +8,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dofla.attention.constants import MOST_BITS, UNIT
+
 
 def constant(numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
     """On the CPU whatever the default device is: the first model that somebody makes imports this module, and that may
     be under ``torch.device("meta")``."""
     return torch.tensor(numbers, dtype=dtype, device="cpu")
 
-
-MOST_BITS = 5
-UNIT = 45
-"""Levels are integers of a signed byte, this many to a standard deviation."""
 
 _SCALE_STEP = 16
 """Scales to a factor of two: at most 2.2 % off, for blocks from a 256th of what calibration saw to 256 times that."""

@@ -15,9 +15,10 @@ from dofla.attention.coding.coder import Coder, Numbers, encode_together, token_
 from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen, pieces, seen, select_survivors
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.compiled.tiers import DTYPES
+from dofla.attention.constants import LOG_ZERO
 from dofla.attention.exact import exact_attention, merge
 from dofla.attention.kernel import exact_scores
-from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
+from dofla.attention.state import TokenBuffer, accumulable
 
 Tier = tuple[int, float]
 """How many tokens, and bits per number."""

@@ -13,17 +13,12 @@ from pathlib import Path
 
 import torch
 
+from dofla.attention import constants
 from dofla.attention.compiled import SWITCH
 from dofla.errors import DoflaError
 from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
-_SOURCES = ("attention.cpp", "tiers.cpp", "encode.cpp")
-_HEADERS = (
-    *("vector.h", "product.h", "matmul.h", "operands.h", "whole.h", "features.h", "exact.h"),
-    *("trellis.h", "coding.h", "together.h", "codes.h", "rows.h", "tiers.h", "heavy_hitters.h", "decoding.h"),
-    *("lines.h", "reading.h", "prefill.h"),
-)
 _COMMON = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 FLAGS = {
     "x86_64": (*_COMMON, "-march=native", "-mprefer-vector-width=512"),
@@ -58,9 +53,33 @@ def cache_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     flags = FLAGS[platform.machine()]
     digest = hashlib.sha256("\0".join((torch.__version__, *flags, _processor())).encode())
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((_HERE / name).read_bytes())
+    for path in (*_sources(), *sorted(_HERE.glob("*.h"))):
+        digest.update(path.read_bytes())
+    digest.update(constants_header().encode())
     return root / "dofla" / f"kernels-{digest.hexdigest()[:16]}"
+
+
+def constants_header() -> str:
+    """``constants.h``: the numbers of :mod:`dofla.attention.constants`, ``MOST_BITS`` as ``kMostBits``."""
+    lines = []
+    for name, value in vars(constants).items():
+        if name.isupper():
+            number = f"int {_cpp(name)} = {value}" if isinstance(value, int) else f"float {_cpp(name)} = {value.hex()}f"
+            lines.append(f"constexpr {number};\n")
+    return f"#pragma once\n\nnamespace dofla {{\n{''.join(lines)}}}\n"
+
+
+def write_constants(folder: Path) -> None:
+    """Write the header that the sources include into a folder, which must be among the compiler's include folders."""
+    (folder / "constants.h").write_text(constants_header(), encoding="utf-8")
+
+
+def _cpp(name: str) -> str:
+    return "k" + name.title().replace("_", "")
+
+
+def _sources() -> list[Path]:
+    return sorted(_HERE.glob("*.cpp"))
 
 
 def _obstacle() -> str | None:
@@ -96,9 +115,11 @@ def _compile_and_load(folder: Path) -> None:
         with new_folder(folder) as building:
             if len(_compiler()) > 1:
                 os.environ["CXX"] = _in_one_word(building)
+            write_constants(building)
             load(
                 _LIBRARY,
-                [str(_HERE / name) for name in _SOURCES],
+                [str(path) for path in _sources()],
+                extra_include_paths=[str(building)],
                 extra_cflags=list(FLAGS[platform.machine()]),
                 build_directory=str(building),
                 is_python_module=False,

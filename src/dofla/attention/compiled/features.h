@@ -10,8 +10,6 @@
 
 namespace dofla::features {
 
-constexpr float kSmallestTrustedMass = 1e-28f;  // as in chunked.py
-
 // Rows of a product for so many tokens.
 inline std::int64_t padded(std::int64_t length) {
   std::int64_t size = kFewRows;

@@ -10,9 +10,6 @@
 
 namespace dofla::tiers {
 
-constexpr std::int32_t kMostScore = 32767, kDecay = 64;  // as in heavy_hitters.py
-constexpr float kGain = 4096.0f, kMostSteps = 0x1p30f;
-
 // The place of the least score among the first `count`, the foremost of several; evicted tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
   std::uint32_t best = 0xffffffff;  // what kGone - kFree is
@@ -58,7 +55,6 @@ class Drawing {
 
   // heavy_hitters._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
   void draw(std::int64_t first, std::int64_t count, std::int32_t* __restrict score) {
-    constexpr float kOctave = 8.0f, kSteps = 13 * kOctave;  // as in heavy_hitters.py
     float *__restrict drawn = drawn_.data(), *__restrict gain = gain_.data();
     std::fill_n(gain, count, 0.0f);
     for (std::int64_t g = 0; g < group_.groups; ++g) {
@@ -69,7 +65,7 @@ class Drawing {
 #pragma omp simd
       for (std::int64_t t = 0; t < count; ++t) {
         const float apart = top - drawn[t], below = apart > 0.0f ? apart : 0.0f;
-        drawn[t] = below < kSteps ? below * static_cast<float>(-M_LN2 / kOctave) : -100.0f;
+        drawn[t] = below < kLeastSteps ? below * static_cast<float>(-M_LN2 / kOctave) : -100.0f;
       }
       // heavy_hitters.WEIGHTS: none of those powers of two is so near the middle between two integers that this would miss it.
 #pragma omp simd

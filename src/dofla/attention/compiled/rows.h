@@ -21,7 +21,6 @@ class Cut {
   std::int64_t end() const { return end_; }
 
  private:
-  static constexpr std::int64_t kAlignment = 16;
   std::int64_t end_ = 0;
 };
 
@@ -46,7 +45,7 @@ class Coders {
     TORCH_CHECK(dim % block == 0 && row.numel() == cut.end(), "constants are of other sizes");
     for (std::int64_t n = 0; n < tiers * blocks; ++n) {
       const int found = part<std::uint8_t>(bits_)[n];
-      TORCH_CHECK(found >= 1 && found <= coding::kMostBits, "blocks have 1 to 5 bits");
+      TORCH_CHECK(found >= 1 && found <= kMostBits, "blocks have 1 to 5 bits");
     }
   }
 

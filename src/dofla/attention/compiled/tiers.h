@@ -65,8 +65,7 @@ class Vectors {
   bool half_;
 };
 
-// Scores of a free place or of padding, as in heavy_hitters.py, and of a token that leaves.
-constexpr std::int32_t kFree = -1, kGone = -2;
+constexpr std::int32_t kGone = -2;  // score of a token that leaves
 
 inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZero : 0.0f; }
 

@@ -9,8 +9,7 @@
 
 namespace dofla::coding {
 
-constexpr int kMostBits = 5, kWindow = 6, kWindows = 1 << kWindow, kUnit = 45, kFine = 4;  // as in levels.py and trellis.py
-constexpr std::int32_t kBranches = 32, kNowhere = 1 << 29;
+constexpr int kWindows = 1 << kWindow;
 
 template <int N>
 inline Floats<N> floats(const std::int8_t* from) {

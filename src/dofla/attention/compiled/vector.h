@@ -1,6 +1,8 @@
 // What both kernels need: vectors as long as the processor's, and an exponential the compiler can vectorise.
 #pragma once
 
+#include "constants.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -11,7 +13,6 @@
 namespace dofla {
 
 constexpr std::int64_t kChunk = 64;  // tokens done at once
-constexpr float kLogZero = -0x1p100f;  // LOG_ZERO of state.py
 
 // Numbers that are written before they are read. A vector would fill all of them with zeros first, and of what a memory has
 // places for a text may use few.

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.eight_bits import pack
 from dofla.attention.gpu import _blocks
 from dofla.attention.gpu.codes import Coding
@@ -25,13 +26,12 @@ RINGS = 16
 SCRATCH = 2**26
 """Bytes at most that a launch keeps the ways of its paths in; a long prompt takes several."""
 
-_BRANCHES = tl.constexpr(32)
-_NOWHERE = tl.constexpr(2**29)
-# As in coding/trellis.py.
-_STATES = 32
-_FINE = tl.constexpr(4)
-_SCALE = tl.constexpr(4.0 * 45.0)
-"""What a number of the size of its block is coded as: units of a level (coding/levels.py), :data:`_FINE` to one."""
+_BRANCHES = tl.constexpr(BRANCHES)
+_NOWHERE = tl.constexpr(NOWHERE)
+_STATES = 2 ** (WINDOW - 1)
+_FINE = tl.constexpr(FINE)
+_SCALE = tl.constexpr(float(FINE * UNIT))
+"""What a number of the size of its block is coded as: units of a level, :data:`_FINE` to one."""
 
 
 def enter(coder: Coding, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:

@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.constants import DECAY, GAIN, MOST_SCORE, MOST_STEPS, NEVER
 from dofla.attention.gpu import _block, _blocks
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, products, units_of
 from dofla.attention.gpu.numbers import rounded
 
-# As in coding/heavy_hitters.py.
-_GAIN = tl.constexpr(4096.0)
-_DECAY = tl.constexpr(64)
-_MOST_SCORE = tl.constexpr(2**15 - 1)
-_NEVER = tl.constexpr(2**30)
-_MOST_STEPS = tl.constexpr(2.0**30)
+_GAIN = tl.constexpr(GAIN)
+_DECAY = tl.constexpr(DECAY)
+_MOST_SCORE = tl.constexpr(MOST_SCORE)
+_NEVER = tl.constexpr(NEVER)
+_MOST_STEPS = tl.constexpr(MOST_STEPS)
 
 _LAST = tl.constexpr(2**62)
 """Behind all ranks."""

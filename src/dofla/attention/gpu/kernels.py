@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_SMALLEST_TRUSTED_MASS = tl.constexpr(1e-28)  # as in chunked.py
+from dofla.attention.constants import SMALLEST_TRUSTED_MASS
+
+_SMALLEST_TRUSTED_MASS = tl.constexpr(SMALLEST_TRUSTED_MASS)
 
 
 @triton.jit

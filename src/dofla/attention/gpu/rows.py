@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dofla.attention.constants import FREE, LOG_ZERO
 from dofla.attention.gpu.numbers import at, packed, power_of_two
-from dofla.attention.state import LOG_ZERO
 
 _NOTHING = tl.constexpr(LOG_ZERO)
-_FREE = tl.constexpr(-1)  # as in coding/heavy_hitters.py
+_FREE = tl.constexpr(FREE)
 
 
 @triton.jit

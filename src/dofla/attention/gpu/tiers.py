@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.constants import LOG_ZERO
 from dofla.attention.gpu import _block, _blocks
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, levels_of, products, units_of
-from dofla.attention.state import LOG_ZERO
 
 ROWS = 64
 """Queries of a program at most, those of all heads of a group counted."""

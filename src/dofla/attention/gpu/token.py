@@ -14,13 +14,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dofla.attention.constants import LOG_ZERO
 from dofla.attention.gpu import _blocks, rows
 from dofla.attention.gpu.codes import Coding
 from dofla.attention.gpu.encode import empty_line, enter
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
 from dofla.attention.gpu.tiers import attend
-from dofla.attention.state import LOG_ZERO
 
 TILE = 32
 """Tokens of a program at once."""
