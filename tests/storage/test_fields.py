@@ -47,6 +47,7 @@ def test_what_fits_is_taken():
         ({"name": "x", "count": True}, "it: count is True: expected int | None"),
         ({"name": "x", "count": 1.5}, "it: count is 1.5"),
         ({"name": "x", "count": 10**20}, "it: count is 10000"),
+        ({"name": "x", "count": 10**400}, "it: count is 10000"),
         ({"name": "x", "share": math.nan}, "it: share is nan: expected float"),
         ({"name": "x", "share": "0.5"}, "it: share is '0.5'"),
         ({"name": "x", "flag": 1}, "it: flag is 1: expected bool"),

@@ -10,21 +10,23 @@ and attention is the average of the values under those weights, normalised over 
 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import attend
+from dofla.attention.carried import State, packed, unpacked
 from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTiers, CodedTokens, Coder, KeySmoothing, Moments, ScoredTokens, Tier, tier_bytes
 from dofla.attention.compressed import CompressedHeads
 from dofla.attention.constants import LOG_ZERO
-from dofla.attention.eight_bits import PackedTokens, packed, rounded, unpacked
-from dofla.attention.flat import FlatState, Layout
+from dofla.attention.eight_bits import PackedTokens, rounded
+from dofla.attention.flat import Carried, FlatState, Layout
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.naive import naive_attention
 from dofla.attention.prefill import exact_prefill
 from dofla.attention.recurrent import recurrent
-from dofla.attention.state import FeatureState, State, TokenBuffer, accumulable, side_by_side
+from dofla.attention.state import FeatureState, TokenBuffer, accumulable, side_by_side
 
 __all__ = [
     "LOG_ZERO",
     "Affine",
+    "Carried",
     "CodedTiers",
     "CodedTokens",
     "Coder",

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dofla.attention.backends import Features, causal_attention, segment
+from dofla.attention.carried import State
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import CodedTiers
+from dofla.attention.coding import CodedTiers, CodedTokens, ScoredTokens
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.exact import ExactPart, exact_attention, merge
-from dofla.attention.state import FeatureState, State, TokenBuffer, accumulable, known_full
+from dofla.attention.state import FeatureState, TokenBuffer, accumulable, known_full
 
 
 def attend(
@@ -25,14 +26,14 @@ def attend(
     *,
     scaling: float,
     weight: Tensor | None = None,
-    state: State | None = None,
+    state: State[TokenBuffer] | None = None,
     window: int = 0,
     sinks: int = 0,
     coded_tiers: CodedTiers | None = None,
     causal: bool = True,
     heads: Sequence[int] | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State[TokenBuffer] | None]:
     """Linear attention of new tokens to themselves and to the past held in ``state``.
 
     Args:
@@ -59,7 +60,8 @@ def attend(
         result = _attend_both_ways(_select(query, query_heads), tokens, features, scaling, window, sinks)
         return _write(result.to(value.dtype), out, query_heads), None
     length = query.shape[-2]
-    size = segment(query.shape[0] * (query.shape[1] if heads is None else len(query_heads)) * features.features, query)
+    asked = query.shape[1] if query_heads is None else len(query_heads)
+    size = segment(query.shape[0] * asked * features.features, query)
     if out is None and length > size:
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
     for start in range(0, length, size):
@@ -70,12 +72,12 @@ def attend(
         line = _tokens(_select(key, heads, longer), _select(value, heads, longer), _part(weight, longer))
         if state is None:
             state = empty_state(line, features.features, window, sinks)
-        if before < window:
+        if state.window is not None and before < window:
             line = state.window.then(line)
         queries = _select(query, query_heads, part)
         piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, coded_tiers)
         result = _write(piece.to(value.dtype), out, query_heads, part)
-    if window and length > 1:
+    if state is not None and state.window is not None and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
     return result, state
 
@@ -116,11 +118,11 @@ def _attend_causally(
     line: TokenBuffer,
     features: Features,
     scaling: float,
-    state: State,
+    state: State[TokenBuffer],
     window: int,
     sinks: int,
     coded_tiers: CodedTiers | None,
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, State[TokenBuffer]]:
     """One segment; ``line`` is the window before it followed by its tokens."""
     if not (window or sinks or coded_tiers):
         out, after = causal_attention(query, line, features, scaling=scaling, state=state.features)
@@ -130,26 +132,30 @@ def _attend_causally(
     held = TokenBuffer.empty(line.key, line.value, 0) if state.sinks is None else state.sinks
     kept, buffer, visible_from = _take_sinks(held, leaving)
     exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling)
-    near, tiers = None, ()
+    near: tuple[Tensor, Tensor] | None = None
+    tiers: tuple[CodedTokens | ScoredTokens, ...] = ()
     if coded_tiers:
         real = line.log_weight[:, -length:] > LOG_ZERO
-        asked = features.features > 0
-        near, tiers, left = coded_tiers.attend(query, kept, state.tiers, scaling, real, behind=asked)
-        kept = left if asked else kept
+        behind = features.features > 0
+        near, tiers, left = coded_tiers.attend(query, kept, state.tiers, scaling, real, behind=behind)
+        kept = kept if left is None else left
     out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact, near=near)
     return out, State(after, line[length:] if window else None, buffer if sinks else None, tiers)
 
 
-def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State:
+def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State[TokenBuffer]:
     """The state before the first token, shaped for tokens like these."""
-    batch, kv_heads, _, value_dim = tokens.value.shape
-    dtype = torch.float64 if tokens.value.dtype == torch.float64 else torch.float32
-    sizes = batch, kv_heads, features, value_dim
     return State(
-        FeatureState.empty(*sizes, dtype=dtype, device=tokens.value.device) if features else None,
+        _empty_features(tokens, features) if features else None,
         TokenBuffer.empty(tokens.key, tokens.value, window) if window else None,
         TokenBuffer.empty(tokens.key, tokens.value, sinks) if sinks else None,
     )
+
+
+def _empty_features(tokens: TokenBuffer, features: int) -> FeatureState:
+    batch, kv_heads, _, value_dim = tokens.value.shape
+    dtype = torch.float64 if tokens.value.dtype == torch.float64 else torch.float32
+    return FeatureState.empty(batch, kv_heads, features, value_dim, dtype=dtype, device=tokens.value.device)
 
 
 def _tokens(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
@@ -179,7 +185,7 @@ def _take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, T
         The tokens with those masked; the sinks after this call; and the first query that sees each of them [B, s]:
         once it has left the window, for before that it is seen there.
     """
-    if not len(held) or known_full(held):
+    if not len(held) or known_full(held.log_weight):
         return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
     rank = _rank_of_leaving(leaving, held)
     is_sink = rank < len(held)
@@ -226,7 +232,7 @@ def _far_both_ways(
     a = features.log_query(query, scaling)
     b = features.log_key(tokens.key, scaling) + tokens.log_weight[:, None, :, None]
     value = accumulable(tokens.value)
-    empty = empty_state(tokens, features.features, 0, 0).features
+    empty = _empty_features(tokens, features.features)
     if window == 0:
         return chunked(a, b, value, state=empty, causal=False)[:2]
     past = chunked(a, *_delay(b, value, window), state=empty)

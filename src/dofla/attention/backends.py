@@ -40,13 +40,12 @@ def causal_attention(
     Returns:
         Output [B, H, L, dv] and the state after; there is none without features.
     """
-    if exact is not None and (near is not None or not features.features):
+    if exact is not None and (near is not None or state is None):
         # The kernels know features beside a window and sinks, and nothing else.
         beside = exact.widened().attend()
         near, exact = beside if near is None else merge(near, beside), None
-    if not features.features:
-        unseen = near is None
-        return (query.new_zeros(*query.shape[:-1], tokens.value.shape[-1]) if unseen else near[0]), state
+    if state is None:
+        return query.new_zeros(*query.shape[:-1], tokens.value.shape[-1]) if near is None else near[0], None
     out, normaliser, after = _through_features(query, tokens, features, scaling, state, exact)
     return (out if near is None else merge((out, normaliser), near)[0]), after
 

@@ -69,8 +69,9 @@ class CompressedHeads:
             value,
             log_weight,
             [state.tokens for state in before],
-            [coder._buffers["constants"] for coder in self._keys],  # as an attribute it takes ten times as long to find
-            [coder._buffers["constants"] for coder in self._values],
+            # As an attribute it takes ten times as long to find; torch's type says that a buffer may be None.
+            [coder._buffers["constants"] for coder in self._keys],  # type: ignore[misc]
+            [coder._buffers["constants"] for coder in self._values],  # type: ignore[misc]
             TABLES,
             self._sizes,
             scaling,
@@ -134,9 +135,9 @@ def _through_features(
     tokens: TokenBuffer,
     features: Features,
     scaling: float,
-    state: FeatureState,
+    state: FeatureState | None,
     near: tuple[Tensor, Tensor],
-) -> tuple[Tensor, FeatureState]:
+) -> tuple[Tensor, FeatureState | None]:
     """Output [B, H, L, dv] of features behind what is ``near``, some tokens at a time; and the state after."""
     length, pieces = query.shape[-2], []
     size = segment(query.shape[0] * query.shape[1] * features.features, query)

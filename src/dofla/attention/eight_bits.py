@@ -8,12 +8,12 @@ where a token is rounded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dofla.attention.state import State, TokenBuffer, _Tensors, known_full
+from dofla.attention.state import TokenBuffer, _Tensors
 
 _LARGEST = 127
 _EXPONENTS = (-120, 120)
@@ -73,22 +73,3 @@ class PackedTokens(_Tensors):
 
         vectors, numbers = ("key", "value"), ("key_exponent", "value_exponent")
         return PackedTokens(**{n: joined(n, 2) for n in (*vectors, *numbers)}, log_weight=joined("log_weight", 1))
-
-
-def unpacked(state: State, dtype: torch.dtype) -> State:
-    """The state for arithmetic in ``dtype``."""
-    parts = {name: getattr(state, name) for name in ("window", "sinks")}
-    return replace(state, **{name: t.unpacked(dtype) for name, t in parts.items() if t is not None})
-
-
-def packed(after: State, before: State | None, new: int) -> State:
-    """The state ``after`` ``new`` tokens for keeping: what ``before`` held in int8 is not packed again."""
-    window, sinks = after.window, after.sinks
-    if window is not None:
-        if before is None or new >= len(window):
-            window = PackedTokens.of(window)
-        else:
-            window = before.window.shifted(PackedTokens.of(window[-new:]))
-    if sinks is not None:
-        sinks = before.sinks if before is not None and known_full(before.sinks) else PackedTokens.of(sinks)
-    return replace(after, window=window, sinks=sinks)

@@ -88,7 +88,7 @@ def exact_attention(
     outside = (column < row) | (column > row + before + after)
     logits = (q @ k).view(batch, kv_heads, blocks, groups, block, span)
     logits = (logits + log_weight[:, None, :, None, None, :]).masked_fill(outside, LOG_ZERO)
-    if sinks:  # not of length 0 either, which older versions of torch do not pad
+    if sinks and sink_hidden is not None:  # not of length 0 either, which older versions of torch do not pad
         hidden = F.pad(sink_hidden, (0, 0, 0, spare), value=True).view(batch, 1, blocks, 1, block, len(sinks))
         to_sinks = (q @ accumulable(sinks.key).mT.unsqueeze(2)).view(batch, kv_heads, blocks, groups, block, len(sinks))
         to_sinks = (to_sinks + sinks.log_weight[:, None, None, None, None, :]).masked_fill(hidden, LOG_ZERO)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from dofla.attention.carried import State
 from dofla.attention.coding import CodedTiers
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.rows import Rows
-from dofla.attention.state import FeatureState, State, TokenBuffer, _Tensors
+from dofla.attention.state import FeatureState, TokenBuffer, _Tensors
+
+_Kind = TypeVar("_Kind", bound=_Tensors)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class FlatState(_Tensors):
 
     features: FeatureState | None
     tokens: Tensor
+
+
+Carried = State[TokenBuffer | PackedTokens] | FlatState
+"""What a group of heads carries from one call to the next."""
 
 
 class Layout:
@@ -74,17 +82,17 @@ class Layout:
         features = FeatureState.empty(*sizes, device=device) if self.features else None
         return FlatState(features, self._before.to(device).expand(batch, -1).contiguous())
 
-    def flat(self, state: State) -> FlatState:
+    def flat(self, state: State[TokenBuffer | PackedTokens]) -> FlatState:
         """A state in int8 and in codes in one piece."""
         return FlatState(state.features, self._rows.joined(_parts(state)))
 
-    def opened(self, state: FlatState) -> State:
+    def opened(self, state: FlatState) -> State[PackedTokens]:
         """The reverse of :meth:`flat`: views."""
         parts = iter(self._rows.cut(state.tokens))
         window, sinks = (_taken(PackedTokens, parts) if count else None for count in (self.window, self.sinks))
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
 
-    def _empty(self) -> State:
+    def _empty(self) -> State[PackedTokens]:
         """That of one sequence, but for its features, in int8 and in codes."""
         device, dims = torch.device("cpu"), (self.coded_tiers.key.dim, self.coded_tiers.value.dim)
         key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
@@ -95,10 +103,10 @@ class Layout:
         return State(None, window, sinks, self.coded_tiers.empty(1, device))
 
 
-def _parts(state: State) -> list[Tensor]:
+def _parts(state: State[TokenBuffer | PackedTokens]) -> list[Tensor]:
     kept = (state.window, state.sinks, *state.tiers)
     return [part for tokens in kept if tokens is not None for part in vars(tokens).values()]
 
 
-def _taken(kind: type[_Tensors], parts: Iterator[Tensor]) -> _Tensors:
-    return kind(*(next(parts) for _ in fields(kind)))
+def _taken(kind: type[_Kind], parts: Iterator[Tensor]) -> _Kind:
+    return kind(**{field.name: next(parts) for field in fields(kind)})

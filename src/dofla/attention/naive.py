@@ -46,12 +46,14 @@ def naive_attention(
     logits = torch.logsumexp(a.unsqueeze(-2) + b.unsqueeze(-3), dim=-1)
     distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
     if window or sinks:
+        assert query is not None
+        assert key is not None
         exact = scaling * query @ key.repeat_interleave(groups, dim=1).mT
         near = (distance if causal else distance.abs()) < window
         first = (weight > 0) & ((weight > 0).cumsum(-1) <= sinks)
         logits = torch.where(near | first[:, None, None, :], exact, logits)
     logits = logits + weight.log().clamp_min(LOG_ZERO)[:, None, None, :]
-    hidden = (weight == 0)[:, None, None, :] | ((distance < 0) if causal else torch.zeros_like(distance, dtype=bool))
+    hidden = (weight == 0)[:, None, None, :] | ((distance < 0) & causal)
     logits = logits.masked_fill(hidden, -torch.inf)
     top = logits.amax(dim=-1, keepdim=True).clamp_min(LOG_ZERO)
     weights = torch.exp(logits - top)

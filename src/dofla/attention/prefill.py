@@ -17,12 +17,13 @@ from torch import Tensor
 
 from dofla.attention import gpu
 from dofla.attention.attend import _of_queries, _select, _tokens, _write
+from dofla.attention.carried import State
 from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout
-from dofla.attention.state import State, TokenBuffer, accumulable
+from dofla.attention.state import TokenBuffer, accumulable
 
 MOST_TOKENS = 8192
 """Tokens at once: longer calls are read in several parts, in constant memory and linear time."""
@@ -60,21 +61,24 @@ def exact_prefill(
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state of each group.
     """
-    out, states = value.new_empty(*query.shape[:-1], value.shape[-1]), list(states)
+    out = value.new_empty(*query.shape[:-1], value.shape[-1])
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    held = [
+        layout.empty(len(query), query.device) if state is None else state
+        for layout, state in zip(layouts, states, strict=True)
+    ]
     for start in range(0, length, MOST_TOKENS):
         part = slice(start, min(start + MOST_TOKENS, length))
         part_weight = None if weight is None else weight[:, part]
         for n, layout in enumerate(layouts):
-            heads, flat = _of_queries(layout.heads, groups), states[n]
+            heads, state = _of_queries(layout.heads, groups), layout.opened(held[n])
             new = _tokens(_select(key, layout.heads, part), _select(value, layout.heads, part), part_weight)
-            state = layout.opened(layout.empty(len(query), query.device) if flat is None else flat)
             line = _line(layout, state, new)
-            unseen = 0 if flat is not None else len(line) - len(new)
+            unseen = len(line) - len(new) if start == 0 and states[n] is None else 0
             piece, drawn = _attend(_select(query, heads, part), line, unseen, scaling, layout)
             _write(piece.to(value.dtype), out, heads, part)
-            states[n] = layout.flat(_retained(layout, state, line, new, drawn))
-    return out, states
+            held[n] = layout.flat(_retained(layout, state, line, new, drawn))
+    return out, held
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,11 @@ class _Drawn:
     lately: Tensor
 
 
-def _line(layout: Layout, state: State, new: TokenBuffer) -> _Line:
+def _line(layout: Layout, state: State[PackedTokens], new: TokenBuffer) -> _Line:
     dtype = accumulable(new.key).dtype
     tier = layout.coded_tiers.unrotate(state.tiers[-1], 0)
-    parts = [tier, state.window.unpacked(dtype), new]
-    if state.sinks is not None:
-        parts.insert(0, state.sinks.unpacked(dtype))
+    sinks, window = ([] if x is None else [x.unpacked(dtype)] for x in (state.sinks, state.window))
+    parts = [*sinks, tier, *window, new]
     weights = [x.log_weight.amax(1) if x.log_weight.ndim == 3 else x.log_weight for x in parts]
     return _Line(
         torch.cat([accumulable(x.key) for x in parts], 2),
@@ -191,7 +194,9 @@ def _weights(query: Tensor, line: _Line, seen: slice, first: int, scaling: float
     return scores.masked_fill_(hidden[:, None, None], LOG_ZERO).softmax(-1), distance
 
 
-def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn: _Drawn) -> State:
+def _retained(
+    layout: Layout, state: State[PackedTokens], line: _Line, new: TokenBuffer, drawn: _Drawn
+) -> State[PackedTokens]:
     """The state after the call: the first tokens as attention sinks, the last in the window, and in the tier, besides
     the newest that leave the window, those with the highest scores."""
     age = line.real.flip(1).cumsum(1).flip(1) - 1
@@ -205,13 +210,15 @@ def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn
         at = source.unsqueeze(1).expand(-1, line.key.shape[1], -1)
         log_weight = torch.zeros_like(state.sinks.log_weight).masked_fill_(~filled, LOG_ZERO)
         free = ~filled[:, None, :, None]
-        tokens = (chosen(x, at).masked_fill(free, 0) for x in (line.key, line.value))
-        sinks = PackedTokens.of(TokenBuffer(*tokens, log_weight))
+        key, value = (chosen(x, at).masked_fill(free, 0) for x in (line.key, line.value))
+        sinks = PackedTokens.of(TokenBuffer(key, value, log_weight))
         left = left & (rank >= layout.sinks)
     window = PackedTokens.of(new[-layout.window :])
-    if len(new) < layout.window:
+    if state.window is not None and len(new) < layout.window:
         window = state.window.shifted(window)
-    return State(None, window, sinks, (_tier(layout, state.tiers[-1], line, drawn, left, age),))
+    held = state.tiers[-1]
+    assert isinstance(held, ScoredTokens)
+    return State(None, window, sinks, (_tier(layout, held, line, drawn, left, age),))
 
 
 def _tier(layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor) -> ScoredTokens:
@@ -228,13 +235,13 @@ def _tier(layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: 
     # In their order, behind the free slots.
     order = torch.where(found.values >= 0, found.indices, found.indices - len(line)).sort(-1).values
     index, free = order % len(line), order < 0
-    vectors = (chosen(x, index).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
-    entered = layout.coded_tiers.enter(TokenBuffer(*vectors, torch.zeros_like(index[:, 0], dtype=torch.float32)))
+    k, v = (chosen(x, index).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
+    entered = layout.coded_tiers.enter(TokenBuffer(k, v, torch.zeros_like(index[:, 0], dtype=torch.float32)))
     coded, kept = ~free & (index >= before.start) & (index < before.stop), ScoredTokens.of(entered)
     retained = held.chosen((index - before.start).clamp(0, len(held) - 1))
-    parts = [
+    key, key_scale, value, value_scale = (
         torch.where(coded.unsqueeze(-1), getattr(retained, name), getattr(kept, name))
         for name in ("key", "key_scale", "value", "value_scale")
-    ]
-    drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE)
-    return ScoredTokens(*parts, drawn_lately.masked_fill(free, FREE).to(torch.int16))
+    )
+    drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE)
+    return ScoredTokens(key, key_scale, value, value_scale, drawn_lately.to(torch.int16))

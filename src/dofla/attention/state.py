@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def accumulable(t: Tensor) -> Tensor:
@@ -31,11 +34,12 @@ def widest(t: Tensor) -> torch.dtype:
     return torch.float32 if t.device.type == "mps" else torch.float64
 
 
+@dataclass(frozen=True)
 class _Tensors:
     """Shared by the dataclasses below: bundles of tensors whose first dimension is the batch."""
 
-    def map(self, fn: Callable[[Tensor], Tensor]):
-        changed = {}
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {}
         for field in fields(self):
             part = getattr(self, field.name)
             if isinstance(part, tuple):
@@ -51,11 +55,11 @@ class _Tensors:
         flat = [inner for p in parts if p is not None for inner in (p if isinstance(p, tuple) else (p,))]
         return sum(p.bytes if isinstance(p, _Tensors) else p.numel() * p.element_size() for p in flat)
 
-    def copy(self):
+    def copy(self) -> Self:
         """A copy that later updates of this one do not touch."""
         return self.map(torch.clone)
 
-    def reorder(self, index: Tensor):
+    def reorder(self, index: Tensor) -> Self:
         """Row ``index[n]`` becomes row n (beam search, batch selection)."""
         return self.map(lambda t: t.index_select(0, index.to(t.device)))
 
@@ -81,7 +85,14 @@ class FeatureState(_Tensors):
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, features: int, value_dim: int, *, dtype=torch.float32, device=None
+        cls,
+        batch: int,
+        heads: int,
+        features: int,
+        value_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> FeatureState:
         mean = torch.zeros(batch, heads, features, value_dim, dtype=dtype, device=device)
         return cls(mean, torch.full((batch, heads, features), LOG_ZERO, dtype=widest(mean), device=device))
@@ -144,27 +155,8 @@ class TokenBuffer(_Tensors):
         )
 
 
-def known_full(tokens: _Tensors) -> bool:
+def known_full(log_weight: Tensor) -> bool:
     """True if no place is free and it is cheap to know: on a GPU, asking costs more than what it may save, and
     a compiled graph cannot ask."""
-    on_cpu = tokens.log_weight.device.type == "cpu"
-    return on_cpu and not torch.compiler.is_compiling() and bool((tokens.log_weight > LOG_ZERO).all())
-
-
-@dataclass(frozen=True)
-class State(_Tensors):
-    """Everything a layer's heads carry: the state of its features, if there are any, the last ``window`` tokens, the
-    first ``sinks`` ones, and between window and features those of each tier of a compressed cache.
-
-    Window and tiers are delay lines in front of the feature state: a key goes to the first tier when it leaves
-    ``window``, from tier to tier as it ages, and enters ``features`` when it leaves the last, unless it is one of the
-    first real keys, which go to ``sinks`` instead. Window and sinks are kept as :class:`dofla.attention.PackedTokens`
-    from one call to the next where the layer says so, the tokens of ``tiers`` as :class:`dofla.attention.CodedTokens`,
-    or, in a last tier that keeps what draws attention, as :class:`dofla.attention.ScoredTokens`; where a layer has
-    both, all in one piece, as :class:`dofla.attention.FlatState`.
-    """
-
-    features: FeatureState | None
-    window: TokenBuffer | None = None
-    sinks: TokenBuffer | None = None
-    tiers: tuple[_Tensors, ...] = ()
+    on_cpu = log_weight.device.type == "cpu"
+    return on_cpu and not torch.compiler.is_compiling() and bool((log_weight > LOG_ZERO).all())

@@ -5,12 +5,6 @@ Knows tokenizers by what they do, and no model: a model's own samples are drawn 
 
 import lazy_loader
 
-# Names of sources are checked before anything is computed, so torch is imported only with the windows.
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "documents": ["read_documents"],
-        "packing": ["text_windows"],
-        "windows": ["Images", "TokenWindows", "as_windows", "batches", "predicted"],
-    },
-)
+# Names of sources are checked before anything is computed, so torch is imported only with the windows: what is exported
+# stands in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -107,7 +107,7 @@ def _documents(source: Source, text_field: str) -> Iterator[str]:
         return _dataset(os.fspath(source), text_field)
     if not source:
         raise DoflaError("source: an empty list; give at least one text or file")
-    return iter(source)
+    return (os.fspath(text) for text in source)
 
 
 def _never_empty(documents: Iterator[str], name: str) -> Iterator[str]:

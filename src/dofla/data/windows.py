@@ -93,7 +93,7 @@ class TokenWindows:
         Raises:
             DoflaError: anything else.
         """
-        if isinstance(tokens, cls):
+        if isinstance(tokens, TokenWindows):
             return tokens
         if isinstance(tokens, Mapping):
             if "input_ids" not in tokens:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from rich.console import Console
 from tqdm.auto import tqdm
@@ -28,8 +28,7 @@ class Bar:
     def __init__(self, label: str, shown: bool) -> None:
         self.text = ""
         waiting = "{desc} [{elapsed}]"  # until the first report says of how much
-        options = {"desc": label, "bar_format": waiting, "leave": False, "dynamic_ncols": True, "disable": not shown}
-        self._bar = tqdm(**options)
+        self._bar = tqdm(desc=label, bar_format=waiting, leave=False, dynamic_ncols=True, disable=not shown)
 
     def __call__(self, done: int, total: int, text: str = "") -> None:
         self.text = text
@@ -76,7 +75,7 @@ def showing(label: str, shown: bool) -> Iterator[Bar]:
 
 
 @contextmanager
-def reporting(label: str, progress: Callable | bool | None, way: Callable) -> Iterator[Callable | None]:
+def reporting(label: str, progress: object, way: Callable) -> Iterator[Callable | None]:
     """What to call with progress, for the time of the block: the caller's function, a new bar's, or None. Whatever it
     is, what is called within shows no bar of its own.
 
@@ -102,9 +101,10 @@ def reports_progress(label: str, way: Callable = Bar.__call__) -> Callable[[Call
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
-        def reported(*args: Any, progress: Callable | bool | None = True, **given: Any) -> R:
-            with reporting(label, progress, way) as report:
-                return function(*args, progress=report, **given)
+        def reported(*args: P.args, **given: P.kwargs) -> R:
+            with reporting(label, given.get("progress", True), way) as report:
+                given["progress"] = report
+                return function(*args, **given)
 
         return reported
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import Field, asdict
 from html import escape
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -40,6 +40,8 @@ def table(first: str, *others: str, gap: int = 2, widest: int | None = None, **o
 class Result:
     """Base of the dataclasses that dofla's functions return: ``str()`` is a table, a notebook shows it as HTML, and
     :meth:`to_dict` is what JSON files hold."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def parts(self) -> Iterator[Part]:
         """The tables, and lines between them."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dofla.errors import DoflaError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Made = TypeVar("_Made", bound="DataclassInstance")
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _MOST = 2**43
 """Whole numbers end here, well below those that no tensor and no seed can be made of."""
 
 
-def build(cls: type, data: Any, where: str) -> Any:
+def build(cls: type[_Made], data: Any, where: str) -> _Made:
     """An instance of a dataclass, whose ``sections``, if it has that attribute, are dataclasses by field.
 
     Raises:
@@ -21,14 +25,14 @@ def build(cls: type, data: Any, where: str) -> Any:
     """
     if not isinstance(data, dict):
         raise DoflaError(f"{where}: expected fields, got {data!r}")
-    known = {f.name: f for f in dataclasses.fields(cls)}
+    known, sections = {f.name: f for f in dataclasses.fields(cls)}, getattr(cls, "sections", {})
     values = {}
     for key, value in data.items():
         if key not in known:
             names = ", ".join("lambda" if name == "lam" else name for name in known)
             raise DoflaError(f"{where}: unknown field {key!r}: choose from {names}")
-        if key in getattr(cls, "sections", {}):
-            value = build(cls.sections[key], value, f"{where}: {key}")
+        if key in sections:
+            value = build(sections[key], value, f"{where}: {key}")
         elif not _fits(value, str(known[key].type)):
             raise DoflaError(f"{where}: {key} is {value!r}: expected {known[key].type}")
         values[key] = value
@@ -49,7 +53,7 @@ def _fits(value: Any, annotation: str) -> bool:
         if option.startswith("dict[") and isinstance(value, dict):
             return all(_fits(item, option[5:-1].rpartition(", ")[2]) for item in value.values())
         if option in _KINDS and isinstance(value, _KINDS[option]) and (option == "bool" or not isinstance(value, bool)):
-            return isinstance(value, (str, bool)) or (math.isfinite(value) and abs(value) < _MOST)
+            return not isinstance(value, (int, float)) or abs(value) < _MOST  # nor infinity nor NaN
         if option not in (*_KINDS, "None") and "[" not in option:
             return True  # what the caller made
     return False

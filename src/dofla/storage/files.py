@@ -118,8 +118,7 @@ def _temporary(path: Path, parents: bool = False) -> Iterator[Path]:
 
 def cannot_write(path: str | Path, code: int | None) -> DoflaError:
     """The error for a path that the system, with this errno, does not let be written."""
-    reason = os.strerror(code) if code else "the system refuses"
-    way_out = _WAYS_OUT.get(code)
+    reason, way_out = (os.strerror(code), _WAYS_OUT.get(code)) if code else ("the system refuses", None)
     return DoflaError(f"cannot write {path}: {reason}" + (f": {way_out}" if way_out else ""))
 
 

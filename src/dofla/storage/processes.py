@@ -60,9 +60,8 @@ class Processes:
         """Where this process computes if it may choose: its own device, or the accelerator if there is one."""
         if self.device is not None:
             return self.device
-        if torch.accelerator.is_available():
-            return torch.accelerator.current_accelerator()
-        return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
 
     def share(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Gather]:
         """This process's windows of a batch, and how to gather what the others make of theirs.

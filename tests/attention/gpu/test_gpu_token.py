@@ -11,7 +11,7 @@ from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dofla.attention import LOG_ZERO, Moments
-from dofla.attention.state import State
+from dofla.attention.carried import State
 from dofla.feature_maps.layer import LinearAttention
 
 pytestmark = needs_device

@@ -298,7 +298,8 @@ def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: i
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them, for each
     coder. Blocks of as many bits are searched for together: a search is some hundred operations, however many they are.
     """
-    places, found = defaultdict(list), {}
+    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n, coder in enumerate(coders):
         for block, bits in enumerate(coder.bits[tier].tolist()):
             places[bits, coder.block].append((n, block))
@@ -307,7 +308,8 @@ def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: i
         codes, scales = encode(numbers, unit, bits)
         found |= zip(alike, zip(to_bytes(codes, bits).unbind(-2), scales.unbind(-2), strict=True), strict=True)
     together = [[found[n, block] for block in range(vectors[n][0].shape[-2])] for n in range(len(coders))]
-    return [tuple(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)) for blocks in together]
+    codes_and_scales = (zip(*blocks, strict=True) for blocks in together)
+    return [(torch.cat(codes, -1), torch.cat(scales, -1)) for codes, scales in codes_and_scales]
 
 
 def _whole_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:

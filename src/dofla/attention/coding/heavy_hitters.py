@@ -43,7 +43,7 @@ class ScoredTokens(_Tensors):
         """Tokens without a score yet. They are padding or count in full, whatever their weights were."""
         log_weight = tokens.log_weight.unsqueeze(1).expand(tokens.key.shape[:3])
         score = torch.where(log_weight > LOG_ZERO, 0, FREE).to(torch.int16)
-        return cls(*(getattr(tokens, field.name) for field in fields(tokens)[:-1]), score)
+        return cls(tokens.key, tokens.key_scale, tokens.value, tokens.value_scale, score)
 
     @property
     def log_weight(self) -> Tensor:
@@ -127,11 +127,11 @@ def seen(line: ScoredTokens, evicted_at: Tensor, length: int) -> Tensor:
     return (entered <= rows) & (rows < evicted_at.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
 
 
-def _steps(query_integers: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], per_step: float) -> Tensor:
+def _steps(query_integers: tuple[Tensor, Tensor], key_integers: tuple[Tensor, Tensor], per_step: float) -> Tensor:
     """Logarithms of the weights of all pairs, in whole steps [B, Hkv, G, L, S]; exact, but for single roundings."""
-    keys, key_unit = keys
+    keys, key_unit = key_integers
     numbers, unit = (x.unflatten(1, (keys.shape[1], -1)) for x in query_integers)
-    scores = 0.0
+    scores = numbers.new_zeros(())
     for block in range(keys.shape[-2]):
         products = numbers[..., block, :] @ keys[..., block, :].mT.unsqueeze(2)
         scores = scores + products * unit[..., block, :] * key_unit[..., block, :].mT.unsqueeze(2)

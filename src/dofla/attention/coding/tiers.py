@@ -57,17 +57,18 @@ class CodedTiers(nn.Module):
         """The tiers before the first token."""
         heads = self.key.heads
         tiers = [self._empty(tier, (batch, heads, count), device) for tier, count in enumerate(self.slots)]
-        if self.heavy_hitters:
-            tiers[-1] = ScoredTokens.of(tiers[-1])
-        return tuple(tiers)
+        return (*tiers[:-1], ScoredTokens.of(tiers[-1])) if self.heavy_hitters else tuple(tiers)
 
     def _empty(self, tier: int, shape: tuple[int, ...], device: torch.device) -> CodedTokens:
         sizes = []
         for coder in (self.key, self.value):
             blocks = coder.dim // coder.block
             sizes += [coder.bytes_per_token(tier) - blocks, blocks]
-        free = [torch.zeros(*shape, size, dtype=torch.uint8, device=device) for size in sizes]
-        return CodedTokens(*free, torch.full((shape[0], shape[2]), LOG_ZERO, dtype=torch.float32, device=device))
+        key, key_scale, value, value_scale = (
+            torch.zeros(*shape, size, dtype=torch.uint8, device=device) for size in sizes
+        )
+        log_weight = torch.full((shape[0], shape[2]), LOG_ZERO, dtype=torch.float32, device=device)
+        return CodedTokens(key, key_scale, value, value_scale, log_weight)
 
     def attend(
         self,
@@ -98,17 +99,18 @@ class CodedTiers(nn.Module):
         with torch.no_grad():
             moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
         unrounded = self._unrounded(leaving, rotated.dtype)
-        parts, after = [], []
-        for tier, count in enumerate(self.counts):
-            if self.heavy_hitters and tier + 1 == len(self.counts):
+        parts: list[tuple[Tensor, Tensor]] = []
+        after: list[CodedTokens | ScoredTokens] = []
+        for tier, (count, own) in enumerate(zip(self.counts, held, strict=True)):
+            if isinstance(own, ScoredTokens):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
                 part, stays, moving, unrounded = self._attend_scored(
-                    query_integers, rotated, real, held[tier], ScoredTokens.of(moving), unrounded, scaling
+                    query_integers, rotated, real, own, ScoredTokens.of(moving), unrounded, scaling
                 )
                 parts.append(part)
                 after.append(stays)
                 break
-            line = held[tier].then(moving)
+            line = own.then(moving)
             passing = _in_front(unrounded, count)
             parts.append(self._see(rotated, line, tier, passing, None, scaling))
             unrounded = passing and passing[:length]
@@ -180,7 +182,7 @@ class CodedTiers(nn.Module):
             return attend(rotated, key, value, line.log_weight, evicted_at, scaling)
         tokens = _through(self._decoded(line, tier, rotated.dtype), unrounded)
         tokens = replace(tokens, key=F.pad(tokens.key, (0, 1), value=1.0))
-        if evicted_at is None:
+        if evicted_at is None or isinstance(line, CodedTokens):
             return exact_attention(rotated, tokens[1:], len(line) - length - 1, 0, None, None, scaling)
         sees = seen(line, evicted_at, length)
         scores = exact_scores(rotated, tokens.key, scaling).unflatten(1, (sees.shape[1], -1))
@@ -215,7 +217,7 @@ class CodedTiers(nn.Module):
 
     def unrotate(
         self,
-        tokens: CodedTokens,
+        tokens: CodedTokens | ScoredTokens,
         tier: int,
         dtype: torch.dtype = torch.float32,
         unrounded: TokenBuffer | None = None,

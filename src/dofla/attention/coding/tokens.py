@@ -25,10 +25,9 @@ class CodedTokens(_Tensors):
         return self.log_weight.shape[-1]
 
     def __getitem__(self, places: slice) -> CodedTokens:
-        vectors = [getattr(self, field.name)[:, :, places] for field in fields(self)[:-1]]
-        return CodedTokens(*vectors, self.log_weight[:, places])
+        return self.map(lambda x: x[:, places] if x.ndim == 2 else x[:, :, places])
 
     def then(self, later: CodedTokens) -> CodedTokens:
         """These tokens followed by ``later``."""
-        pairs = [(getattr(self, field.name), getattr(later, field.name)) for field in fields(self)]
-        return CodedTokens(*(torch.cat(pair, 2) for pair in pairs[:-1]), torch.cat(pairs[-1], 1))
+        pairs = ((getattr(self, field.name), getattr(later, field.name)) for field in fields(self))
+        return CodedTokens(*(torch.cat(pair, 1 if pair[0].ndim == 2 else 2) for pair in pairs))

@@ -45,7 +45,7 @@ def usable(
     for t in vectors:
         if t.dtype not in dtypes or t.stride(-1) != 1:
             return False
-    return torch.backends.mkldnn.enabled and _obstacle() is None
+    return bool(torch.backends.mkldnn.enabled) and _obstacle() is None
 
 
 @torch.compiler.assume_constant_result

@@ -68,7 +68,8 @@ def empty_line(coder: Coding, shape: Sequence[int], tier: int) -> tuple[Tensor, 
     """Places for codes and scales of vectors [*shape, d], to be filled."""
     blocks = coder.dim // coder.block
     sizes = coder.bytes_per_token(tier) - blocks, blocks
-    return tuple(torch.empty(*shape, size, dtype=torch.uint8, device=coder.constants.device) for size in sizes)
+    codes, scales = (torch.empty(*shape, size, dtype=torch.uint8, device=coder.constants.device) for size in sizes)
+    return codes, scales
 
 
 def _encode(
