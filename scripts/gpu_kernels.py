@@ -25,12 +25,13 @@ from triton.runtime.jit import JITFunction
 
 from dofla.attention import CodedTiers, Coder, FeatureState, gpu
 from dofla.attention.coding.heavy_hitters import WEIGHTS
-from dofla.attention.compressed import _decoder
 from dofla.attention.flat import Layout
+from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.encode import entered
 from dofla.attention.gpu.heavy_hitters import select_survivors
-from dofla.attention.gpu.rotate_query import ask
+from dofla.attention.gpu.rotate_query import rotate_queries
 from dofla.attention.gpu.tiers import attend
+from dofla.attention.gpu.token import Decoder
 
 
 class _Absent:
@@ -78,14 +79,14 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     coder = Coder(1, dim, [3.0])
     coder.reset()
     line = torch.zeros(1, 1, tokens + length, dim)
-    codes = coder.for_kernels(*coder.encode(line), 0)
+    codes = Codes.of(coder, *coder.encode(line), 0)
     rotated, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
     score, evicted_at = log_weight.to(torch.int16), log_weight.int()
     if length == 1:  # all that a decoded token of a compressed cache takes
         coded_tiers = CodedTiers(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
         layout, out = Layout(coded_tiers, [0], 0, 31, 2), torch.zeros_like(a)
         state = layout.flat(layout.empty(1, a.device)).tokens
-        decoder = _decoder(layout)
+        decoder = Decoder(layout)
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
             lambda: decoder(a, b, value, None, state, out, 1.0, 1.0, WEIGHTS),
@@ -94,7 +95,7 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         lambda: gpu.linear_attention(a, b, value, state=features),
         lambda: gpu.linear_attention(a, b, value.bfloat16(), state=features),
         lambda: entered(coder, b),
-        lambda: ask(coder, a, groups),
+        lambda: rotate_queries(coder, a, groups),
         lambda: select_survivors(
             coder.rotate_query_integer(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS
         ),

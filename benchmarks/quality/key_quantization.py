@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.attention import Coder, KeySmoothing, rounded
+from dofla.attention.coding.operations import PLAIN
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.integration.directions import Directions, directions_of
@@ -80,7 +81,7 @@ class QuantizedKeys:
         """Queries [B, H, L, d] and keys [B, Hkv, L, d] with which scores are computed."""
         query, key = self.smoothing(query, key)
         key = rounded(key)
-        return query, key if self.coder is None else self.coder.chain(key)[0]
+        return query, key if self.coder is None else PLAIN.chain(self.coder, key)[0]
 
 
 @contextmanager

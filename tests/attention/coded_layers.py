@@ -12,6 +12,7 @@ from forms import KernelCalls
 from hypothesis import strategies as st
 
 from dofla.attention import Moments, compiled
+from dofla.attention.coding.operations import PLAIN
 from dofla.feature_maps.layer import LinearAttention
 
 SCALING = 0.3
@@ -92,7 +93,7 @@ def error_of(layer, query, key, value):
     for group, coded_tiers in zip(layer.groups, layer.coded_tiers.values(), strict=True):
         # Of rotated vectors, and of the way back: by Cauchy and Schwarz no sum of sizes is larger than their product.
         keys, values = (
-            coder.chain(x[:, group].float()) for coder, x in ((coded_tiers.key, key), (coded_tiers.value, value))
+            PLAIN.chain(coder, x[:, group].float()) for coder, x in ((coded_tiers.key, key), (coded_tiers.value, value))
         )
         rotated = [
             coded_tiers.key.rotation.double() * coded_tiers.key.fineness.double().unsqueeze(-1) @ x.double().mT

@@ -15,6 +15,7 @@ from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import distortion, levels, scale_code, scale_of
+from dofla.attention.coding.operations import PLAIN
 from dofla.attention.coding.trellis import search, windows
 from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
@@ -139,9 +140,9 @@ def test_a_code_depends_on_its_token_alone(seed, dim, size, cuts):
     parts = [coder.encode(x[:, :, a:b]) for a, b in pairwise(bounds)]
     for whole_call, pieces in zip(together, zip(*parts, strict=True), strict=True):
         assert torch.equal(whole_call, torch.cat(pieces, 2))
-    aged = coder.age(*together, 0)
+    aged = PLAIN.requantize([coder], [together], 0)[0]
     for n in (0, 7, 39):
-        one = coder.age(*(t[:, :, n : n + 1] for t in together), 0)
+        one = PLAIN.requantize([coder], [(t[:, :, n : n + 1] for t in together)], 0)[0]
         assert all(torch.equal(a[:, :, n : n + 1], b) for a, b in zip(aged, one, strict=True))
 
 
@@ -156,7 +157,7 @@ def test_products_with_the_turn_are_exact():
 
 
 def relative_error(coder, x, tier, of=None):
-    found = coder.chain(x)[tier] - x
+    found = PLAIN.chain(coder, x)[tier] - x
     centred = x - x.mean((0, 2), keepdim=True)
     of = torch.eye(x.shape[-1]) if of is None else of
     return (

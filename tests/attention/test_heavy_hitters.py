@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tier_inputs import HEAD, SCALING, VALUE, inputs
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, State, attend
+from dofla.attention.coding.operations import PLAIN
 from dofla.attention.constants import FREE, MOST_SCORE
 from dofla.feature_maps import PRF
 from dofla.feature_maps.none import NoFeatures
@@ -167,7 +168,7 @@ def test_what_leaves_kept_tokens_for_the_features_takes_its_own_gradients_along(
     states[-1].features.mean.sum().backward()
     last = states[-1].tiers[-1]
     codes = coded_tiers.key.encode(key)
-    coded = torch.cat(coded_tiers.key.age(*codes, 0), -1)  # bytes that no two keys share
+    coded = torch.cat(PLAIN.requantize([coded_tiers.key], [codes], 0)[0], -1)  # bytes that no two keys share
     held = (coded.unsqueeze(3) == torch.cat([last.key, last.key_scale], -1).unsqueeze(2)).all(-1).any(-1)
     held[:, :, :SINKS] = held[:, :, -WINDOW - TIERS[0][0] :] = True
     assert held.sum() == 2 * (SINKS + WINDOW + TIERS[0][0] + TIERS[1][0] + KEPT)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tier_inputs import HEAD, SCALING, VALUE, inputs
 
 from dofla.attention import LOG_ZERO, CodedTiers, Moments, attend, rounded
+from dofla.attention.coding.operations import PLAIN
 from dofla.feature_maps import PRF
 from dofla.feature_maps.none import NoFeatures
 
@@ -27,8 +28,8 @@ def oracle(query, key, value, coded_tiers, weight, window, sinks):
     """[B, H, L, dv] in float64: each query's softmax over the keys it still has, as they are at their age."""
     batch, kv_heads, length, _ = key.shape
     query, groups = query.double(), query.shape[1] // kv_heads
-    keys = [key, *coded_tiers.key.chain(key)]
-    values = [value, *coded_tiers.value.chain(value)]
+    keys = [key, *PLAIN.chain(coded_tiers.key, key)]
+    values = [value, *PLAIN.chain(coded_tiers.value, value)]
     out = torch.zeros(batch, query.shape[1], length, value.shape[-1], dtype=torch.float64)
     starts = [0, window]
     for count in coded_tiers.counts:
@@ -112,7 +113,10 @@ def test_what_leaves_the_last_tier_enters_the_features_as_it_was_remembered():
     features.reset_parameters(torch.Generator().manual_seed(0))
     _, state = attend(query, key, value, features, scaling=SCALING, window=3, coded_tiers=coded_tiers)
     left = slice(0, 30 - 3 - 4 - 6)
-    old_keys, old_values = coded_tiers.key.chain(key)[-1][:, :, left], coded_tiers.value.chain(value)[-1][:, :, left]
+    old_keys, old_values = (
+        PLAIN.chain(coded_tiers.key, key)[-1][:, :, left],
+        PLAIN.chain(coded_tiers.value, value)[-1][:, :, left],
+    )
     b = features.log_key(old_keys, SCALING)
     eps = torch.finfo(torch.float32).eps
     # Sums over 17 keys of exponentials of sums over d numbers.

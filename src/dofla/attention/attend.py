@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dofla.attention.backends import Features, causal_attention, segment
+from dofla.attention.backend import Backend, Features
+from dofla.attention.backends import backend_for
 from dofla.attention.carried import State
 from dofla.attention.chunked import chunked
 from dofla.attention.coding import CodedTiers, CodedTokens, ScoredTokens
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.exact import ExactPart, exact_attention, merge
-from dofla.attention.state import FeatureState, TokenBuffer, accumulable, known_full
+from dofla.attention.features import causal_attention, segment
+from dofla.attention.heads import query_heads, select, write
+from dofla.attention.state import FeatureState, TokenBuffer, accumulable, known_full, weighted
 
 
 def attend(
@@ -33,6 +36,7 @@ def attend(
     causal: bool = True,
     heads: Sequence[int] | None = None,
     out: Tensor | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, State[TokenBuffer] | None]:
     """Linear attention of new tokens to themselves and to the past held in ``state``.
 
@@ -50,18 +54,20 @@ def attend(
         causal: False lets every query see every key; such a call has no past and leaves no state.
         heads: do only these KV heads and their queries, as ragged layers do, group by group.
         out: [B, H, L, dv], where to write the rows of those heads; needed if ``heads`` is given.
+        backend: default the one of the table that takes these.
 
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state after the last token (None unless causal).
     """
-    query_heads = _of_queries(heads, query.shape[1] // key.shape[1])
+    asking = query_heads(heads, query.shape[1] // key.shape[1])
     if not causal:
-        tokens = _tokens(_select(key, heads), _select(value, heads), weight)
-        result = _attend_both_ways(_select(query, query_heads), tokens, features, scaling, window, sinks)
-        return _write(result.to(value.dtype), out, query_heads), None
+        tokens = weighted(select(key, heads), select(value, heads), weight)
+        result = _attend_both_ways(select(query, asking), tokens, features, scaling, window, sinks)
+        return write(result.to(value.dtype), out, asking), None
+    backend = backend or backend_for((query, key, value), () if weight is None else (weight,))
     length = query.shape[-2]
-    asked = query.shape[1] if query_heads is None else len(query_heads)
-    size = segment(query.shape[0] * asked * features.features, query)
+    count = query.shape[1] if asking is None else len(asking)
+    size = segment(query.shape[0] * count * features.features, query)
     if out is None and length > size:
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
     for start in range(0, length, size):
@@ -69,48 +75,21 @@ def attend(
         # Later segments find their window in front of them; the first, and padded ones, in the state.
         before = window if weight is None and start >= window else 0
         longer = slice(start - before, start + size)
-        line = _tokens(_select(key, heads, longer), _select(value, heads, longer), _part(weight, longer))
+        line = weighted(select(key, heads, longer), select(value, heads, longer), _part(weight, longer))
         if state is None:
             state = empty_state(line, features.features, window, sinks)
         if state.window is not None and before < window:
             line = state.window.then(line)
-        queries = _select(query, query_heads, part)
-        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, coded_tiers)
-        result = _write(piece.to(value.dtype), out, query_heads, part)
+        queries = select(query, asking, part)
+        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, coded_tiers, backend)
+        result = write(piece.to(value.dtype), out, asking, part)
     if state is not None and state.window is not None and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
     return result, state
 
 
-def _of_queries(heads: Sequence[int] | None, groups: int) -> list[int] | None:
-    """The query heads of some KV heads, ``groups`` of each."""
-    return None if heads is None else [head * groups + n for head in heads for n in range(groups)]
-
-
 def _part(weight: Tensor | None, part: slice) -> Tensor | None:
     return None if weight is None else weight[:, part]
-
-
-def _select(x: Tensor, heads: Sequence[int] | None, part: slice = slice(None)) -> Tensor:
-    """Some heads and tokens of ``x`` [B, H, L, d]; a view if the heads stand side by side."""
-    x = x[:, :, part]
-    if heads is None:
-        return x
-    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
-        return x[:, heads[0] : heads[0] + len(heads)]
-    return x.index_select(1, torch.tensor(heads, device=x.device))
-
-
-def _write(piece: Tensor, out: Tensor | None, heads: Sequence[int] | None, part: slice = slice(None)) -> Tensor:
-    """``piece`` put where it belongs in ``out``, if there is one."""
-    if out is None:
-        return piece
-    if heads is None:
-        out[:, :, part] = piece
-    else:
-        for n, head in enumerate(heads):  # whole rows each, much faster than an index
-            out[:, head, part] = piece[:, n]
-    return out
 
 
 def _attend_causally(
@@ -122,10 +101,11 @@ def _attend_causally(
     window: int,
     sinks: int,
     coded_tiers: CodedTiers | None,
+    backend: Backend,
 ) -> tuple[Tensor, State[TokenBuffer]]:
     """One segment; ``line`` is the window before it followed by its tokens."""
     if not (window or sinks or coded_tiers):
-        out, after = causal_attention(query, line, features, scaling=scaling, state=state.features)
+        out, after = causal_attention(query, line, features, scaling=scaling, state=state.features, backend=backend)
         return out, State(after)
     length = query.shape[-2]
     leaving = line[:length]
@@ -137,9 +117,13 @@ def _attend_causally(
     if coded_tiers:
         real = line.log_weight[:, -length:] > LOG_ZERO
         behind = features.features > 0
-        near, tiers, left = coded_tiers.attend(query, kept, state.tiers, scaling, real, behind=behind)
+        near, tiers, left = coded_tiers.attend(
+            query, kept, state.tiers, scaling, real, behind=behind, operations=backend
+        )
         kept = kept if left is None else left
-    out, after = causal_attention(query, kept, features, scaling=scaling, state=state.features, exact=exact, near=near)
+    out, after = causal_attention(
+        query, kept, features, scaling=scaling, state=state.features, backend=backend, exact=exact, near=near
+    )
     return out, State(after, line[length:] if window else None, buffer if sinks else None, tiers)
 
 
@@ -156,18 +140,6 @@ def _empty_features(tokens: TokenBuffer, features: int) -> FeatureState:
     batch, kv_heads, _, value_dim = tokens.value.shape
     dtype = torch.float64 if tokens.value.dtype == torch.float64 else torch.float32
     return FeatureState.empty(batch, kv_heads, features, value_dim, dtype=dtype, device=tokens.value.device)
-
-
-def _tokens(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
-    """Tokens with padding made harmless."""
-    if weight is None:
-        log_weight = torch.zeros(key.shape[0], key.shape[-2], dtype=torch.float32, device=key.device)
-        return TokenBuffer(key, value, log_weight)
-    weight = weight.contiguous()
-    real = weight > 0
-    log_weight = torch.where(real, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)
-    hidden = ~real[:, None, :, None]
-    return TokenBuffer(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), log_weight)
 
 
 def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer) -> Tensor:

@@ -1,86 +1,27 @@
-"""Which form of the arithmetic does the work: all give the same results, and the fastest that can is taken."""
+"""The table of backends. One is chosen for each call of a layer; all give the same results.
+
+To add one: a folder with a subclass of :class:`~dofla.attention.backend.Backend`, and an entry here.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from dofla.attention import compiled, gpu
-from dofla.attention.chunked import chunked
-from dofla.attention.exact import ExactPart, merge
-from dofla.attention.recurrent import recurrent
-from dofla.attention.state import FeatureState, TokenBuffer, accumulable
+from dofla.attention.backend import Backend
+from dofla.attention.compiled.backend import Compiled
+from dofla.attention.gpu.backend import Triton
+
+BACKENDS: tuple[Backend, ...] = (Triton(), Compiled(), Backend())
+"""The first that takes a call does it."""
 
 
-class Features(Protocol):
-    """What attention asks of a feature map. One that also has ``affine(scaling, dtype)``, giving the :class:`Affine`
-    maps of queries and keys, is applied by the compiled kernels themselves."""
+def backend_for(vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Backend:
+    """The backend of a call.
 
-    features: int
-
-    def log_query(self, x: Tensor, scaling: float) -> Tensor: ...
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor: ...
-
-
-def causal_attention(
-    query: Tensor,
-    tokens: TokenBuffer,
-    features: Features,
-    *,
-    scaling: float,
-    state: FeatureState | None,
-    exact: ExactPart | None = None,
-    near: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, FeatureState | None]:
-    """Causal attention of queries [B, H, L, d] to as many new tokens and to the past through features, and to an exact
-    part under the same normaliser; ``near``, output and log-normaliser of attention to yet other tokens, joins them.
-
-    Returns:
-        Output [B, H, L, dv] and the state after; there is none without features.
+    Args:
+        vectors: queries, keys and values.
+        others: other inputs, such as weights of tokens.
     """
-    if exact is not None and (near is not None or state is None):
-        # The kernels know features beside a window and sinks, and nothing else.
-        beside = exact.widened().attend()
-        near, exact = beside if near is None else merge(near, beside), None
-    if state is None:
-        return query.new_zeros(*query.shape[:-1], tokens.value.shape[-1]) if near is None else near[0], None
-    out, normaliser, after = _through_features(query, tokens, features, scaling, state, exact)
-    return (out if near is None else merge((out, normaliser), near)[0]), after
-
-
-def _through_features(
-    query: Tensor, tokens: TokenBuffer, features: Features, scaling: float, state: FeatureState, exact: ExactPart | None
-) -> tuple[Tensor, Tensor, FeatureState]:
-    """Output, which is that of the exact part as well; log-normaliser of the features alone; and the state after."""
-    given = tokens.value
-    query, key, value = (accumulable(t) for t in (query, tokens.key, given))
-    tokens = TokenBuffer(key, value, tokens.log_weight)
-    exact = exact and exact.widened()
-    vectors, others = [value], [tokens.log_weight, state.mean, state.log_mass]
-    if exact is not None:
-        vectors += [exact.query, exact.near.key, exact.near.value]
-        others += [exact.near.log_weight, exact.sinks.key, exact.sinks.value, exact.sinks.log_weight]
-    if hasattr(features, "affine"):
-        maps = features.affine(scaling, query.dtype)
-        parts = [t for m in maps for t in (m.weight, m.bias)]
-        if compiled.usable([query, key, *vectors], [*parts, *others]):
-            return compiled.linear_attention(query, tokens, state, maps, exact)
-    a, b = features.log_query(query, scaling), features.log_key(key, scaling)
-    if compiled.usable([a, b, *vectors], others):
-        return compiled.linear_attention(a, TokenBuffer(b, value, tokens.log_weight), state, exact=exact)
-    b = b + tokens.log_weight[:, None, :, None]
-    if gpu.usable(a, b, given, state.mean):
-        out, normaliser, after = gpu.linear_attention(a, b, given, state=state)
-    else:
-        form = recurrent if a.shape[-2] == 1 else chunked
-        out, normaliser, after = form(a, b, value, state=state)
-    return (out if exact is None else merge((out, normaliser), exact.attend())[0]), normaliser, after
-
-
-def segment(numbers: int, query: Tensor) -> int:
-    """How many tokens to do at once, if each has so many log-features of queries: on a CPU few enough to stay in its
-    cache, on a GPU few enough to take little of its memory."""
-    at_once = 2**20 if query.device.type == "cpu" else 2**26
-    return max(at_once // max(numbers, 1) // 64 * 64, 128)
+    return next(backend for backend in BACKENDS if backend.takes(vectors, others))

@@ -1,31 +1,21 @@
-"""A compressed cache, from one call to the next as it is kept: in one piece."""
+"""Compressed caches of a layer, as they are kept from one call to the next: packed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dofla.attention import compiled, gpu
-from dofla.attention.attend import _of_queries, _select, _tokens, _write
-from dofla.attention.backends import Features, causal_attention, segment
-from dofla.attention.coding.heavy_hitters import weight_steps
-from dofla.attention.coding.levels import TABLES
-from dofla.attention.compiled.tiers import DTYPES, attend_and_code
+from dofla.attention.backend import Backend, Features
+from dofla.attention.features import causal_attention, segment
 from dofla.attention.flat import FlatState, Layout
-from dofla.attention.state import FeatureState, TokenBuffer
-
-if TYPE_CHECKING:
-    from dofla.attention.gpu.token import Decoder
+from dofla.attention.heads import query_heads, select, write
+from dofla.attention.state import FeatureState, TokenBuffer, weighted
 
 
 class CompressedHeads:
-    """The groups of a layer's heads that are kept in one piece: one call of the compiled kernels for all of them.
-
-    What does not change from token to token is looked up here once, since a decoded token is little else.
+    """The groups of a layer's heads whose caches are packed: one call of the kernels for all of them.
 
     Args:
         layouts: of each group, with a window; they say what is where in a state.
@@ -34,11 +24,6 @@ class CompressedHeads:
 
     def __init__(self, layouts: Sequence[Layout], features: Sequence[Features]) -> None:
         self.layouts, self.features = layouts, features
-        self._keys = [layout.coded_tiers.key for layout in layouts]
-        self._values = [layout.coded_tiers.value for layout in layouts]
-        self._sizes = [number for layout in layouts for number in layout.sizes]
-        self._behind = any(layout.features for layout in layouts)
-        self._decoders: list[Decoder] | None = None
 
     def attend(
         self,
@@ -49,85 +34,33 @@ class CompressedHeads:
         scaling: float,
         weight: Tensor | None,
         states: Sequence[FlatState | None],
+        backend: Backend,
     ) -> tuple[Tensor, list[FlatState]] | None:
-        """What :func:`dofla.attention.attend` makes of tokens that are kept in int8.
+        """Attention of new tokens, as :func:`dofla.attention.attend`, with a packed state for each group before and
+        after.
 
-        Args and returns are those of :func:`dofla.attention.attend`, but that there is a state for each group, in one
-        piece, before and after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do
-        such a call.
+        Output rows [B, H, L, dv] of heads in no group are zeros. None if the backend has no kernels for such a call.
         """
-        if query.shape[-2] == 1 and gpu.usable(query, key, value):
-            return self._decode_on_gpu(query, key, value, scaling, weight, states)
-        if query.shape[-2] == 0 or not compiled.usable(
-            (query, key, value), () if weight is None else (weight,), DTYPES
-        ):
-            return None
-        before, log_weight = self._begun(states, query), _log_weight(key, value, weight)
-        out, *found = attend_and_code(
-            query,
-            key,
-            value,
-            log_weight,
-            [state.tokens for state in before],
-            # As an attribute it takes ten times as long to find; torch's type says that a buffer may be None.
-            [coder._buffers["constants"] for coder in self._keys],  # type: ignore[misc]
-            [coder._buffers["constants"] for coder in self._values],  # type: ignore[misc]
-            TABLES,
-            self._sizes,
-            scaling,
-        )
-        if not self._behind:
-            return out, [FlatState(None, tokens) for tokens in found]
-        far, behind = [state.features for state in before], iter(found[len(before) :])
-        for n, layout in enumerate(self.layouts):
-            if layout.features:
-                heads = _of_queries(layout.heads, query.shape[1] // key.shape[1])
-                normaliser, *left = islice(behind, 4)
-                near, line = (_select(out, heads), normaliser), TokenBuffer(*left)
-                piece, far[n] = _through_features(_select(query, heads), line, self.features[n], scaling, far[n], near)
-                _write(piece, out, heads)
-        return out.to(value.dtype), [FlatState(*parts) for parts in zip(far, found[: len(far)], strict=True)]
-
-    def _begun(self, states: Sequence[FlatState | None], query: Tensor) -> list[FlatState]:
-        """The states, empty where there are none yet."""
-        return [
+        before = [
             layout.empty(len(query), query.device) if state is None else state
             for state, layout in zip(states, self.layouts, strict=True)
         ]
-
-    def _decode_on_gpu(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        weight: Tensor | None,
-        states: Sequence[FlatState | None],
-    ) -> tuple[Tensor, list[FlatState]] | None:
-        """:meth:`attend`, of one token; None if there are memories that the kernels do not take."""
-        if self._decoders is None:
-            self._decoders = list(map(_decoder, self.layouts)) if all(x.retains for x in self.layouts) else []
-        if not self._decoders:
+        log_weight = None if weight is None else weighted(key[..., :0], value[..., :0], weight).log_weight
+        tokens = [state.tokens for state in before]
+        found = backend.read_packed(self.layouts, query, key, value, log_weight, tokens, scaling)
+        if found is None:
             return None
-        log_weight, steps, after = _log_weight(key, value, weight), weight_steps(scaling, query.device), []
-        out = value.new_zeros(*query.shape[:-1], value.shape[-1])
-        for decoder, state in zip(self._decoders, self._begun(states, query), strict=True):
-            tokens = decoder(query, key, value, log_weight, state.tokens, out, scaling, *steps)
-            after.append(FlatState(None, tokens))
-        return out, after
-
-
-def _decoder(layout: Layout) -> Decoder:
-    from dofla.attention.gpu.token import Decoder
-
-    tiers = layout.coded_tiers
-    sizes = (layout.window, layout.sinks, tiers.counts[0], tiers.heavy_hitters)
-    return Decoder(tiers.key, tiers.value, layout.heads, *sizes, layout.starts)
-
-
-def _log_weight(key: Tensor, value: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Of the tokens [B, L], None where all count in full."""
-    return None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
+        out, states_after, behind = found
+        if not behind:
+            return out, [FlatState(None, tokens) for tokens in states_after]
+        far, groups = [state.features for state in before], query.shape[1] // key.shape[1]
+        with_features = [n for n, layout in enumerate(self.layouts) if layout.features]
+        for n, (normaliser, left) in zip(with_features, behind, strict=True):
+            heads = query_heads(self.layouts[n].heads, groups)
+            near, own = (select(out, heads), normaliser), select(query, heads)
+            piece, far[n] = _through_features(own, left, self.features[n], scaling, far[n], near, backend)
+            write(piece, out, heads)
+        return out.to(value.dtype), [FlatState(*parts) for parts in zip(far, states_after, strict=True)]
 
 
 def _through_features(
@@ -137,6 +70,7 @@ def _through_features(
     scaling: float,
     state: FeatureState | None,
     near: tuple[Tensor, Tensor],
+    backend: Backend,
 ) -> tuple[Tensor, FeatureState | None]:
     """Output [B, H, L, dv] of features behind what is ``near``, some tokens at a time; and the state after."""
     length, pieces = query.shape[-2], []
@@ -149,6 +83,7 @@ def _through_features(
             features,
             scaling=scaling,
             state=state,
+            backend=backend,
             near=(near[0][:, :, part], near[1][:, :, part]),
         )
         pieces.append(piece)

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dofla.attention import gpu
-from dofla.attention.attend import _of_queries, _select, _tokens, _write
+from dofla.attention.backend import Backend
+from dofla.attention.backends import backend_for
 from dofla.attention.carried import State
 from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
 from dofla.attention.eight_bits import PackedTokens
-from dofla.attention.exact import merge
 from dofla.attention.flat import FlatState, Layout
-from dofla.attention.state import TokenBuffer, accumulable
+from dofla.attention.heads import query_heads, select, write
+from dofla.attention.state import TokenBuffer, accumulable, weighted
 
 MOST_TOKENS = 8192
 """Tokens at once: longer calls are read in several parts, in constant memory and linear time."""
@@ -46,6 +46,7 @@ def exact_prefill(
     *,
     scaling: float,
     weight: Tensor | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, list[FlatState]]:
     """Exact causal attention of a call, and the compressed caches after it.
 
@@ -57,12 +58,14 @@ def exact_prefill(
         states: of each group before the call, or None at the beginning.
         scaling: of the scores.
         weight: [B, L], 0 for padding, which only stands in front of a sequence's first token.
+        backend: default the one of the table that takes these.
 
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state of each group.
     """
     out = value.new_empty(*query.shape[:-1], value.shape[-1])
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    backend = backend or backend_for((query, key, value), () if weight is None else (weight,))
     held = [
         layout.empty(len(query), query.device) if state is None else state
         for layout, state in zip(layouts, states, strict=True)
@@ -71,13 +74,13 @@ def exact_prefill(
         part = slice(start, min(start + MOST_TOKENS, length))
         part_weight = None if weight is None else weight[:, part]
         for n, layout in enumerate(layouts):
-            heads, state = _of_queries(layout.heads, groups), layout.opened(held[n])
-            new = _tokens(_select(key, layout.heads, part), _select(value, layout.heads, part), part_weight)
+            heads, state = query_heads(layout.heads, groups), layout.opened(held[n])
+            new = weighted(select(key, layout.heads, part), select(value, layout.heads, part), part_weight)
             line = _line(layout, state, new)
             unseen = len(line) - len(new) if start == 0 and states[n] is None else 0
-            piece, drawn = _attend(_select(query, heads, part), line, unseen, scaling, layout)
-            _write(piece.to(value.dtype), out, heads, part)
-            held[n] = layout.flat(_retained(layout, state, line, new, drawn))
+            piece, drawn = _attend(select(query, heads, part), line, unseen, scaling, layout, backend)
+            write(piece.to(value.dtype), out, heads, part)
+            held[n] = layout.flat(_retained(layout, state, line, new, drawn, backend))
     return out, held
 
 
@@ -117,18 +120,14 @@ def _line(layout: Layout, state: State[PackedTokens], new: TokenBuffer) -> _Line
     )
 
 
-def _attend(query: Tensor, line: _Line, unseen: int, scaling: float, layout: Layout) -> tuple[Tensor, _Drawn]:
+def _attend(
+    query: Tensor, line: _Line, unseen: int, scaling: float, layout: Layout, backend: Backend
+) -> tuple[Tensor, _Drawn]:
     """Output [B, H, L, dv] of queries of the last L tokens of a line, of which the first ``unseen`` are free slots; and
     what they drew."""
-    before, neighbors = len(line) - query.shape[2], min(NEIGHBORS, layout.window)
-    fused = gpu.usable(query) and query.dtype == torch.bfloat16 and bool(line.real[:, before:].all())
-    if not fused:
-        out, total = _in_blocks(query, line, unseen, scaling, neighbors)
-    else:
-        from dofla.attention.gpu.drawn import drawn
-
-        out, normaliser = _flash(query, line, before, unseen, scaling)
-        total = drawn(query, line.key.to(query.dtype), line.real, normaliser, neighbors, scaling)
+    neighbors = min(NEIGHBORS, layout.window)
+    found = backend.exact_attention(query, line.key, line.value, line.real, unseen, scaling, neighbors)
+    out, total = found or _in_blocks(query, line, unseen, scaling, neighbors)
     return out, _Drawn(total, _lately(query[:, :, -_LATELY:], line, scaling, layout))
 
 
@@ -147,29 +146,6 @@ def _in_blocks(query: Tensor, line: _Line, unseen: int, scaling: float, neighbor
         )
         total[:, :, unseen:end] += share.square_().masked_fill_(distance < neighbors, 0).sum((2, 3))
     return out * line.real[:, None, before:, None], total  # a query that is padding sees nothing
-
-
-def _flash(query: Tensor, line: _Line, before: int, unseen: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output [B, H, L, dv] and log-normaliser [B, H, L]: flash attention among the new tokens, merged with attention to
-    what is held."""
-    groups = query.shape[1] // line.key.shape[1]
-    new = (x[:, :, before:].to(query.dtype).repeat_interleave(groups, 1) for x in (line.key, line.value))
-    if query.is_cuda:
-        out, normaliser, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, *new, 0.0, True, scale=scaling)
-    else:
-        out, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, *new, 0.0, True, scale=scaling
-        )
-    if unseen == before:
-        return out, normaliser
-    outs, normalisers, hidden = [], [], ~line.real[:, None, None, None, :before]
-    for rows in query.split(max(1, _ELEMENTS // (len(query) * query.shape[1] * before)), 2):
-        scores = (rows * scaling).unflatten(1, (-1, groups)).flatten(2, 3) @ line.key[:, :, :before].to(rows.dtype).mT
-        scores = scores.float().unflatten(2, (groups, -1)).masked_fill_(hidden, LOG_ZERO)
-        normalisers.append(scores.logsumexp(-1).flatten(1, 2))
-        share = scores.softmax(-1).flatten(2, 3).to(rows.dtype)
-        outs.append((share @ line.value[:, :, :before].to(rows.dtype)).unflatten(2, (groups, -1)).flatten(1, 2))
-    return merge((out, normaliser), (torch.cat(outs, 2), torch.cat(normalisers, 2)))
 
 
 def _lately(query: Tensor, line: _Line, scaling: float, layout: Layout) -> Tensor:
@@ -195,7 +171,7 @@ def _weights(query: Tensor, line: _Line, seen: slice, first: int, scaling: float
 
 
 def _retained(
-    layout: Layout, state: State[PackedTokens], line: _Line, new: TokenBuffer, drawn: _Drawn
+    layout: Layout, state: State[PackedTokens], line: _Line, new: TokenBuffer, drawn: _Drawn, backend: Backend
 ) -> State[PackedTokens]:
     """The state after the call: the first tokens as attention sinks, the last in the window, and in the tier, besides
     the newest that leave the window, those with the highest scores."""
@@ -218,10 +194,12 @@ def _retained(
         window = state.window.shifted(window)
     held = state.tiers[-1]
     assert isinstance(held, ScoredTokens)
-    return State(None, window, sinks, (_tier(layout, held, line, drawn, left, age),))
+    return State(None, window, sinks, (_tier(layout, held, line, drawn, left, age, backend),))
 
 
-def _tier(layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor) -> ScoredTokens:
+def _tier(
+    layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor, backend: Backend
+) -> ScoredTokens:
     """What the tier holds after the call, of the tokens that have ``left`` the window [B, P]."""
     newest, length = layout.coded_tiers.counts[0], len(line) - layout.window - layout.sinks - len(held)
     before = slice(layout.sinks, layout.sinks + len(held))
@@ -236,7 +214,7 @@ def _tier(layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: 
     order = torch.where(found.values >= 0, found.indices, found.indices - len(line)).sort(-1).values
     index, free = order % len(line), order < 0
     k, v = (chosen(x, index).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
-    entered = layout.coded_tiers.enter(TokenBuffer(k, v, torch.zeros_like(index[:, 0], dtype=torch.float32)))
+    entered = layout.coded_tiers.enter(TokenBuffer(k, v, torch.zeros_like(index[:, 0], dtype=torch.float32)), backend)
     coded, kept = ~free & (index >= before.start) & (index < before.stop), ScoredTokens.of(entered)
     retained = held.chosen((index - before.start).clamp(0, len(held) - 1))
     key, key_scale, value, value_scale = (

@@ -160,3 +160,15 @@ def known_full(log_weight: Tensor) -> bool:
     a compiled graph cannot ask."""
     on_cpu = log_weight.device.type == "cpu"
     return on_cpu and not torch.compiler.is_compiling() and bool((log_weight > LOG_ZERO).all())
+
+
+def weighted(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
+    """Tokens with padding made harmless."""
+    if weight is None:
+        log_weight = torch.zeros(key.shape[0], key.shape[-2], dtype=torch.float32, device=key.device)
+        return TokenBuffer(key, value, log_weight)
+    weight = weight.contiguous()
+    real = weight > 0
+    log_weight = torch.where(real, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)
+    hidden = ~real[:, None, :, None]
+    return TokenBuffer(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), log_weight)

@@ -20,7 +20,6 @@ from dofla.attention import (
     Tier,
     accumulable,
     attend,
-    compiled,
     exact_prefill,
     exact_scores,
     log_kernel,
@@ -28,7 +27,7 @@ from dofla.attention import (
     rounded,
     unpacked,
 )
-from dofla.attention.compiled.tiers import DTYPES
+from dofla.attention.backends import backend_for
 from dofla.feature_maps import FeatureMap, feature_map_class
 from dofla.feature_maps.padding import without_padding
 
@@ -160,7 +159,7 @@ class LinearAttention(nn.Module):
             return False
         if any(self.coded_tiers_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
             return False
-        return causal and query.shape[-2] > 0 and compiled.usable((query, key, value), (), DTYPES)
+        return causal and query.shape[-2] > 0 and backend_for((query, key, value)).traceable
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""
@@ -209,8 +208,9 @@ class LinearAttention(nn.Module):
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
         query, key = self.smoothed(query, key)
+        backend = backend_for((query, key, value), () if weight is None else (weight,))
         states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        out, after, options = None, {}, {"scaling": scaling, "weight": weight}
+        out, after, options = None, {}, {"scaling": scaling, "weight": weight, "backend": backend}
         if exact and query.shape[-2] > 1 and causal and self.retains and not _differentiated(query, key, value):
             return exact_prefill(query, key, value, list(self._layouts.values()), states, **options)
         if causal and self._compressed is not None and not self.hides_tokens:
@@ -292,7 +292,7 @@ class LinearAttention(nn.Module):
         [B or 1, R, L]. Kept tokens are taken to be the newest, for which they are depends on all queries before."""
         feature_map, coded_tiers, coded = self.maps[group], self.coded_tiers_of(group), []
         if coded_tiers is not None:
-            coded = coded_tiers.key.chain(key)
+            coded = backend_for((key,)).chain(coded_tiers.key, key)
             key = coded[-1].to(key.dtype)
         if feature_map.features:
             scores = log_kernel(feature_map.log_query(query, scaling), feature_map.log_key(key, scaling))

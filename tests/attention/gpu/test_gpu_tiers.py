@@ -10,7 +10,9 @@ from arithmetic import sum_error
 from device import DEVICE, needs_device
 
 from dofla.attention import LOG_ZERO, CodedTiers, CodedTokens, Moments, ScoredTokens
+from dofla.attention.coding.operations import PLAIN
 from dofla.attention.constants import NEVER
+from dofla.attention.gpu.codes import Codes
 
 pytestmark = needs_device
 
@@ -45,7 +47,7 @@ def check(coded_tiers, line, rotated, evicted_at):
     found = copy.deepcopy(coded_tiers).to(DEVICE)
     own = line.map(lambda x: x.to(DEVICE))
     key, value = (
-        coder.for_kernels(codes, scales, 0)
+        Codes.of(coder, codes, scales, 0)
         for coder, codes, scales in (
             (found.key, own.key, own.key_scale),
             (found.value, own.value, own.value_scale),
@@ -55,7 +57,8 @@ def check(coded_tiers, line, rotated, evicted_at):
 
     going = None if evicted_at is None else evicted_at.to(DEVICE, torch.int32)
     out, normaliser = (x.cpu().double() for x in attend(rotated.to(DEVICE), key, value, own.log_weight, going, SCALING))
-    wanted, wanted_normaliser = coded_tiers._see(rotated.double(), line, 0, None, evicted_at, SCALING)
+    coders = coded_tiers.key, coded_tiers.value
+    wanted, wanted_normaliser = PLAIN.attend(*coders, rotated.double(), line, 0, evicted_at, SCALING)
     nobody = wanted_normaliser < LOG_ZERO / 2
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019). Three
     # products of TF32, for one of float32, leave out up to 2⁻²⁰ of it, perhaps always the same way.

@@ -10,14 +10,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import compiled
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import TABLES, distortion, on_device
-from dofla.attention.compiled.tiers import DTYPES
-from dofla.attention.compiled.tiers import encode as compiled_encode
+from dofla.attention.coding.levels import distortion, on_device
 from dofla.attention.constants import MOST_BITS
 from dofla.attention.eight_bits import pack, power_of_two
-from dofla.attention.gpu.codes import Codes
 from dofla.attention.rows import Rows
 
 _SUM = (2**24 - 1) / 127
@@ -210,13 +206,7 @@ class Coder(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, Hkv, L, d] as the first tier keeps them: codes [B, Hkv, L, bytes] and scales
         [B, Hkv, L, blocks], both uint8."""
-        if compiled.usable((x,), (), DTYPES):
-            return compiled_encode(x, self.constants, TABLES, len(self.tiers))
         return encode_together([self], [self.rotate_integer(x)], 0)[0]
-
-    def age(self, codes: Tensor, scales: Tensor, tier: int) -> tuple[Tensor, Tensor]:
-        """What tier ``tier`` kept, as the tier after it does."""
-        return encode_together([self], [self.numbers(codes, scales, tier)], tier + 1)[0]
 
     def rotate_integer(self, x: Tensor) -> Numbers:
         """Vectors [B, Hkv, L, d] rotated, in numbers that do not depend on the order of sums."""
@@ -230,15 +220,6 @@ class Coder(nn.Module):
         :meth:`rotate_query`."""
         numbers, unit = self.numbers(codes, scales, tier)
         return (numbers * unit).flatten(-2)
-
-    def chain(self, x: Tensor) -> list[Tensor]:
-        """Vectors [B, Hkv, L, d] as they come back from each tier."""
-        codes, found = self.encode(x), []
-        for tier in range(len(self.tiers)):
-            found.append(self.unrotate(self.decode(*codes, tier)))
-            if tier + 1 < len(self.tiers):
-                codes = self.age(*codes, tier)
-        return found
 
     def rotate(self, x: Tensor) -> Tensor:
         """Vectors [B, Hkv, L, d] as :meth:`decode` would give them if nothing were rounded."""
@@ -280,10 +261,6 @@ class Coder(nn.Module):
             start = end
         numbers, units = zip(*found, strict=True)
         return torch.cat(numbers, -2), torch.cat(units, -2)
-
-    def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
-        """Codes of a tier as the Triton kernels take them."""
-        return Codes(codes, scales, self.bits[tier], self.block, *self.tables[:2])
 
     def _runs(self, tier: int) -> Iterator[tuple[slice, int]]:
         """Neighbouring blocks of as many bits."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from dofla.attention import gpu
 from dofla.attention.coding.coder import Coder
 from dofla.attention.coding.levels import constant, placed
 from dofla.attention.coding.tokens import CodedTokens
@@ -98,18 +97,10 @@ def select_survivors(
         The tier after; the places in the line of the L evicted tokens, in that order [B, Hkv, L]; and for each token
         of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of the survivors.
     """
-    per_step, weights = weight_steps(scaling, real.device)
+    per_step, _ = weight_steps(scaling, real.device)
     last = len(coder.tiers) - 1
-    if gpu.usable(*query_integers):
-        from dofla.attention.gpu.heavy_hitters import select_survivors as select_on_gpu
-
-        keys = coder.for_kernels(line.key, line.key_scale, last)
-        index, score, left, evicted_at = select_on_gpu(
-            query_integers, real, keys, line.score, newest, per_step, weights
-        )
-    else:
-        steps = _steps(query_integers, coder.numbers(line.key, line.key_scale, last), per_step)
-        index, score, left, evicted_at = _select_survivors(steps, real, line.score, newest)
+    steps = _steps(query_integers, coder.numbers(line.key, line.key_scale, last), per_step)
+    index, score, left, evicted_at = _select_survivors(steps, real, line.score, newest)
     return replace(line.chosen(index), score=score), left, evicted_at
 
 

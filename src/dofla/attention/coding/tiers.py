@@ -7,18 +7,15 @@ from dataclasses import replace
 from functools import reduce
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dofla.attention import compiled, gpu
-from dofla.attention.coding.coder import Coder, Numbers, encode_together, token_bytes
-from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen, pieces, seen, select_survivors
+from dofla.attention.coding.coder import Coder, Numbers, token_bytes
+from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen, pieces
+from dofla.attention.coding.operations import PLAIN, CodeOperations, decoded
 from dofla.attention.coding.tokens import CodedTokens
-from dofla.attention.compiled.tiers import DTYPES
 from dofla.attention.constants import LOG_ZERO
-from dofla.attention.exact import exact_attention, merge
-from dofla.attention.kernel import exact_scores
-from dofla.attention.state import TokenBuffer, accumulable
+from dofla.attention.exact import merge
+from dofla.attention.state import TokenBuffer
 
 Tier = tuple[int, float]
 """How many tokens, and bits per number."""
@@ -79,6 +76,7 @@ class CodedTiers(nn.Module):
         real: Tensor | None = None,
         *,
         behind: bool = True,
+        operations: CodeOperations = PLAIN,
     ) -> tuple[tuple[Tensor, Tensor], tuple[CodedTokens | ScoredTokens, ...], TokenBuffer | None]:
         """Attention to the tiers while tokens move through them; gradients pass as if nothing were rounded.
 
@@ -89,15 +87,16 @@ class CodedTiers(nn.Module):
             scaling: of the scores.
             real: [B, L], which queries are not padding; default all.
             behind: whether the tokens that leave the last tier are needed.
+            operations: those of the backend.
 
         Returns:
             Output [B, H, L, dv] and log-normaliser [B, H, L]; what the tiers hold after; and the L tokens that leave
             the last one, or None.
         """
-        rotated, query_integers = self._rotated_queries(query)
+        rotated, query_integers = operations.rotate_queries(self.key, query)
         length = query.shape[-2]
         with torch.no_grad():
-            moving, held = self.enter(leaving), held or self.empty(len(query), query.device)
+            moving, held = self.enter(leaving, operations), held or self.empty(len(query), query.device)
         unrounded = self._unrounded(leaving, rotated.dtype)
         parts: list[tuple[Tensor, Tensor]] = []
         after: list[CodedTokens | ScoredTokens] = []
@@ -105,34 +104,22 @@ class CodedTiers(nn.Module):
             if isinstance(own, ScoredTokens):
                 real = torch.ones_like(moving.log_weight, dtype=torch.bool) if real is None else real
                 part, stays, moving, unrounded = self._attend_scored(
-                    query_integers, rotated, real, own, ScoredTokens.of(moving), unrounded, scaling
+                    query_integers, rotated, real, own, ScoredTokens.of(moving), unrounded, scaling, operations
                 )
                 parts.append(part)
                 after.append(stays)
                 break
             line = own.then(moving)
             passing = _in_front(unrounded, count)
-            parts.append(self._see(rotated, line, tier, passing, None, scaling))
+            parts.append(operations.attend(self.key, self.value, rotated, line, tier, None, scaling, passing))
             unrounded = passing and passing[:length]
             after.append(line[length:])
             moving = line[:length]
             if tier + 1 < len(self.counts):
-                moving = self.aged(moving, tier)
+                moving = self.aged(moving, tier, operations)
         out, normaliser = reduce(merge, parts)
         left = self.unrotate(moving, len(self.counts) - 1, rotated.dtype, unrounded) if behind else None
         return (self.value.unrotate(out), normaliser), tuple(after), left
-
-    def _rotated_queries(self, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
-        """Queries rotated [B, H, L, d + 1], and what gives those of some tokens as integers, as
-        :func:`select_survivors` takes them."""
-        if gpu.usable(query):
-            from dofla.attention.gpu.rotate_query import rotate_queries
-
-            rotated, (numbers, units) = rotate_queries(self.key, query, query.shape[1] // self.key.heads)
-            return rotated, lambda part: (numbers[:, :, part], units[:, :, part])
-        rotated, beside = self.key.rotate_query(accumulable(query))
-        rotated = torch.cat([rotated, beside.unsqueeze(-1)], -1)  # the means of keys stand in a number more, which is 1
-        return rotated, lambda part: self.key.rotate_query_integer(query[:, :, part].detach())
 
     def _attend_scored(
         self,
@@ -143,15 +130,17 @@ class CodedTiers(nn.Module):
         entering: ScoredTokens,
         unrounded: TokenBuffer | None,
         scaling: float,
+        operations: CodeOperations,
     ) -> tuple[tuple[Tensor, Tensor], ScoredTokens, CodedTokens, TokenBuffer | None]:
         """The last tier, where it retains heavy hitters: as :meth:`attend`, output still rotated."""
         out, left, last = [], [], len(self.counts) - 1
         for part in pieces(len(entering)) if unrounded is None else [slice(None)]:
             line, passing = held.then(entering[part]), _in_front(unrounded, len(held))
-            held, leaving, evicted_at = select_survivors(
-                query_integers(part), real[:, part], line, self.counts[last], self.key, scaling
+            held, leaving, evicted_at = operations.select_survivors(
+                self.key, query_integers(part), real[:, part], line, self.counts[last], scaling
             )
-            out.append(self._see(rotated[:, :, part], line, last, passing, evicted_at, scaling))
+            queries = rotated[:, :, part]
+            out.append(operations.attend(self.key, self.value, queries, line, last, evicted_at, scaling, passing))
             left.append(line.chosen(leaving))
             if passing is not None:
                 unrounded = replace(passing, key=chosen(passing.key, leaving), value=chosen(passing.value, leaving))
@@ -159,60 +148,15 @@ class CodedTiers(nn.Module):
         moving = reduce(ScoredTokens.then, left).plain()
         return (torch.cat(outputs, 2), torch.cat(normalisers, 2)), held, moving, unrounded
 
-    def _see(
-        self,
-        rotated: Tensor,
-        line: CodedTokens | ScoredTokens,
-        tier: int,
-        unrounded: TokenBuffer | None,
-        evicted_at: Tensor | None,
-        scaling: float,
-    ) -> tuple[Tensor, Tensor]:
-        """What rotated queries [B, H, L, d + 1] see of a tier: output, rotated as well, and log-normaliser.
-
-        ``line`` is what it held and the L tokens that enter; ``evicted_at`` as :func:`select_survivors` gives it, or
-        None where the first that came is the first to go.
-        """
-        length = rotated.shape[-2]
-        if unrounded is None and gpu.usable(rotated):
-            from dofla.attention.gpu.tiers import attend
-
-            key = self.key.for_kernels(line.key, line.key_scale, tier)
-            value = self.value.for_kernels(line.value, line.value_scale, tier)
-            return attend(rotated, key, value, line.log_weight, evicted_at, scaling)
-        tokens = _through(self._decoded(line, tier, rotated.dtype), unrounded)
-        tokens = replace(tokens, key=F.pad(tokens.key, (0, 1), value=1.0))
-        if evicted_at is None or isinstance(line, CodedTokens):
-            return exact_attention(rotated, tokens[1:], len(line) - length - 1, 0, None, None, scaling)
-        sees = seen(line, evicted_at, length)
-        scores = exact_scores(rotated, tokens.key, scaling).unflatten(1, (sees.shape[1], -1))
-        scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~sees.unsqueeze(2), LOG_ZERO)
-        out = scores.softmax(-1) @ tokens.value.unsqueeze(2) * sees.any(-1)[:, :, None, :, None]
-        return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
-
-    def enter(self, tokens: TokenBuffer) -> CodedTokens:
+    def enter(self, tokens: TokenBuffer, operations: CodeOperations = PLAIN) -> CodedTokens:
         """Tokens as the first tier keeps them."""
-        if gpu.usable(tokens.key, tokens.value):
-            from dofla.attention.gpu.encode import entered
+        key, value = operations.encode([self.key, self.value], [tokens.key, tokens.value])
+        return CodedTokens(*key, *value, tokens.log_weight)
 
-            return CodedTokens(*entered(self.key, tokens.key), *entered(self.value, tokens.value), tokens.log_weight)
-        if compiled.usable((tokens.key, tokens.value), (), DTYPES):
-            return CodedTokens(*self.key.encode(tokens.key), *self.value.encode(tokens.value), tokens.log_weight)
-        return self._coded_by(0, [self.key.rotate_integer(tokens.key), self.value.rotate_integer(tokens.value)], tokens)
-
-    def aged(self, tokens: CodedTokens, tier: int) -> CodedTokens:
+    def aged(self, tokens: CodedTokens, tier: int, operations: CodeOperations = PLAIN) -> CodedTokens:
         """Tokens of a tier as the next one keeps them."""
-        key = self.key.numbers(tokens.key, tokens.key_scale, tier)
-        value = self.value.numbers(tokens.value, tokens.value_scale, tier)
-        return self._coded_by(tier + 1, [key, value], tokens)
-
-    def _coded_by(self, tier: int, vectors: list[Numbers], tokens: TokenBuffer | CodedTokens) -> CodedTokens:
-        if gpu.usable(*(numbers for numbers, _ in vectors)):
-            from dofla.attention.gpu.encode import age
-
-            key, value = (age(coder, own, tier) for coder, own in zip((self.key, self.value), vectors, strict=True))
-        else:
-            key, value = encode_together([self.key, self.value], vectors, tier)
+        codes = [(tokens.key, tokens.key_scale), (tokens.value, tokens.value_scale)]
+        key, value = operations.requantize([self.key, self.value], codes, tier)
         return CodedTokens(*key, *value, tokens.log_weight)
 
     def unrotate(
@@ -223,7 +167,7 @@ class CodedTiers(nn.Module):
         unrounded: TokenBuffer | None = None,
     ) -> TokenBuffer:
         """Tokens of a tier as they were, up to quantization; with the gradients of ``unrounded``."""
-        rotated = _through(self._decoded(tokens, tier, dtype), unrounded)
+        rotated = decoded(self.key, self.value, tokens, tier, dtype, unrounded)
         return TokenBuffer(self.key.unrotate(rotated.key), self.value.unrotate(rotated.value), rotated.log_weight)
 
     def _unrounded(self, tokens: TokenBuffer, dtype: torch.dtype) -> TokenBuffer | None:
@@ -234,26 +178,10 @@ class CodedTiers(nn.Module):
             self.key.rotate(tokens.key.to(dtype)), self.value.rotate(tokens.value.to(dtype)), tokens.log_weight
         )
 
-    def _decoded(self, tokens: CodedTokens | ScoredTokens, tier: int, dtype: torch.dtype) -> TokenBuffer:
-        key = self.key.decode(tokens.key, tokens.key_scale, tier)
-        value = self.value.decode(tokens.value, tokens.value_scale, tier)
-        return TokenBuffer(key.to(dtype), value.to(dtype), tokens.log_weight)
-
 
 def _in_front(unrounded: TokenBuffer | None, places: int) -> TokenBuffer | None:
     """Behind the ``places`` that were there before, of which nobody asks a gradient."""
     return unrounded and TokenBuffer.empty(unrounded.key, unrounded.value, places).then(unrounded)
-
-
-def _through(coded: TokenBuffer, unrounded: TokenBuffer | None) -> TokenBuffer:
-    """Coded tokens whose gradients are those of the unrounded ones."""
-    if unrounded is None:
-        return coded
-    key, value = (
-        own + (x - x.detach())
-        for own, x in zip((coded.key, coded.value), (unrounded.key, unrounded.value), strict=True)
-    )
-    return replace(coded, key=key, value=value)
 
 
 def tier_bytes(head_dim: int, value_dim: int, bits: float, *, scored: bool = False) -> int:

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-
-class Coding(Protocol):
-    """What the kernels take of a coder (coding/coder.py), of which this folder does not know.
-
-    Attributes:
-        constants: [bytes], uint8.
-        starts: where in them the rotation, its fineness, its inverse, the mean, the rotated mean and the bits of
-            blocks begin.
-        heads: KV heads.
-        dim: numbers of a vector.
-        block: numbers of a block, 8 or 16.
-        tables: levels by bits in rows of 64, what the bytes of scales stand for [256], and the borders of their squares
-            [255], on the coder's device.
-    """
-
-    constants: Tensor
-    heads: int
-    dim: int
-    block: int
-
-    @property
-    def starts(self) -> Sequence[int]: ...
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def bytes_per_token(self, tier: int) -> int:
-        """Of a vector of one head."""
-
-    def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
-        """Codes of a tier."""
+from dofla.attention.coding.coder import Coder
 
 
 @dataclass(frozen=True)
@@ -60,6 +28,11 @@ class Codes:
     block: int
     levels: Tensor
     units: Tensor
+
+    @classmethod
+    def of(cls, coder: Coder, codes: Tensor, scales: Tensor, tier: int) -> Codes:
+        """Codes and scales of a coder's tier."""
+        return cls(codes, scales, coder.bits[tier], coder.block, *coder.tables[:2])
 
     @property
     def blocks(self) -> int:

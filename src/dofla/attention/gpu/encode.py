@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.coding.coder import Coder
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.eight_bits import pack
 from dofla.attention.gpu import _blocks
-from dofla.attention.gpu.codes import Coding
 from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
 
 RINGS = 16
@@ -34,7 +34,7 @@ _SCALE = tl.constexpr(float(FINE * UNIT))
 """What a number of the size of its block is coded as: units of a level, :data:`_FINE` to one."""
 
 
-def enter(coder: Coding, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
+def enter(coder: Coder, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
     """:func:`entered`, of vectors that are in int8 already, to where there are places for them.
 
     Args:
@@ -48,7 +48,7 @@ def enter(coder: Coding, integers: Tensor, exponents: Tensor, line: tuple[Tensor
     _encode(coder, 0, (integers, exponents, None, None), strides, integers.shape[2], line, first)
 
 
-def entered(coder: Coding, x: Tensor) -> tuple[Tensor, Tensor]:
+def entered(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d], float32 or bfloat16:
     :meth:`dofla.attention.Coder.encode`."""
     line = empty_line(coder, x.shape[:3], 0)
@@ -56,7 +56,7 @@ def entered(coder: Coding, x: Tensor) -> tuple[Tensor, Tensor]:
     return line
 
 
-def age(coder: Coding, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor, Tensor]:
+def age(coder: Coder, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor, Tensor]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them."""
     vectors, units = (x.contiguous() for x in numbers)
     line = empty_line(coder, vectors.shape[:3], tier)
@@ -64,7 +64,7 @@ def age(coder: Coding, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tenso
     return line
 
 
-def empty_line(coder: Coding, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
+def empty_line(coder: Coder, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
     """Places for codes and scales of vectors [*shape, d], to be filled."""
     blocks = coder.dim // coder.block
     sizes = coder.bytes_per_token(tier) - blocks, blocks
@@ -73,7 +73,7 @@ def empty_line(coder: Coding, shape: Sequence[int], tier: int) -> tuple[Tensor, 
 
 
 def _encode(
-    coder: Coding,
+    coder: Coder,
     tier: int,
     vectors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dofla.attention.gpu.codes import Coding
+from dofla.attention.coding.coder import Coder
 from dofla.attention.gpu.numbers import at, packed, power_of_two, rounded, whole
 
 
 def rotate_queries(
-    coder: Coding, query: Tensor, groups: int, heads: Tensor | None = None
+    coder: Coder, query: Tensor, groups: int, heads: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Queries as :meth:`dofla.attention.Coder.rotate_query` turns them, and as
     :meth:`dofla.attention.Coder.rotate_query_integer` does.

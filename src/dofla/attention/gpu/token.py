@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
+from dofla.attention.flat import Layout
 from dofla.attention.gpu import _blocks, rows
-from dofla.attention.gpu.codes import Coding
+from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.encode import empty_line, enter
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
@@ -31,28 +32,16 @@ class Decoder:
     draws attention, and no features.
 
     Args:
-        key, value: coders.
-        heads: of the layer.
-        window, sinks: tokens in int8.
-        newest, heavy_hitters: tokens of the tier that are retained for their age, and slots for others.
-        starts: where the parts of a state begin in a row (:class:`dofla.attention.flat.Layout`).
+        layout: of their packed cache.
     """
 
-    def __init__(
-        self,
-        key: Coding,
-        value: Coding,
-        heads: Sequence[int],
-        window: int,
-        sinks: int,
-        newest: int,
-        heavy_hitters: int,
-        starts: Sequence[int],
-    ) -> None:
-        self.key, self.value, self.heads = key, value, tuple(heads)
-        self.window, self.newest, self.places = window, newest, newest + heavy_hitters
+    def __init__(self, layout: Layout) -> None:
+        tiers, window, sinks = layout.coded_tiers, layout.window, layout.sinks
+        key, value, newest = tiers.key, tiers.value, tiers.counts[0]
+        self.key, self.value, self.heads = key, value, tuple(layout.heads)
+        self.window, self.newest, self.places = window, newest, newest + tiers.heavy_hitters
         self.longest = max(self.places, window, sinks)
-        self.starts = _named(starts, sinks)
+        self.starts = _named(layout.starts, sinks)
         known = self.starts | {"BACK": value.starts[2], "MEAN": value.starts[3], "DIM": key.dim, "VALUE_DIM": value.dim}
         for name, coder in (("KEY", key), ("VALUE", value)):
             blocks = coder.dim // coder.block
@@ -101,7 +90,7 @@ class Decoder:
             for coder, name, line in ((self.key, "KEY", keys), (self.value, "VALUE", values)):
                 enter(coder, *self._leaving(before, name, coder.dim), line, places)
             rotated, query_integers = rotate_queries(self.key, query, groups, of_layer)
-            known = self.key.for_kernels(*keys, 0), self.value.for_kernels(*values, 0)
+            known = Codes.of(self.key, *keys, 0), Codes.of(self.value, *values, 0)
             real = None if log_weight is None else log_weight > LOG_ZERO
             index, stays, _, evicted_at = select_survivors(
                 query_integers, real, known[0], score, self.newest, per_step, weights

@@ -1,0 +1,133 @@
+"""The arithmetic of a layer's call, in plain torch: what a backend with kernels overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from dofla.attention.chunked import chunked
+from dofla.attention.coding.operations import CodeOperations
+from dofla.attention.exact import ExactPart, merge
+from dofla.attention.flat import Layout
+from dofla.attention.recurrent import recurrent
+from dofla.attention.state import FeatureState, TokenBuffer, accumulable
+
+
+class Features(Protocol):
+    """What attention asks of a feature map. One that also has ``affine(scaling, dtype)``, giving the :class:`Affine`
+    maps of queries and keys, is applied by the compiled kernels themselves."""
+
+    features: int
+
+    def log_query(self, x: Tensor, scaling: float) -> Tensor: ...
+
+    def log_key(self, x: Tensor, scaling: float) -> Tensor: ...
+
+
+class Packed(NamedTuple):
+    """What packed caches give for some new tokens.
+
+    Attributes:
+        out: [B, H, L, dv], zeros of heads in no group; float32 if there are features behind any group's tiers.
+        states: of each group, [B, bytes], uint8.
+        behind: of each group with features, the log-normaliser [B, H', L] of its heads' output and the tokens that left
+            its last tier; empty if there are none.
+    """
+
+    out: Tensor
+    states: list[Tensor]
+    behind: list[tuple[Tensor, TokenBuffer]]
+
+
+class Backend(CodeOperations):
+    """Plain torch, for any device, with gradients.
+
+    Attributes:
+        traceable: whether torch.compile can take packed caches' calls into its graph.
+    """
+
+    traceable = False
+
+    def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
+        """True if the backend does calls with these queries, keys and values, and these other inputs."""
+        return True
+
+    def read_packed(
+        self,
+        layouts: Sequence[Layout],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_weight: Tensor | None,
+        states: list[Tensor],
+        scaling: float,
+    ) -> Packed | None:
+        """Attention of new tokens to themselves and to packed caches, all groups of heads at once.
+
+        Args:
+            layouts: of the groups.
+            query: [B, H, L, d].
+            key: [B, Hkv, L, d].
+            value: [B, Hkv, L, dv].
+            log_weight: [B, L], LOG_ZERO for padding; None where there is none.
+            states: of each group before, [B, bytes], uint8.
+            scaling: of the scores.
+
+        Returns:
+            None if there are no kernels for such a call: then the groups are done one by one, unpacked.
+        """
+        return None
+
+    def through_features(
+        self,
+        query: Tensor,
+        tokens: TokenBuffer,
+        features: Features,
+        scaling: float,
+        state: FeatureState,
+        exact: ExactPart | None,
+    ) -> tuple[Tensor, Tensor, FeatureState]:
+        """Causal attention of queries [B, H, L, d] to as many new tokens and to the past, through features.
+
+        Returns:
+            Output [B, H, L, dv], which is that of the exact part as well; the log-normaliser [B, H, L] of the features
+            alone; and the state after.
+        """
+        a, b = features.log_query(accumulable(query), scaling), features.log_key(accumulable(tokens.key), scaling)
+        return self.linear_attention(a, b, tokens, state, exact)
+
+    def linear_attention(
+        self, a: Tensor, b: Tensor, tokens: TokenBuffer, state: FeatureState, exact: ExactPart | None
+    ) -> tuple[Tensor, Tensor, FeatureState]:
+        """:meth:`through_features` of log-features of queries [B, H, L, M] and keys [B, Hkv, L, M]."""
+        b = b + tokens.log_weight[:, None, :, None]
+        form = recurrent if a.shape[-2] == 1 else chunked
+        out, normaliser, after = form(a, b, accumulable(tokens.value), state=state)
+        return joined(out, normaliser, exact), normaliser, after
+
+    def exact_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor, unseen: int, scaling: float, neighbors: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Exact causal attention of the last L of P tokens, and the attention that each token got.
+
+        Args:
+            query: [B, H, L, d].
+            key: [B, Hkv, P, d].
+            value: [B, Hkv, P, dv].
+            real: [B, P], False for free slots and padding.
+            unseen: how many tokens at the beginning are free slots.
+            scaling: of the scores.
+            neighbors: queries right after a token whose attention to it does not count, its own included.
+
+        Returns:
+            Output [B, H, L, dv], and the sums of squared weights over queries [B, Hkv, P], float32. None if there are
+            no kernels for such a call.
+        """
+        return None
+
+
+def joined(out: Tensor, normaliser: Tensor, exact: ExactPart | None) -> Tensor:
+    """Output of features [B, H, L, dv] and of an exact part, if there is one, under one normaliser."""
+    return out if exact is None else merge((out, normaliser), exact.attend())[0]

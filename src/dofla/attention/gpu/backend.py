@@ -1,0 +1,128 @@
+"""The backend of Triton kernels, for GPUs. The modules of kernels need triton and are imported at the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from dofla.attention import gpu
+from dofla.attention.backend import Backend, Packed, joined
+from dofla.attention.coding import CodedTokens, Coder, ScoredTokens
+from dofla.attention.coding.coder import Numbers
+from dofla.attention.coding.heavy_hitters import weight_steps
+from dofla.attention.coding.operations import Coded
+from dofla.attention.exact import ExactPart
+from dofla.attention.flat import Layout
+from dofla.attention.gpu.codes import Codes
+from dofla.attention.state import FeatureState, TokenBuffer
+
+if TYPE_CHECKING:
+    from dofla.attention.gpu.token import Decoder
+
+
+class Triton(Backend):
+    """Triton kernels for a GPU, where no gradient is asked for."""
+
+    def __init__(self) -> None:
+        self._decoders: WeakKeyDictionary[Layout, Decoder] = WeakKeyDictionary()
+
+    def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
+        return gpu.usable(*vectors)
+
+    def read_packed(
+        self,
+        layouts: Sequence[Layout],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_weight: Tensor | None,
+        states: list[Tensor],
+        scaling: float,
+    ) -> Packed | None:
+        if query.shape[-2] != 1 or not all(layout.retains for layout in layouts):
+            return None
+        out = value.new_zeros(*query.shape[:-1], value.shape[-1])
+        per_step, weights = weight_steps(scaling, query.device)
+        after = [
+            self._decoder(layout)(query, key, value, log_weight, state, out, scaling, per_step, weights)
+            for layout, state in zip(layouts, states, strict=True)
+        ]
+        return Packed(out, after, [])
+
+    def _decoder(self, layout: Layout) -> Decoder:
+        """Of a layout, made once: a decoded token is little else than what is looked up here."""
+        if layout not in self._decoders:
+            from dofla.attention.gpu.token import Decoder
+
+            self._decoders[layout] = Decoder(layout)
+        return self._decoders[layout]
+
+    def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:
+        from dofla.attention.gpu.encode import entered
+
+        return [entered(coder, x) for coder, x in zip(coders, vectors, strict=True)]
+
+    def requantize(self, coders: Sequence[Coder], codes: Sequence[Coded], tier: int) -> list[Coded]:
+        from dofla.attention.gpu.encode import age
+
+        return [age(coder, coder.numbers(*own, tier), tier + 1) for coder, own in zip(coders, codes, strict=True)]
+
+    def rotate_queries(self, coder: Coder, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
+        from dofla.attention.gpu.rotate_query import rotate_queries
+
+        rotated, (numbers, units) = rotate_queries(coder, query, query.shape[1] // coder.heads)
+        return rotated, lambda part: (numbers[:, :, part], units[:, :, part])
+
+    def attend(
+        self,
+        key: Coder,
+        value: Coder,
+        rotated: Tensor,
+        line: CodedTokens | ScoredTokens,
+        tier: int,
+        evicted_at: Tensor | None,
+        scaling: float,
+        unrounded: TokenBuffer | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        from dofla.attention.gpu.tiers import attend
+
+        keys = Codes.of(key, line.key, line.key_scale, tier)
+        values = Codes.of(value, line.value, line.value_scale, tier)
+        return attend(rotated, keys, values, line.log_weight, evicted_at, scaling)
+
+    def select_survivors(
+        self, coder: Coder, query_integers: Numbers, real: Tensor, line: ScoredTokens, newest: int, scaling: float
+    ) -> tuple[ScoredTokens, Tensor, Tensor]:
+        from dofla.attention.gpu.heavy_hitters import select_survivors
+
+        keys = Codes.of(coder, line.key, line.key_scale, len(coder.tiers) - 1)
+        index, score, left, evicted_at = select_survivors(
+            query_integers, real, keys, line.score, newest, *weight_steps(scaling, real.device)
+        )
+        return replace(line.chosen(index), score=score), left, evicted_at
+
+    def linear_attention(
+        self, a: Tensor, b: Tensor, tokens: TokenBuffer, state: FeatureState, exact: ExactPart | None
+    ) -> tuple[Tensor, Tensor, FeatureState]:
+        if not gpu.usable(a, b, tokens.value, state.mean):  # features may train where queries do not
+            return super().linear_attention(a, b, tokens, state, exact)
+        b = b + tokens.log_weight[:, None, :, None]
+        out, normaliser, after = gpu.linear_attention(a, b, tokens.value, state=state)
+        return joined(out, normaliser, exact), normaliser, after
+
+    def exact_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor, unseen: int, scaling: float, neighbors: int
+    ) -> tuple[Tensor, Tensor] | None:
+        before = key.shape[2] - query.shape[2]
+        if query.dtype != torch.bfloat16 or not real[:, before:].all():
+            return None
+        from dofla.attention.gpu.drawn import drawn
+        from dofla.attention.gpu.flash import flash_attention
+
+        out, normaliser = flash_attention(query, key, value, real, unseen, scaling)
+        return out, drawn(query, key.to(query.dtype), real, normaliser, neighbors, scaling)
