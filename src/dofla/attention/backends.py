@@ -14,8 +14,8 @@ from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
 
 class Features(Protocol):
-    """What attention asks of a feature map. One that also has ``affine(scaling, dtype)``, giving the :class:`Affine`
-    maps of queries and keys, is applied by the compiled kernels themselves."""
+    """The interface of a feature map that attention uses. The compiled kernels themselves apply a map that also has
+    ``affine(scaling, dtype)``, which gives the :class:`Affine` maps of queries and keys."""
 
     features: int
 
@@ -81,7 +81,7 @@ def _through_features(
 
 
 def segment(numbers: int, query: Tensor) -> int:
-    """How many tokens to do at once, if each has so many log-features of queries: on a CPU few enough to stay in its
-    cache, on a GPU few enough to take little of its memory."""
+    """The number of tokens to process at once, each with ``numbers`` log-features of queries: few enough to stay in the
+    cache of a CPU, or to take little of the memory of a GPU."""
     at_once = 2**20 if query.device.type == "cpu" else 2**26
     return max(at_once // max(numbers, 1) // 64 * 64, 128)

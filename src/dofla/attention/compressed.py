@@ -50,11 +50,10 @@ class CompressedHeads:
         weight: Tensor | None,
         states: Sequence[FlatState | None],
     ) -> tuple[Tensor, list[FlatState]] | None:
-        """What :func:`dofla.attention.attend` makes of tokens that are kept in int8.
+        """Compute :func:`dofla.attention.attend` with kernels, on window and sinks in int8 and tiers in codes.
 
-        Args and returns are those of :func:`dofla.attention.attend`, but that there is a state for each group, in one
-        piece, before and after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not do
-        such a call.
+        Args and returns are those of :func:`dofla.attention.attend`, but with a flat state for each group, before and
+        after. Output rows [B, H, L, dv] of heads in no group are zeros. None if the kernels do not support the call.
         """
         if query.shape[-2] == 1 and gpu.usable(query, key, value):
             return self._decode_on_gpu(query, key, value, scaling, weight, states)
@@ -127,7 +126,7 @@ def _decoder(layout: Layout) -> Decoder:
 
 
 def _log_weight(key: Tensor, value: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Of the tokens [B, L], None where all count in full."""
+    """The log-weights of the tokens [B, L], float32; None without weights, when all tokens count in full."""
     return None if weight is None else _tokens(key[..., :0], value[..., :0], weight).log_weight
 
 

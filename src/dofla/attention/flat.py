@@ -1,7 +1,7 @@
-"""What a compressed cache keeps from one call to the next: for each sequence one row of bytes.
+"""The state of a compressed cache between calls: one row of bytes for each sequence.
 
-The compiled kernels take it as it is and give back another. It would be thirty tensors for two tiers, and handing over
-so many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
+The compiled kernels take one row and return another. As separate tensors, two tiers would be thirty, and passing so
+many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of the tokens of a sequence."""
+        """The bytes of a row: window, sinks and tiers of one sequence."""
         return self._rows.bytes
 
     @property
@@ -85,7 +85,7 @@ class Layout:
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
 
     def _empty(self) -> State:
-        """That of one sequence, but for its features, in int8 and in codes."""
+        """The empty state of one sequence without features: window and sinks in int8, tiers in codes."""
         device, dims = torch.device("cpu"), (self.coded_tiers.key.dim, self.coded_tiers.value.dim)
         key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (

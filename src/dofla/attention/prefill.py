@@ -28,7 +28,7 @@ MOST_TOKENS = 8192
 NEIGHBORS = 64
 """Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
 _LATER = 1e-30
-"""What a token's place adds to its score: of those that drew nothing, the newest are retained."""
+"""Increase of the score from one position to the next: among tokens that drew no attention, the newest are retained."""
 _LATELY = 512
 """Last queries of a call whose attention goes into the scores that decoding goes on with: earlier ones hardly count."""
 _ELEMENTS = 2**23
@@ -94,7 +94,7 @@ def _prefill(
 
 @dataclass(frozen=True)
 class _Line:
-    """What a group holds and the new tokens, in their order: ``key`` [B, Hkv, P, d] and ``value`` [B, Hkv, P, dv] as
+    """The cached tokens of a group followed by the new ones: ``key`` [B, Hkv, P, d] and ``value`` [B, Hkv, P, dv] as
     attention takes them, and ``real`` [B, P], False for free slots and padding, which are the same in all heads."""
 
     key: Tensor
@@ -230,7 +230,7 @@ def _retained(layout: Layout, state: State, line: _Line, new: TokenBuffer, drawn
 
 
 def _tier(layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor) -> ScoredTokens:
-    """What the tier holds after the call, of the tokens that have ``left`` the window [B, P]."""
+    """The tier after the call, selected among the tokens that have ``left`` the window [B, P]."""
     newest, length = layout.coded_tiers.counts[0], len(line) - layout.window - layout.sinks - len(held)
     before = slice(layout.sinks, layout.sinks + len(held))
     old = held.score.clamp_min(0) * (1 - 1 / DECAY) ** length

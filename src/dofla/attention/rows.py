@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Of where each part begins, in bytes: any type can be read there, and no vector that the kernels load straddles two
-lines of the cache (rows.h, ``Cut``)."""
+"""Alignment of the start of each part, in bytes: any type can be read there, and no vector that the kernels load
+straddles two cache lines (rows.h, ``Cut``)."""
 
 
 class Rows:

@@ -20,7 +20,7 @@ from dofla.attention.kernel import exact_scores
 from dofla.attention.state import LOG_ZERO, TokenBuffer, accumulable
 
 Tier = tuple[int, float]
-"""How many tokens, and bits per number."""
+"""A tier of a compressed cache: its number of tokens, and its bits per number."""
 
 
 class CodedTiers(nn.Module):
@@ -165,10 +165,14 @@ class CodedTiers(nn.Module):
         evicted_at: Tensor | None,
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
-        """What rotated queries [B, H, L, d + 1] see of a tier: output, rotated as well, and log-normaliser.
+        """Attend to a tier with rotated queries [B, H, L, d + 1].
 
-        ``line`` is what it held and the L tokens that enter; ``evicted_at`` as :func:`select_survivors` gives it, or
-        None where the first that came is the first to go.
+        Args:
+            line: the tokens that the tier held, and the L tokens that enter.
+            evicted_at: as :func:`select_survivors` returns it; None if the oldest tokens are evicted first.
+
+        Returns:
+            Output [B, H, L, dv], rotated as well, and log-normalizer [B, H, L].
         """
         length = rotated.shape[-2]
         if unrounded is None and gpu.usable(rotated):

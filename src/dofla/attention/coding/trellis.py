@@ -15,7 +15,7 @@ WINDOW = 6
 """Bits that say which level a number stands for."""
 
 FINE = 4
-"""What is coded is given in whole parts of a level's unit, this many to one."""
+"""Steps per unit of a level: numbers to be coded are integers in this fraction of the unit."""
 
 _BRANCHES = 32
 """Costs are multiples of this: which way a path came stands below."""
@@ -45,7 +45,8 @@ def search(x: Tensor, levels: Tensor, bits: int) -> Tensor:
     costs = _BRANCHES * FINE * levels.int().square() + came_by  # less x², and FINE times
 
     def walk(rows: Tensor, cost: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Of paths to each state their cost, and of each number which way they came: [blocks, states] each."""
+        """The cost of the best path to each state [blocks, states], and for each number the branch on which the path to
+        each state came [blocks, states]."""
         ways = []
         for numbers in rows.unbind(-1):
             # A window is a state and below it the new code; its lower bits are the next state.

@@ -8,7 +8,7 @@ from torch import Tensor
 from dofla.attention.eight_bits import pack
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of the vectors that the kernels take."""
+"""Types of the vectors that the kernels take."""
 
 
 def attend_and_code(

@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class Coding(Protocol):
-    """What the kernels take of a coder (coding/coder.py), of which this folder does not know.
+    """The interface of a coder (coding/coder.py) for the kernels; this folder does not import coders.
 
     Attributes:
         constants: [bytes], uint8.
-        starts: where in them the rotation, its fineness, its inverse, the mean, the rotated mean and the bits of
-            blocks begin.
+        starts: offsets in them, in bytes, of the rotation, its fineness, its inverse, the mean, the rotated mean and
+            the bits of blocks.
         heads: KV heads.
         dim: numbers of a vector.
         block: numbers of a block, 8 or 16.
@@ -35,7 +35,7 @@ class Coding(Protocol):
     def tables(self) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def bytes_per_token(self, tier: int) -> int:
-        """Of a vector of one head."""
+        """The bytes of the codes and scales of one vector of one head in a tier."""
 
     def for_kernels(self, codes: Tensor, scales: Tensor, tier: int) -> Codes:
         """Codes of a tier."""
@@ -63,7 +63,7 @@ class Codes:
 
     @property
     def blocks(self) -> int:
-        """Of a vector."""
+        """The number of blocks of a vector."""
         return self.scales.shape[-1]
 
     @property

@@ -31,7 +31,8 @@ _NOWHERE = tl.constexpr(2**29)
 _STATES = 32
 _FINE = tl.constexpr(4)
 _SCALE = tl.constexpr(4.0 * 45.0)
-"""What a number of the size of its block is coded as: units of a level (coding/levels.py), :data:`_FINE` to one."""
+"""Value to be coded for a number as large as the root mean square of its block: in units of a level
+(coding/levels.py), :data:`_FINE` steps to one."""
 
 
 def enter(coder: Coding, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
