@@ -42,12 +42,12 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
     def stage(self, stage: str, done: int, total: int) -> None:
-        """Of something that goes through several stages, none of which is what comes out."""
+        """Report progress within a stage, whose name is shown beside the bar but not kept as the final text."""
         self(done, total, stage)
         self.text = ""
 
     def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
-        """Of a training."""
+        """Report a step of a training, with the range of the layers' losses."""
         self(step, steps, loss_range(losses))
 
     def close(self) -> None:
@@ -77,8 +77,8 @@ def showing(label: str, shown: bool) -> Iterator[Bar]:
 
 @contextmanager
 def reporting(label: str, progress: Callable | bool | None, way: Callable) -> Iterator[Callable | None]:
-    """What to call with progress, for the time of the block: the caller's function, a new bar's, or None. Whatever it
-    is, what is called within shows no bar of its own.
+    """Yield the function to report progress to within the block: the caller's, a new bar's, or None. Functions called
+    within the block show no bar of their own.
 
     Args:
         label: of the bar.
