@@ -143,7 +143,8 @@ def _empty_features(tokens: TokenBuffer, features: int) -> FeatureState:
 
 
 def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer) -> Tensor:
-    """How many real keys came before each leaving one [B, L], as far as it matters for sinks."""
+    """The index of the sink slot that each token leaving the window would fill [B, L]: the number of real tokens before
+    it, held sinks included. It is the largest integer for padding."""
     real = leaving.log_weight > LOG_ZERO
     already = (held.log_weight > LOG_ZERO).sum(-1, keepdim=True)
     never = torch.iinfo(torch.int64).max
@@ -151,11 +152,11 @@ def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer) -> Tensor:
 
 
 def _take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, TokenBuffer, Tensor]:
-    """Of the tokens that leave the window, the first real ones become sinks, as long as places are free.
+    """Move the first real tokens that leave the window into the free sink slots.
 
     Returns:
-        The tokens with those masked; the sinks after this call; and the first query that sees each of them [B, s]:
-        once it has left the window, for before that it is seen there.
+        The tokens with those masked; the sinks after this call; and the first query that sees each of them as a sink
+        [B, s]. Earlier queries see it in the window.
     """
     if not len(held) or known_full(held.log_weight):
         return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)

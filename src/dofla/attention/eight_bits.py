@@ -64,7 +64,7 @@ class PackedTokens(_Tensors):
         return TokenBuffer(key, value, self.log_weight)
 
     def shifted(self, later: PackedTokens) -> PackedTokens:
-        """As many tokens, ``later`` at the end and the first ones dropped."""
+        """The same number of tokens, with ``later`` at the end and the oldest dropped."""
         new = later.log_weight.shape[-1]
 
         def joined(name: str, dim: int) -> Tensor:

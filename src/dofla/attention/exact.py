@@ -16,12 +16,12 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class ExactPart:
-    """What a causal hybrid layer attends to exactly.
+    """Queries of a causal hybrid layer, and the tokens that they attend to exactly: local window and attention sinks.
 
     Attributes:
         query: [B, H, L, d].
         near: L + window - 1 tokens; query i sees ``near[i : i + window]``.
-        window: how many last keys a query sees, its own included.
+        window: number of last keys that a query sees, its own included.
         sinks: s tokens.
         visible_from: [B, s], the first query that sees a sink.
         scaling: scores are ``scaling · q·k``.

@@ -1,7 +1,7 @@
-"""What a compressed cache keeps from one call to the next: for each sequence one row of bytes.
+"""The state of a compressed cache between calls: one row of bytes for each sequence.
 
-The compiled kernels take it as it is and give back another. It would be thirty tensors for two tiers, and handing over
-so many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
+The compiled kernels take one row and return another. As separate tensors, two tiers would be thirty, and passing so
+many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of the tokens of a sequence."""
+        """The bytes of a row: window, sinks and tiers of one sequence."""
         return self._rows.bytes
 
     @property

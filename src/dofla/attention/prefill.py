@@ -30,7 +30,7 @@ MOST_TOKENS = 8192
 NEIGHBORS = 64
 """Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
 _LATER = 1e-30
-"""What a token's place adds to its score: of those that drew nothing, the newest are retained."""
+"""Increase of the score from one position to the next: among tokens that drew no attention, the newest are retained."""
 _LATELY = 512
 """Last queries of a call whose attention goes into the scores that decoding goes on with: earlier ones hardly count."""
 _ELEMENTS = 2**23
@@ -86,7 +86,7 @@ def exact_prefill(
 
 @dataclass(frozen=True)
 class _Line:
-    """What a group holds and the new tokens, in their order: ``key`` [B, Hkv, P, d] and ``value`` [B, Hkv, P, dv] as
+    """The cached tokens of a group followed by the new ones: ``key`` [B, Hkv, P, d] and ``value`` [B, Hkv, P, dv] as
     attention takes them, and ``real`` [B, P], False for free slots and padding, which are the same in all heads."""
 
     key: Tensor

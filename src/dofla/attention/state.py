@@ -1,4 +1,4 @@
-"""What linear attention carries from one token to the next, and the two things one does with it: absorb and read.
+"""The state that linear attention carries from one token to the next, and its two operations: absorb and read.
 
 Instead of the usual numerator ``S = Σ_j exp(b_j) v_j`` and denominator ``u = Σ_j exp(b_j)``, whose entries overflow on
 real models, the state keeps per feature the *mean* value ``S / u`` and the *log-mass* ``log u``: as many numbers, but a
@@ -111,7 +111,11 @@ class FeatureState(_Tensors):
         return FeatureState(mean, top + mass.log())
 
     def read(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries with log-features ``a`` [B, H, L, M] see: output [B, H, L, dv] and log-normaliser [B, H, L]."""
+        """Attend to the state with queries of log-features ``a`` [B, H, L, M].
+
+        Returns:
+            Output [B, H, L, dv] and log-normalizer [B, H, L].
+        """
         batch, heads, length, features = a.shape
         kv_heads, value_dim = self.mean.shape[1], self.mean.shape[-1]
         grouped = a.reshape(batch, kv_heads, -1, features)

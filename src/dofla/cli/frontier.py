@@ -109,6 +109,6 @@ def frontier(
 
 
 def _named(texts: list[str]) -> dict[str, str]:
-    """By the names of their files, if those differ."""
+    """The texts by the names of their files, or by themselves if two of the names are equal."""
     names = [Path(text).name.partition(".")[0] or text for text in texts]
     return dict(zip(names if len(set(names)) == len(set(texts)) else texts, texts, strict=True))

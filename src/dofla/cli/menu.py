@@ -1,4 +1,4 @@
-"""What help shows: verbs in groups, and of each verb the options that most calls need; all of them with --help-all."""
+"""Help of the command line: verbs in groups, each with the options that most calls need; --help-all shows all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS = {
         "reproduce": "model table seeds scale out device",
     },
 }
-"""Of each group the verbs, with the options of their short help; --help is one more."""
+"""The verbs of each group, with the options of their short help; --help is one more."""
 _SHORT = {name: set(options.split()) for group in GROUPS.values() for name, options in group.items()}
 _ALL = "dofla.help_all"
 

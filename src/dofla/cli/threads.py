@@ -1,6 +1,6 @@
-"""How the process of a verb waits and remembers, which decides its speed on a machine that is not idle.
+"""Settings for waiting threads and freed memory, which decide the speed of a verb on a machine that is not idle.
 
-Both have to be settled before torch is imported, and for a process of our own alone: a program that imports dofla keeps
+Both have to be set before torch is imported, and for the process of a verb alone: a program that imports dofla keeps
 its settings.
 """
 

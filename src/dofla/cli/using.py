@@ -132,7 +132,11 @@ def serve(
 
 
 def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
-    """Of the prompt, [1, L]."""
+    """The token ids of the prompt [1, L], with ``chat`` as a message in the tokenizer's chat template.
+
+    Raises:
+        DoflaError: there is no chat template that works, or the prompt has no tokens.
+    """
     if chat:
         message = [{"role": "user", "content": prompt}]
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}

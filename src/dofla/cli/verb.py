@@ -1,4 +1,4 @@
-"""What all verbs have in common: options for how much they say, and a result that a program can read."""
+"""The common part of all verbs: options for how much they print, and a result that a program can read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Debug = Annotated[
 
 @dataclass(frozen=True)
 class Verbosity:
-    """How much is said, and to whom."""
+    """Options for how much a command prints and logs, and for a person or a program."""
 
     verbose: Verbose = False
     quiet: Quiet = False
@@ -48,7 +48,7 @@ class Verbosity:
 
     @property
     def level(self) -> int:
-        """Of the log."""
+        """The level from which on messages are logged."""
         if self.debug:
             return logging.DEBUG
         return logging.INFO if self.verbose else logging.ERROR if self.quiet else logging.WARNING
@@ -58,12 +58,12 @@ _MOST = 2**31 - 1
 OPTIONS = get_type_hints(Verbosity, include_extras=True)
 _HELP_ALL = "help_all"
 VERBOSITY: ContextVar[Verbosity] = ContextVar("manner")
-"""Of the command that is being carried out."""
+"""Verbosity of the running command."""
 _VIEW: ContextVar[View] = ContextVar("view")
 
 
 def current_view() -> View:
-    """What the command that is being carried out shows itself on."""
+    """The view that the running command prints on."""
     return _VIEW.get()
 
 
@@ -139,7 +139,7 @@ class _Lines(logging.Handler):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: text for paths, null for numbers that are not finite."""
+    """Convert a value to what JSON can hold: text for paths, null for numbers that are not finite."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

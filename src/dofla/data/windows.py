@@ -119,7 +119,7 @@ class Images:
 
     @property
     def tokens(self) -> int:
-        """How many images: what is a token is the model's affair."""
+        """The number of images, because the split of an image into tokens is up to the model."""
         return len(self)
 
     def batch(self, indices: Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
@@ -128,10 +128,10 @@ class Images:
 
 
 def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -> TokenWindows | Images:
-    """What callers have at hand as windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images.
+    """Convert data to windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images.
 
     Raises:
-        DoflaError: neither.
+        DoflaError: the data are of another kind.
     """
     if isinstance(data, Images):
         return data

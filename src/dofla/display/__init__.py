@@ -1,4 +1,4 @@
-"""What people see of results and of work in progress: tables as text and as HTML, and bars."""
+"""Display of results and of progress: tables as text and as HTML, and progress bars."""
 
 from dofla.display.progress import Bar, reporting, reports_progress, showing
 from dofla.display.tables import Part, Result, as_html, as_text, factor, figure, percent, rounded, size, table

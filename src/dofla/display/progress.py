@@ -41,12 +41,12 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
     def stage(self, stage: str, done: int, total: int) -> None:
-        """Of something that goes through several stages, none of which is what comes out."""
+        """Report progress within a stage, whose name is shown beside the bar but not kept as the final text."""
         self(done, total, stage)
         self.text = ""
 
     def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
-        """Of a training."""
+        """Report a step of a training, with the range of the layers' losses."""
         self(step, steps, loss_range(losses))
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Checkpoint:
-    """What is trained, optimiser moments and loss curve of a run in ``folder``, with the settings they belong to.
+    """The resumable state of a run in ``folder``: trained parameters, optimizer moments and loss curve, with settings.
 
     ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
     Of several processes the first writes, and all read. A run may consist of several trainings, one after the other,

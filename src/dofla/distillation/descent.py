@@ -76,7 +76,7 @@ def groups_of(layers: Mapping[str, LinearAttention], given: Mapping[str, float])
 
 
 def part_of(groups: Sequence[Mapping[str, Any]], layers: Mapping[str, LinearAttention]) -> list[dict[str, Any]]:
-    """What of the groups belongs to some of the layers."""
+    """The groups with only those of their parameters that belong to the given layers."""
     own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]
 

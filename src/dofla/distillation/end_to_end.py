@@ -97,7 +97,7 @@ def distill_end_to_end(
         window_dropout: probability that a step hides windows and sinks of all layers, so that the features carry all.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
-        reach: read the windows as if they began anywhere among so many positions; as for :func:`dofla.distill`.
+        context: read the windows as if they began anywhere among so many positions; as for :func:`dofla.distill`.
         seed: of the order of the windows, the factors and the windows hidden. The global generator is left as it was.
         folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
             :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the

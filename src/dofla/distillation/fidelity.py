@@ -1,4 +1,4 @@
-"""How close each layer's attention is to the one it replaces, on the teacher's own inputs."""
+"""Fidelity of each layer: the difference from the softmax attention it replaces, on the teacher's own inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class LayerFidelity:
-    """How close a layer's attention is to the one it replaces.
+    """The difference between a layer's attention and the softmax attention it replaces.
 
     Attributes:
         kl: mean KL(teacher ‖ student) of attention rows, nats.

@@ -1,4 +1,4 @@
-"""What forgetting does to a model, KV head by KV head.
+"""The cost of forgetting to a model, for each KV head.
 
 While a student reads a window, each layer also computes what softmax attention would have answered; and the gradient of
 the student's loss at the layer's output says what forgetting costs there:
@@ -30,8 +30,8 @@ def costs_of_heads(
     report: Callable[[], None],
     last: int | None = None,
 ) -> dict[str, Tensor]:
-    """By layer, what forgetting costs in each KV head [Hkv], float64: the mean loss, less what it would be, to first
-    order, if that head alone answered as softmax attention does.
+    """The cost of forgetting in each KV head [Hkv], float64, by layer: the mean loss minus the loss, to first order, if
+    that head alone answered as softmax attention does.
 
     Args:
         student: a linearised causal model.

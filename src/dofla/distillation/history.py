@@ -13,7 +13,7 @@ from dofla.display import Part, Result, table
 
 @dataclass
 class History(Result):
-    """What a distillation did.
+    """The outcome of a distillation: its losses, settings and duration.
 
     With a loss that all layers share, there is one column, called after it.
 

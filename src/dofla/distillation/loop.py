@@ -92,10 +92,10 @@ def distill(
             two forwards. Not for ``direct``, which never does otherwise. The layers of a streamed model are not trained
             in turn then: each forward reads them all.
         from_data: let maps that start from data do so.
-        reach: read the windows as if they began anywhere among so many positions (of models with rotary ones, where the
-            teacher does not notice). A student that training showed the first L alone is lost beyond them; one with a
-            reach loses a little within L. Default: four times the windows' length for hybrid language models with
-            rotary positions; their length itself leaves windows where they are.
+        context: read the windows as if they began anywhere among so many positions (of models with rotary ones, where
+            the teacher does not notice). A student that training showed the first L alone is lost beyond them; one with
+            a longer context loses a little within L. Default: four times the windows' length for hybrid language models
+            with rotary positions; their length itself leaves windows where they are.
         seed: of the order of the windows and of the rows.
         folder: where checkpoints and curves go, and for a streamed model hidden states that do not fit in memory. If
             a run of the same settings stopped there, it goes on, and ends with the same numbers as if it had not.

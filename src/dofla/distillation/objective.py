@@ -1,4 +1,4 @@
-"""How far a whole student is from its teacher on a batch: next-token distributions, or an encoder's embeddings."""
+"""The loss of a whole student against its teacher on a batch: next-token distributions, or an encoder's embeddings."""
 
 from __future__ import annotations
 

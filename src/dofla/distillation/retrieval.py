@@ -54,7 +54,7 @@ def check_retrieval_heads(
 def facts_for(
     model: PreTrainedModel, windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, context: int | None
 ) -> Facts:
-    """What to find retrieval heads by; DoflaError as :meth:`Facts.among`."""
+    """The facts among the windows' text by which retrieval heads are found; DoflaError as :meth:`Facts.among`."""
     return Facts.among(windows, tokenizer, min(FAR, context or positions_of(model)))
 
 

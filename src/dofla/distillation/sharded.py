@@ -90,8 +90,8 @@ def _of_one_layer(student: PreTrainedModel, layers: Collection[str]) -> set[nn.P
 
 
 def _in_pieces(layer: nn.Module, apart: Collection[nn.Parameter], shard: Callable[..., nn.Module]) -> nn.Module:
-    """What does the layer's work with its parameters ``apart`` in pieces. The layer itself stays as it is, for what
-    ``fully_shard`` does to modules and parameters it cannot undo."""
+    """A copy of the layer with its parameters ``apart`` sharded. The layer itself is not sharded, because
+    ``fully_shard`` cannot undo what it does to modules and parameters."""
     own = {p: nn.Parameter(p.detach(), requires_grad=False) for p in layer.parameters() if p in apart}
     return shard(_twin(layer, own), ignored_params={p for p in layer.parameters() if p not in apart})
 

@@ -1,4 +1,4 @@
-"""What the distillation loops share: the batches of a step, and the checks of their options."""
+"""The common part of the distillation loops: the batches of a step, and the checks of their options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batches:
         batch_size: windows per batch, of all processes together.
         accumulate: batches per step.
         seed: of their order.
-        reach: positions among which each batch is read (:func:`dofla.integration.placement.reach_of`).
+        context: number of positions among which each batch is read (:func:`dofla.integration.placement.context_of`).
 
     Raises:
         DoflaError: fewer windows than one step takes.
@@ -58,7 +58,7 @@ class Batches:
         return [placed_anywhere(batch, self.context, places) for batch in self._where_they_are(step)]
 
     def first(self) -> list[dict[str, Tensor]]:
-        """The first of all, at several places within reach."""
+        """The first batch of all, at several places within the context."""
         return placed_evenly(self._where_they_are(0)[0], self.context)
 
     def _where_they_are(self, step: int) -> list[dict[str, Tensor]]:

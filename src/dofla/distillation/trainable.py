@@ -1,4 +1,4 @@
-"""What of a student trains end to end, and how it is left: learnt if all went well, as it was before if not."""
+"""The weights of a student that train end to end. They are kept if training succeeds, and restored if it fails."""
 
 from __future__ import annotations
 

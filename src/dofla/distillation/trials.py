@@ -48,8 +48,8 @@ def measure_curves(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Curves:
-    """What each KV head loses at several sizes, and what that does to the model; :func:`dofla.allocate` with strategy
-    ``measured`` spends the budget by it.
+    """Measure the error of each KV head at several sizes, and its effect on the model; :func:`dofla.allocate` with
+    strategy ``measured`` spends the budget by these curves.
 
     For each size all layers are trained together for a few steps (:func:`dofla.distill`), layer by layer as ever, and
     compared with softmax attention on windows held out. Then, at the middle size, each KV head alone is linear and all
@@ -119,7 +119,7 @@ def _effects(
     errors: Mapping[str, Sequence[float]],
     progress: Callable[[str, int, int], None] | None,
 ) -> dict[str, list[float]]:
-    """By layer and KV head: harm to the model when that head alone is linear, by its error."""
+    """The harm to the model when one KV head alone is linear, divided by that head's error; by layer and KV head."""
     harm = {(name, head): 0.0 for name, own in errors.items() for head in range(len(own))}
     with evaluation_mode(student):
         for n in range(len(windows)):

@@ -1,5 +1,5 @@
-"""What linearising cost: loss and next-token distributions, attention layer by layer, sentence embeddings; and what it
-cost in use: loss by position, recall, generation.
+"""The cost of linearizing a model: loss and next-token distributions, attention layer by layer, sentence embeddings;
+and the cost in use: loss by position, recall, generation.
 
 Every figure has student and teacher side by side, by one code path. Knows students, and not how they were made.
 """

@@ -1,4 +1,4 @@
-"""What a student writes: its continuations in the teacher's eyes, and how long they stay the teacher's."""
+"""Evaluation of a student's continuations: their loss under the teacher, and how long they equal the teacher's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = ("text", "teacher_greedy", "student_greedy", "teacher_sampled", "student
 
 @dataclass(frozen=True)
 class Continuation:
-    """What either model thinks of one kind of text.
+    """The losses of both models on one kind of text, and the share of it that is repeated.
 
     Attributes:
         teacher_loss, student_loss: nats per token.

@@ -67,7 +67,7 @@ class Positions(Result):
 
 
 def with_error(value: float, error: float | None) -> str:
-    """As tables show it."""
+    """A value with its standard error, to three decimals, as tables show it."""
     return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 

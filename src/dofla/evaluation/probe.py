@@ -23,7 +23,7 @@ PROBES = ("positions", "generation", "recall", "passkey")
 
 @dataclass(frozen=True)
 class Probe(Result):
-    """What a student can still do with its context; parts that were not wanted are None.
+    """Figures of a student's use of its context; parts that were not wanted are None.
 
     Attributes:
         model: class, name and number of parameters.
@@ -76,7 +76,7 @@ def probe(
     seed: int = 0,
     progress: Callable[[int, int], None] | bool = True,
 ) -> Probe:
-    """What a student can still do with its context, beside the softmax model it was.
+    """Measure what a student can still do with its context, beside the softmax model it was.
 
     Args:
         student: a linearised causal language model; it is its own teacher.

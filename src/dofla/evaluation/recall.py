@@ -24,13 +24,13 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is asked somewhere in a prompt.
+    """A question somewhere in a recall prompt, with its answer.
 
     Attributes:
         position: of the token after which the answer stands.
         answer: the right token.
         choices: all tokens that answer some question of this context, the right one among them.
-        depth: where the answer was told, from 0 (first of all) to 1 (last).
+        depth: where the answer stands in the context, from 0 (first of all) to 1 (last).
     """
 
     position: int
@@ -111,7 +111,7 @@ class WordPairs:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one model.
+    """Figures of one model's answers to recall questions.
 
     Attributes:
         accuracy: share of questions whose right answer is the likeliest of the choices.
@@ -182,7 +182,7 @@ def recall_figures(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Recall:
-    """How well teacher and student answer from the context, by its length and by where the answer was told.
+    """Measure how well teacher and student answer from the context, by its length and the depth of the answer.
 
     Args:
         student: a linearised causal language model; it is its own teacher.

@@ -38,8 +38,8 @@ _ENDLESS = 1e4
 
 @dataclass(frozen=True)
 class Evaluation(Result):
-    """What linearising cost. Of models that generate, ``cosine`` and ``spearman`` are None; of encoders, the seven from
-    ``tokens`` to ``top1_agreement``; of images, ``length`` and ``softmax_bytes``.
+    """The cost of linearizing a model. For models that generate, ``cosine`` and ``spearman`` are None; for encoders,
+    the seven from ``tokens`` to ``top1_agreement``; for images, ``length`` and ``softmax_bytes``.
 
     Attributes:
         model: class, name and number of parameters.
@@ -84,7 +84,7 @@ class Evaluation(Result):
         return None if self.loss_increase is None else math.expm1(self.loss_increase)
 
     def parts(self, layers: bool = False) -> Iterator[Part]:
-        """What a person decides by, and one sentence; with ``layers``, a row per layer as well."""
+        """The figures to decide by, and a sentence about them; with ``layers``, a row per layer as well."""
         length = "" if self.length is None else f" of {self.length} tokens"
         yield f"{self.windows} windows{length}: {self.source}\n"
         yield from self._language() if self.loss_increase is not None else self._embeddings()

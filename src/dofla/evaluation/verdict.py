@@ -32,15 +32,15 @@ def level(worst: float) -> str:
 
 
 def verdict(increase: float, interval: Sequence[float], smaller: str, length: int) -> str:
-    """What an increase of the loss in nats per token means, with its interval, beside what it buys: ``smaller`` says
-    how the caches compare at ``length`` tokens."""
+    """One sentence on an increase of the loss in nats per token, with its interval, beside the memory it saves:
+    ``smaller`` says how the caches compare at ``length`` tokens."""
     if interval[1] < 0:
         return _BETTER
     return f"{_WORDS[level(interval[1])]}: perplexity {perplexity(increase)}, cache {smaller} at {length:,} tokens."
 
 
 def embedding_words(likeness: float) -> str:
-    """What the smaller of cosine and rank correlation means."""
+    """One sentence on ``likeness``, the smaller of the cosine and the rank correlation of embeddings."""
     kind = "use" if likeness >= LIKENESS[0] else "care" if likeness >= LIKENESS[1] else "no"
     return f"{_WORDS[kind]}: its embeddings agree by {figure(likeness)}."
 

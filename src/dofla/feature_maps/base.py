@@ -1,4 +1,4 @@
-"""What a feature map is."""
+"""The base classes of feature maps."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class LinearAttention(nn.Module):
         return coded_tiers[name] if name in coded_tiers and not self.hides_tokens else None
 
     def layout_of(self, group: int) -> Layout | None:
-        """Of what a group keeps from one call to the next, if it is in one piece: a window in eight bits and tiers."""
+        """The layout of a group's state between calls, if that is in one piece: a window in int8 and tiers."""
         return None if self.hides_tokens else self._layouts.get(group)
 
     @property
@@ -288,8 +288,9 @@ class LinearAttention(nn.Module):
         return torch.where(near, exact_scores(query, key, scaling), approximate)
 
     def _far_scores(self, group: int, query: Tensor, key: Tensor, age: Tensor, scaling: float) -> Tensor:
-        """Of a group, [B, H, R, L]: as the features see all keys, and the tiers those that are in them, by their age
-        [B or 1, R, L]. Kept tokens are taken to be the newest, for which they are depends on all queries before."""
+        """Scores of a group's queries [B, H, R, L]: keys within a tier, by ``age`` [B or 1, R, L], as the tier decodes
+        them, all others by the features. Heavy hitters are taken to be the newest tokens, because their selection
+        depends on all queries before."""
         feature_map, coded_tiers, coded = self.maps[group], self.coded_tiers_of(group), []
         if coded_tiers is not None:
             coded = backend_for((key,)).chain(coded_tiers.key, key)
@@ -339,7 +340,8 @@ class LinearAttention(nn.Module):
 
 
 def _ages(rows: Tensor, length: int, weight: Tensor | None) -> Tensor:
-    """How many real tokens later than each of ``length`` keys the query ``rows`` [R] come [B or 1, R, length]."""
+    """The age of each of ``length`` keys at the query ``rows`` [R], in real tokens [B or 1, R, length]; negative for
+    keys after the query."""
     places = torch.arange(length, device=rows.device)[None] if weight is None else (weight > 0).cumsum(-1)
     return places[:, rows].unsqueeze(-1) - places.unsqueeze(1)
 

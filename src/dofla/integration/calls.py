@@ -1,4 +1,4 @@
-"""What a call of ``generate`` asks for."""
+"""The prompt and the settings of a call of ``generate``."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def base_of(model: PreTrainedModel) -> str:
-    """What a student's adapter names as its base model: a name of the hub if one is known, or a folder, by the package
-    that it is in if there is one."""
+    """The base model that a student's adapter names: a hub name if one is known, otherwise a folder, by the package
+    that holds it if there is one."""
     place = model.config._name_or_path
     if not (place and Path(place).exists()):
         return place

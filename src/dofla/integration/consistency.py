@@ -29,14 +29,15 @@ TOKENS = sum(CALLS)
 PADDED = 2
 """Tokens of padding: in front of one row in the first call, and of another in the second."""
 DRAWS = 3
-"""Of tokens, that have to fail: what a digit does to codes or to the choice of experts, it does to one of them."""
+"""Number of draws of tokens that all have to fail: the effect of a last digit on codes or on the choice of experts is
+confined to one of them."""
 TOLERATED = 2.0**-6
 """Relative difference of a token's output: twice what a step of eight bits is of the largest number."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """How the calls with a cache fail: by a relative difference from the single pass, or by an error."""
+    """A failure of the calls with a cache: a relative difference from the single pass, or an error."""
 
     what: float | Exception
 

@@ -22,12 +22,12 @@ from dofla.integration.sites import evaluation_mode
 from dofla.integration.surgery import linear_layers
 
 WINDOWS = 12
-"""That directions and head budgets are measured on where nobody says how many; of 512 tokens they are enough."""
+"""Default number of windows to measure directions and head budgets on; with 512 tokens each it is enough."""
 
 
 @dataclass(frozen=True)
 class Directions:
-    """What coders take of a layer, by KV head. It does not depend on what becomes of the layer.
+    """Statistics of a layer, by KV head, that its coders are calibrated with. They do not depend on the layer's plan.
 
     Attributes:
         queries, keys, values: sums over tokens; of the queries of all query heads of a KV head together.
@@ -145,7 +145,8 @@ def _is_new(layer: AttachedLinearAttention) -> bool:
 
 @contextmanager
 def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str]) -> Iterator[dict[str, nn.Module]]:
-    """By layer, once it has run: the first linear layer inside its module after attention has ``answered``."""
+    """Yield a dictionary that fills as the model runs: by layer, the first linear layer in its module that runs once
+    attention has ``answered``."""
     found: dict[str, nn.Module] = {}
 
     def hook(name: str):

@@ -1,4 +1,4 @@
-"""What a layer's degrees of freedom are estimated from: rows of attention, or queries and keys as in the paper."""
+"""Estimators of a layer's degrees of freedom: from rows of attention, or from queries and keys as in the paper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _WINDOWS = 8
 
 
 class Estimator(Protocol):
-    """Of one layer. How many samples it takes, and how its Gram matrices are brought to a scale, if nobody says."""
+    """The interface of an estimator for one layer, with defaults for the number of samples and the normalization of its
+    Gram matrices."""
 
     samples: ClassVar[int]
     normalization: ClassVar[str]
@@ -29,7 +30,7 @@ class Estimator(Protocol):
         """Look at a call on the windows of these numbers."""
 
     def spectra(self, scaling: float) -> list[Spectrum]:
-        """Of what was seen, one per KV head."""
+        """The spectra of the samples so far, one per KV head."""
 
 
 class AttentionRows:
@@ -69,7 +70,8 @@ class AttentionRows:
         self.retries |= {retry} if retry else set()
 
     def spectra(self, scaling: float) -> list[Spectrum]:
-        """Of each KV head [W, R]; the scaling is in the attention already."""
+        """The spectra of the KV heads, each with eigenvalues [W, R] of W windows; ``scaling`` is in the attention
+        already. DoflaError if the windows hold padding alone."""
         if not self.values:
             raise DoflaError("the windows that were looked at hold padding alone: give real tokens")
         widest, retry = max(values.shape[1] for values in self.values), max(self.retries, default=None)
@@ -132,7 +134,7 @@ class QueriesAndKeys:
         self.reservoir.add(call)
 
     def spectra(self, scaling: float) -> list[Spectrum]:
-        """Of each KV head [J], with its subsamples."""
+        """The spectra of the KV heads, each with eigenvalues [J] and those of subsamples."""
         # Keys stand together, and so do queries: by tag they are in random order, as subsamples have to be.
         order = self.reservoir.tags.argsort()
         return [gram_spectrum(vectors, scaling) for vectors in self.reservoir.vectors[:, order]]

@@ -1,4 +1,4 @@
-"""What dofla asks of the Hugging Face hub, all of it through huggingface_hub."""
+"""Requests to the Hugging Face hub, all of them through huggingface_hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers calls: the attention function and the mask function registered under our names."""
+"""The functions that transformers calls: attention and mask functions, registered under dofla's names."""
 
 from __future__ import annotations
 

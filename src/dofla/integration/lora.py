@@ -67,7 +67,8 @@ def add_factors(model: PreTrainedModel, factors: Mapping[str, Tensor]) -> None:
 
 
 def merge_factors(model: PreTrainedModel, factors: Mapping[str, Tensor]) -> None:
-    """As :func:`add_factors`, for a student: it keeps the original weights, those of its teacher, beside the new."""
+    """Add low-rank factors to a student's weights (:func:`add_factors`), and keep the original weights, those of its
+    teacher, beside the new."""
     keep_original(model, [f"{name}.weight" for name in factor_pairs(factors)], factors)
     add_factors(model, factors)
 

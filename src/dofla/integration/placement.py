@@ -21,13 +21,13 @@ from dofla.integration.surgery import linear_layers
 REACH = 4
 """Lengths of a window that hybrid students are trained for if nothing is said."""
 _CROWDED = 2
-"""How much closer together windows stand at the first positions, which every text has: their places go by so high a
-power of their number."""
+"""Power with which the position of a window grows with its number: above 1, windows stand closer together at the first
+positions, which every text has."""
 
 
 def context_of(student: PreTrainedModel, windows: TokenWindows | Images, context: int | None) -> int | None:
-    """How many positions to read the windows at: ``context``, or by default :data:`REACH` times their length where the
-    student is a hybrid language model with rotary positions. None: windows stay where they are, here and below.
+    """The number of positions to read the windows at: ``context``, or by default :data:`REACH` times their length where
+    the student is a hybrid language model with rotary positions. None: windows stay where they are, here and below.
 
     Raises:
         DoflaError: windows cannot be read anywhere among so many positions.
@@ -43,8 +43,8 @@ def context_of(student: PreTrainedModel, windows: TokenWindows | Images, context
 
 
 def calibration_context(model: PreTrainedModel, windows: TokenWindows | Images, context: int | None) -> int | None:
-    """How many positions codes are measured over: ``context``, or by default all that the model has, where they are
-    rotary. None: windows stay where they are.
+    """The number of positions to calibrate codes over: ``context``, or by default all that the model has, where they
+    are rotary. None: windows stay where they are.
 
     Raises:
         DoflaError: as :func:`context_of`.

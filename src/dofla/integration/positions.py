@@ -1,4 +1,4 @@
-"""How many positions a model has, and where the state of a text begins that is longer."""
+"""The number of positions of a model, and the start of the state of a text that is longer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 _FIELDS = ("max_position_embeddings", "max_target_positions")
-"""How configurations call the number; the second is that of decoders that transcribe (Whisper)."""
+"""Fields of a config that hold the number of positions; the second is that of decoders that transcribe (Whisper)."""
 _TABLES = ("wpe", "embed_positions", "position_embeddings")
-"""How transformers calls a table of positions of a text."""
+"""Names of the modules in transformers that are a table of positions of a text."""
 _AGAIN = 4
-"""Of the positions, the part that is read again if nothing is said."""
+"""Divisor of the positions: one part in so many is read again by default."""
 
 
 def stated_positions(config: PreTrainedConfig) -> int | None:
-    """How many a configuration says; None if it does not."""
+    """The number of positions that a config states; None if it states none."""
     config = config.get_text_config()
     return next((found for field in _FIELDS if (found := getattr(config, field, None))), None)
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many a text may take in a model; None if it does not say."""
+    """The number of positions that a model has for a text; None if it states none."""
     most, table = stated_positions(model.config), table_of_positions(model)
     if most is not None and table is not None and table.padding_idx is not None:
         return min(most, table.num_embeddings - table.padding_idx - 1)  # RoBERTa and its kin count from beyond padding
@@ -39,7 +39,8 @@ def table_of_positions(model: nn.Module) -> nn.Embedding | None:
 
 
 def positions_within(model: nn.Module, context: int | None) -> int | None:
-    """How many are to be used: those that the model has, or fewer that a plan is for; None if neither says."""
+    """The number of positions to use: those of the model, or a plan's ``context`` if that is smaller; None if neither
+    is known."""
     known = positions_of(model)
     if known is None or context is None:
         return known if context is None else context
@@ -65,8 +66,8 @@ def restart_index(begun: int, read: int, length: int, positions: int, overlap: i
 
 
 def text_positions(model: nn.Module, length: int, batch: int = 1) -> dict[str, Any]:
-    """What a model is told of the positions of a text [batch, length] without pictures: nothing, unless it takes them
-    from the last picture that it saw, whoever showed it."""
+    """Arguments with the positions of a text [batch, length] without pictures: none, unless the model otherwise takes
+    them from the last picture that it saw, in any call."""
     known = hasattr(model, "_prepare_position_ids_for_generation")  # not of a model without a head
     if not known or not any("rope_deltas" in vars(module) for module in model.modules()):
         return {}

@@ -41,7 +41,7 @@ def _warn(dtype: torch.dtype) -> None:
 @lru_cache
 @torch.no_grad()
 def times_as_long(dtype: torch.dtype) -> float:
-    """How long a product of matrices takes in ``dtype``, for 1 in float32: by the least of many small ones, which take
+    """The time of a matrix product in ``dtype``, relative to float32. It is the least of many small ones, which take
     turns, as a busy machine may keep one waiting a hundred times as long as it takes."""
     rows, weight = torch.ones(64, 256), torch.ones(256, 256)
     taken: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}

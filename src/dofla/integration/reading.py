@@ -58,7 +58,7 @@ def check_keeps_states(model: PreTrainedModel) -> None:
 def windows_for(
     model: PreTrainedModel, data: TokenWindows | Images | Tensor | Mapping[str, Any]
 ) -> TokenWindows | Images:
-    """What callers have at hand as windows that the model can read.
+    """Convert data to windows that the model can read.
 
     Raises:
         DoflaError: as :func:`dofla.data.as_windows` and :func:`check_readable`.

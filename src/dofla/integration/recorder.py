@@ -20,7 +20,7 @@ from dofla.integration.sites import attention_implementation
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention module was called with, after positions and norms were applied.
+    """The inputs of one call of an attention module, after positions and norms were applied.
 
     Attributes:
         name: of the module.
@@ -52,7 +52,7 @@ class AttentionCall:
         scaling: float | None,
         kwargs: dict[str, Any],
     ) -> AttentionCall:
-        """What transformers hands to an attention function, under the masks of ours."""
+        """Collect the arguments that transformers passes to an attention function under dofla's mask function."""
         query, scaling = standard_scaling(module, query, scaling)
         weight = None if mask is None else mask[:, -key.shape[-2] :]
         return cls(name, query, key, value, weight, scaling, is_causal(module, kwargs))
@@ -128,7 +128,7 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput
 
 
 def fed(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the model is called with to read a batch: the decoder of an encoder-decoder, too, reads the text."""
+    """The arguments with which the model reads a batch: in an encoder-decoder, the decoder reads the text as well."""
     if not model.config.is_encoder_decoder:
         return dict(batch)
     ids = ("input_ids", "attention_mask", "position_ids")

@@ -15,7 +15,7 @@ from dofla.errors import DoflaError
 from dofla.integration.interface import RECORDING, Visitor, is_causal, standard_scaling, visiting
 
 _SAME = 0.01
-"""Of the largest output, how far apart two ways to compute it may be."""
+"""Largest difference between two ways to compute an output, as a fraction of the largest output."""
 _AGAIN = "it is called more than once in a pass, with one entry of the cache"
 
 
@@ -139,7 +139,8 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
 
 
 def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -> Tensor:
-    """What the model makes of them while ``visit`` sees its attention."""
+    """The model's output for ``tokens``, while ``visit`` sees its attention. DoflaError if it does not run without
+    masks of its own."""
     try:
         with attention_implementation(model, RECORDING), visiting(visit):
             return model(**tokens)[0]
@@ -187,7 +188,7 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def _kind(module: nn.Module) -> str | None:
-    """Of the layer, as the config calls it, if it does."""
+    """The kind of the layer, as the config calls it; None if it does not say."""
     kinds, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     return kinds[index] if kinds and index is not None and index < len(kinds) else None
 

@@ -191,7 +191,7 @@ def plan_of(model: PreTrainedModel) -> Plan:
 
 
 def record_of(model: PreTrainedModel) -> Record:
-    """What is known of a linearised model beside its plan."""
+    """The record of a linearized model: what is known of it beside its plan; DoflaError if it is not linearized."""
     linear_layers(model)
     return model.config.quantization_config.record
 
@@ -264,5 +264,5 @@ def refuse(site: AttentionSite) -> None:
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:
-    """What a record of a run says of the model."""
+    """The description of a model in the record of a run: class, name and number of parameters."""
     return {"class": type(model).__name__, "name": model.config._name_or_path, "parameters": model.num_parameters()}

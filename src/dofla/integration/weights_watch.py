@@ -44,7 +44,7 @@ class WeightsWatch:
 
 
 def _marks(model: nn.Module) -> list[Any]:
-    """What tells weights from others, and from the same ones written to."""
+    """Marks of a model's weights, which differ for other weights and for the same ones written to in place."""
     found, left = [model.training], [model]
     while left:  # model.parameters() and model.buffers() take three times as long
         own = left.pop().__dict__

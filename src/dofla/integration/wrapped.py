@@ -20,8 +20,8 @@ _INSIDE = ("_orig_mod", "module")
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """What is inside of peft's, torch.compile's or DistributedDataParallel's wrapping; DoflaError if no model of
-    transformers is."""
+    """The model of transformers inside the wrapping of peft, torch.compile or DistributedDataParallel; DoflaError if
+    there is none."""
     inner = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         inside = inner.get_base_model() if hasattr(inner, "get_base_model") else None  # peft's

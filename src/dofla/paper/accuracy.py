@@ -87,7 +87,7 @@ def dof_against_fixed(bench: Bench) -> Table:
 
 
 def _against(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) -> list[Cell]:
-    """How much better than the equal split, seed by seed, and its interval."""
+    """The gain in accuracy over the equal split, paired by seed, and its interval."""
     several = several * len(fixed) if len(several) == 1 else several
     pairs = [pair for a, b in zip(fixed, several, strict=True) for pair in _pairs(a, b)]
     gain, interval = average_gain(pairs, _METRIC)
@@ -135,7 +135,7 @@ def _from_record(record: dict[str, Any]) -> list[TaskScores]:
 
 
 def _tasks(bench: Bench) -> list[Task]:
-    """What is asked, the same items of everyone."""
+    """The study's tasks, with the same items for all models. DoflaError if it names none and its source is not demo."""
     spec, workshop = bench.study.tasks, bench.workshop
     if spec.source == "demo":
         tasks = demo_tasks(workshop.model, workshop.tokenizer, spec.items or 300)

@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def seconds(self) -> float:
-        """What everything looked at since :meth:`begin` took."""
+        """The seconds that all measures looked at since :meth:`begin` took."""
         return sum(self.spent.values())
 
     @property
@@ -90,7 +90,7 @@ class Bench:
         return self.is_language_model or loss != DIRECT
 
     def measured(self, path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``path`` holds, made first if need be."""
+        """The contents of the file ``path``, which ``make`` makes first if it is missing."""
         if not path.exists():
             started = time.perf_counter()
             data = make()

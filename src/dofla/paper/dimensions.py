@@ -65,7 +65,8 @@ def dof_per_head(bench: Bench) -> Table:
 
 
 def scale_of_dof(bench: Bench) -> Table:
-    """What λ and the normalisation of the Gram matrix, on which the paper is silent, do to degrees and dimensions."""
+    """Table of the effect of λ and of the normalization of the Gram matrix, on which the paper is silent, on degrees of
+    freedom and dimensions."""
     bench.profiled()
     profile = bench.workshop.profile()
     default = [max(row) for row in profile.dof(bench.study.lam)]

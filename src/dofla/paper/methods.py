@@ -48,7 +48,8 @@ def other_maps() -> list[StudentSpec]:
 
 
 def wide(workshop: Workshop) -> StudentSpec:
-    """As many features in every layer as DoF gives to its widest: more state, for the question whether that helps."""
+    """A student with as many features in every layer as DoF gives to its widest: more state, for the question whether
+    that helps."""
     features = max(max(layer.features_per_head) for layer in workshop.plan(trained("DoF", "softmax")).layers)
     return replace(trained("Fix", "softmax"), name=f"Wide ({features} everywhere), softmax", budget=features)
 

@@ -118,7 +118,7 @@ def _correlations(bench: Bench) -> dict[str, Any]:
 
 
 def heads(bench: Bench) -> Table:
-    """How a layer's number comes from its heads', and a number for each head of its own."""
+    """Table of ways to choose features per layer: by the largest, the mean or a quantile of its heads; and per head."""
     students = [trained(label, "softmax") for label in ("Fix", "DoF", "DoF + Clip")]
     titles = ["Fix", "DoF, largest head (paper)", "DoF + Clip, largest head (paper)"]
     students += over_heads()

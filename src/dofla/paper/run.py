@@ -35,7 +35,7 @@ TABLES: dict[str, Callable[[Bench], Table]] = {
     "3": task_accuracy,
     "6": dof_against_fixed,
 }
-"""By name, in the order in which they build on one another's students."""
+"""Functions that make the tables, by name, in the order in which they build on one another's students."""
 
 _LANGUAGE_ONLY = ("3", "6", "probe")
 

@@ -45,7 +45,7 @@ from dofla.paper.theory import optimal_log_density, prf_gram, prf_log_features, 
 
 PROPOSALS = ("data", "gaussian")
 _BASE_SHARE = 1 / 8
-"""Of N(0, I) in the proposal `data`: it bounds w by 8 l_λ(z) where all the other Gaussians are thin."""
+"""Share of N(0, I) in the proposal `data`: it bounds w by 8 l_λ(z) where all the other Gaussians are thin."""
 
 
 def leverage_features(

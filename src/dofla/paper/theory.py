@@ -1,4 +1,4 @@
-"""How many random features a kernel needs: leverage scores, the optimal density, and Theorem 3 of arXiv 2507.03340.
+"""The number of random features a kernel needs: leverage scores, the optimal density, Theorem 3 of arXiv 2507.03340.
 
 Setting (Section 2 of the paper). A kernel is an average of features, K(x, y) = E_z[φ(x; z) φ(y; z)], with z drawn
 from a base distribution: N(0, I) for positive random features. M draws from a density q relative to it give the

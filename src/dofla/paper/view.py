@@ -37,7 +37,7 @@ def _short(cell: Cell) -> str:
 
 
 def _widths(columns: list[str], cells: list[list[str]]) -> list[int]:
-    """Of the columns: a heading may be broken between words, a figure may not."""
+    """The widths of the columns in characters: a heading may be broken between words, a figure may not."""
     longest = [max(len(row[n]) for row in cells) for n in range(len(columns))]
     rest = [max(longest[n], *map(len, columns[n].split())) for n in range(1, len(columns))]
     return [min(_NAME, longest[0]), *rest]

@@ -25,7 +25,7 @@ from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
 @dataclass(frozen=True)
 class Unit:
-    """What gets a number of features of its own: a layer, or a KV head.
+    """A layer or a KV head, which gets a number of features of its own.
 
     Attributes:
         dof: its degrees of freedom.
@@ -68,7 +68,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def over_heads_function(name: str) -> Callable[[Sequence[float]], float]:
-    """How a layer's number comes from its heads': ``max``, ``mean``, or a quantile in percent, ``q50`` or ``q90``.
+    """The function from the numbers of a layer's heads to that of the layer, by name: ``max``, ``mean``, or a quantile
+    in percent such as ``q50`` or ``q90``.
 
     Raises:
         DoflaError: for any other name.
@@ -200,7 +201,7 @@ def _fields(sizes: Sequence[Size]) -> list[int | list[int]]:
 
 
 def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:
-    """How the layer's exact tokens are kept if nobody says."""
+    """The default storage of the layer's exact tokens, one of :data:`dofla.plans.hybrid.TOKEN_DTYPES`."""
     if curves is not None:
         return curves.made_by.get("token_dtype", "model")
     return default_token_dtype(layer.causal) if strategy in HYBRID else "model"

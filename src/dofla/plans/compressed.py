@@ -1,5 +1,5 @@
-"""How a compressed cache spends its bytes where nothing was measured: the newest tokens in int8, older ones in three
-bits, most of which are retained while they draw attention."""
+"""Default division of the bytes of a compressed cache, without measurements: the newest tokens in int8, older ones in
+three bits, most of which are retained while they draw attention."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class LayerCurve:
     points: list[Point]
 
     def error(self, head: int, share: float, size: float) -> float:
-        """Of a KV head at ``size`` bytes, by a power law between measured sizes; beyond them, that of the nearest."""
+        """The error of a KV head at ``size`` bytes, by a power law between measured sizes; beyond them, the error of
+        the nearest."""
         points = sorted((p for p in self.points if p.share == share), key=lambda p: p.bytes)
         size = min(max(size, points[0].bytes), points[-1].bytes)
         for a, b in pairwise(points):
@@ -138,7 +139,7 @@ def _numbers(values: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer's bytes buy: its KV heads, and what one of them costs."""
+    """The shape of a layer: the number of its KV heads, and the costs of one of them in bytes."""
 
     kv_heads: int
     cost: HeadCost
@@ -187,7 +188,7 @@ def choose(
 
 
 def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
-    """What :func:`choose` chooses from: the sizes of a layer that are best for some price of a byte, from the cheapest
+    """The candidates of :func:`choose` for a layer: the sizes that are best for some price of a byte, from the cheapest
     up."""
     return lower_hull(_choices(curve, shape, context, per_head))
 
@@ -222,7 +223,7 @@ def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Cho
 
 
 def _losses(curve: LayerCurve, shape: Shape) -> dict[Size, list[float]]:
-    """Of each size that a head may have, the loss expected of each KV head."""
+    """The expected loss of each KV head, for each size that a head may have."""
     losses: dict[Size, list[float]] = {}
     for share in sorted({p.share for p in curve.points}):
         measured = [p.bytes for p in curve.points if p.share == share]

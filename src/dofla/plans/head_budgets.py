@@ -30,7 +30,7 @@ _EXACT = 1e-9
 
 @dataclass
 class HeadBudgets(Result):
-    """How the bytes of a compressed cache are divided among KV heads. JSON that a person can read.
+    """The division of the bytes of a compressed cache among KV heads. JSON that a person can read.
 
     Attributes:
         layers: by name and for each KV head, bytes relative to an even split.

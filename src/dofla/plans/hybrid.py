@@ -1,4 +1,4 @@
-"""How a hybrid layer spends its bytes: exact tokens (sinks and a window), and features for the far past."""
+"""Division of the bytes of a hybrid layer: exact tokens (sinks and a window), and features for the far past."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ FEATURE_BYTES = 4
 dtype."""
 
 TOKEN_SHARE = 0.73
-"""Of the bytes, what goes to exact tokens. On SmolLM2 shares from .65 to .85 are within 5 % of one another in
+"""Fraction of the bytes that exact tokens get. On SmolLM2 fractions from 0.65 to 0.85 are within 5 % of one another in
 attention KL, for tokens in bfloat16 as in float32 (``docs/research/features.md``)."""
 
 SINKS = 2
 
 TOKEN_DTYPES = ("int8", "model")
-"""How exact tokens are kept: in eight bits, one power of two per vector (:class:`dofla.attention.PackedTokens`), or in
-the model's dtype."""
+"""Storage of exact tokens: eight bits with one power of two per vector (:class:`dofla.attention.PackedTokens`), or the
+model's dtype."""
 
 
 def default_token_dtype(causal: bool) -> str:
-    """Of hybrid layers, if none is named: eight bits, but for an encoder's, which keep nothing."""
+    """The default storage of exact tokens in hybrid layers: eight bits, but for an encoder's, which keep nothing."""
     return "int8" if causal else "model"
 
 
 FEATURE_MAP = "mlp"
-"""Of hybrid layers, if none is named."""
+"""Default feature map of hybrid layers."""
 
 
 @dataclass(frozen=True)

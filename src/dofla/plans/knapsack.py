@@ -12,7 +12,7 @@ from dofla.errors import DoflaError
 
 
 class Priced(Protocol):
-    """What a layer may become: its bytes, and the loss expected."""
+    """The interface of a choice for a layer or head: its bytes, and the loss expected."""
 
     @property
     def bytes(self) -> float: ...

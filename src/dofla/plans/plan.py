@@ -26,9 +26,9 @@ tell."""
 
 
 PREFILLS = ("auto", "exact", "stream")
-"""How several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one another, and
-those to retain are selected at the end of the call; ``stream``, one after the other, as decoding goes on; ``auto``,
-exact on a GPU, where it is faster, and stream on a CPU."""
+"""Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
+another, and those to retain are selected at the end of the call; ``stream``, one after the other, as decoding goes on;
+``auto``, exact on a GPU, where it is faster, and stream on a CPU."""
 
 
 def check_prefill(prefill: str) -> None:
@@ -180,7 +180,7 @@ class LayerPlan:
         return [features for features, _, _ in self.sizes]
 
     def cost(self, itemsize: int) -> HeadCost:
-        """What its features and tokens cost in a model whose numbers have ``itemsize`` bytes."""
+        """The bytes of one of its features and tokens, in a model whose numbers have ``itemsize`` bytes."""
         return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
 
     def bytes_by_kind(self, itemsize: int) -> tuple[int, int, dict[float, int]]:
@@ -246,7 +246,7 @@ class Plan(Result):
         return Plan([x for x in self.layers if x.keep_softmax]).softmax_bytes(length, dtype)
 
     def parts(self) -> Iterator[Part]:
-        """What each layer becomes, with bars, and the bytes of all."""
+        """The sizes of each layer as a table with bars, and the bytes of all layers."""
         linear = [x for x in self.layers if not x.keep_softmax]
         most = max((max(x.features_per_head) for x in linear), default=0)
         compressed = any(any(x.tiers_per_head) for x in linear)

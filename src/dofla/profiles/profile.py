@@ -23,7 +23,7 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 @dataclass
 class HeadStatistics:
-    """What else is known of one KV head; attention figures are means over rows and over the head's queries."""
+    """Statistics of one KV head, beside its spectrum. Attention figures are means over rows and the head's queries."""
 
     query_norm_mean: float = 0.0
     query_norm_max: float = 0.0
@@ -131,7 +131,7 @@ class Profile(Result):
             raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``profile.json`` holds; a standard error that is unknown is None."""
+        """The contents of ``profile.json``; a standard error that is unknown is None."""
         layers = []
         for layer, *rows in zip(self.layers, self.dof(), self.dof_errors(), strict=True):
             entry = {k: getattr(layer, k) for k in _LAYER_FIELDS}

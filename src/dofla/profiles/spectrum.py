@@ -75,7 +75,8 @@ def attention_spectrum(attention: Tensor) -> tuple[Tensor, str | None]:
 
 
 def _eigenvalues(gram: Tensor) -> tuple[Tensor, str | None]:
-    """Of positive semi-definite matrices [..., J, J]: [..., J], descending, none below zero."""
+    """The eigenvalues [..., J] of positive semi-definite matrices [..., J, J], descending, none below zero; and the
+    second method that was needed, ``jitter`` or ``svd``, or None."""
 
     def solved(values: Tensor) -> bool:
         return bool(torch.isfinite(values).all())
@@ -110,9 +111,9 @@ def degrees_of_freedom(spectrum: Spectrum, lam: float, normalization: str = "tra
 
 
 def standard_error(spectrum: Spectrum, lam: float, normalization: str = "trace") -> float:
-    """Of :func:`degrees_of_freedom`; NaN where there is nothing to tell it from.
+    """The standard error of :func:`degrees_of_freedom`; NaN where it cannot be estimated.
 
-    Where windows have matrices of their own, that of their mean. The paper's one matrix is judged by how far its
+    Where windows have matrices of their own, it is that of their mean. The paper's one matrix is judged by how far its
     ``subsamples`` differ, relative to their mean and not less for their number: with unit trace the estimate is ruled
     by the largest vectors of the sample, and a larger sample has larger ones.
     """
@@ -126,7 +127,7 @@ def standard_error(spectrum: Spectrum, lam: float, normalization: str = "trace")
 
 
 def _degrees(eigenvalues: Tensor, log_scale: float, lam: float, normalization: str) -> Tensor:
-    """Of spectra [W, R], or one [R]: [W]."""
+    """The degrees of freedom [W] of spectra [W, R], or of one [R]."""
     check_lambda(lam)
     values = torch.atleast_2d(eigenvalues)
     if normalization == "trace":

@@ -1,4 +1,4 @@
-"""What the report measures of a run, kept in the run's folder: a second or two per student, and more if asked to."""
+"""Measurements of a run for its report, kept in the run's folder: a second or two per student, and more if asked to."""
 
 from __future__ import annotations
 

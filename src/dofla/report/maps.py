@@ -19,7 +19,7 @@ LEVELS = 31
 
 LENGTHS = (32, 96)
 _ENTRIES = 4_000_000
-"""Of all maps of a run together: about a megabyte of page."""
+"""Number of entries of all maps of a run together: about a megabyte of page."""
 
 
 def sentence(windows: TokenWindows, pieces: list[str], heads: int, models: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def _packed(values: Tensor) -> str:
 
 
 def moved(teacher: dict[str, Tensor], student: dict[str, Tensor]) -> dict[str, list[float]]:
-    """By layer, the share of attention that goes elsewhere in each head: ½ Σ |difference|, mean over rows, 0 to 1."""
+    """The share of attention that goes elsewhere in each head, by layer: ½ Σ |difference|, mean over rows, 0 to 1."""
     shares = {name: (teacher[name] - own).abs().sum(-1).mean(-1) / 2 for name, own in student.items()}
     return {name: [round(share, 4) for share in values.tolist()] for name, values in shares.items()}
 

@@ -72,7 +72,8 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
 
 
 def degrees_of_freedom(profile: Profile, lam: float) -> dict[str, Any]:
-    """By layer and KV head: the degrees of freedom at the tolerance, and their standard errors, None where unknown."""
+    """The degrees of freedom at the tolerance ``lam``, by layer and KV head, and their standard errors, None where
+    unknown."""
     values = [[_short(n, 4) for n in row] for row in profile.dof(lam)]
     errors = [[_short(n, 2) for n in row] for row in profile.dof_errors(lam)]
     skipped = [{"name": x.name, "reason": x.reason} for x in profile.skipped]
@@ -89,9 +90,9 @@ def model_title(name: str) -> str:
 
 
 def layers_of(layers: Sequence[LayerPlan], itemsize: int) -> list[dict[str, Any]]:
-    """What each layer is: sizes (features, window, sinks) and tiers (tokens, bits) of its KV heads, None where it is
-    softmax; whether the last tier keeps what draws attention; its bytes, the parts of them: of features, of window and
-    sinks, and (bits, bytes) of tiers; and the bytes of each KV head."""
+    """The layers as the page shows them: sizes (features, window, sinks) and tiers (tokens, bits) of the KV heads, None
+    for softmax layers; whether the last tier retains heavy hitters; the bytes of the layer and their parts (features,
+    window and sinks, and (bits, bytes) of tiers); and the bytes of each KV head."""
     found = []
     for layer in layers:
         features, exact, coded = layer.bytes_by_kind(itemsize)
@@ -179,13 +180,14 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
 
 
 def _word(student: StudentRecord) -> str:
-    """What the page calls it: a student is trained, or has features, which are for training."""
+    """The page's word for the model: "student" if it is trained or has features, which are for training, otherwise
+    "compressed"."""
     features = any(sum(x.features_per_head) for x in student.plan.layers if not x.keep_softmax)
     return "student" if features or student.trained else "compressed"
 
 
 def _all_left_out(run: RunRecord, student: StudentRecord) -> dict[str, str]:
-    """By part of the page, why a student was not looked at; nothing if it is only that nobody has done it yet."""
+    """The reason why a student was not measured, by part of the page; empty if nobody has done it yet."""
     why = passed_over(run, student)
     return {} if why is None else dict.fromkeys(("maps", "texts", "positions", "recall", "speed"), why)
 
@@ -214,8 +216,8 @@ def _quality(student: StudentRecord) -> dict[str, Any]:
 
 
 def _interval(student: StudentRecord) -> list[float]:
-    """What the verdict goes by: the interval of the loss increase, mean over seeds; of an encoder, the smaller of its
-    likenesses twice."""
+    """The interval for the verdict: that of the loss increase, mean over seeds; for an encoder, the smaller of cosine
+    and rank correlation twice."""
     if student.is_language_model:
         runs = [x["language"]["loss_increase_interval"] for x in student.evaluations]
         return [statistics.fmean(ends) for ends in zip(*runs, strict=True)]
@@ -307,7 +309,7 @@ def _source(recipe: Recipe) -> str:
 
 
 def _student_commands(run: RunRecord, student: StudentRecord) -> dict[str, str]:
-    """What adds to the page, and what uses the student."""
+    """The commands that add to the page, and the one that uses the student."""
     adapter, folder = (shlex.quote(str(path)) for path in (student.adapter, student.folder))
     return {
         "tasks": f"dofla evaluate {adapter} --tasks piqa,arc_easy --out {folder}/tasks.json",

@@ -1,4 +1,4 @@
-"""What a run folder holds, read for the report. Older runs lack some of it."""
+"""Contents of a run folder, read for the report. Older runs lack some of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dofla.storage.files import read_json
 
 RECIPES = ("recipe.yaml", "study.yaml")
 LOOK = "report.json"
-"""What is measured for the report alone: of the teacher in the run's folder, of a student in its own."""
+"""File of what is measured for the report alone: for the teacher in the run's folder, for a student in its own."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ class StudentRecord:
 
     @property
     def lost(self) -> float:
-        """What linearising cost, mean over seeds: the loss increase in nats per token, or 1 − cosine of an encoder."""
+        """The cost of linearizing, mean over seeds: the loss increase in nats per token; for an encoder, 1 − cosine."""
         with naming(self.folder):
             if self.is_language_model:
                 return statistics.fmean(x["language"]["loss_increase"] for x in self.evaluations)
@@ -145,7 +145,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def _recipe(path: Path) -> Recipe:
-    """Of a study, which has sections and seeds of its own, what a recipe knows."""
+    """The recipe in a file; for a study, which has sections and seeds of its own, the part that is a recipe's."""
     known = {field.name for field in dataclasses.fields(Recipe)} | {"lambda"}
     data = {key: value for key, value in read_yaml(path).items() if key in known}
     if data.get("seeds") == "any":

@@ -1,4 +1,4 @@
-"""What ``dofla frontier`` found, for the page: quality by bytes of state, for each length."""
+"""Results of ``dofla frontier`` for the page: quality by bytes of state, for each length."""
 
 from __future__ import annotations
 

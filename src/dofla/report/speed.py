@@ -29,7 +29,7 @@ _ROOM = 2**30  # bytes of a cache at most
 
 @torch.inference_mode()
 def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """How long a linearised model and its teacher take, by turns, so that both meet the same machine.
+    """Time a linearized model and its teacher in turns, so that both meet the same machine.
 
     Longer and longer contexts are read until one takes a second. To time writing after longer ones, keys and values are
     repeated up to their length, which a state of constant size does not notice.
@@ -81,7 +81,8 @@ def _writing(model: PreTrainedModel, text: Tensor, length: int) -> float:
 
 
 def _stretch(cache: DynamicCache, length: int) -> None:
-    """As if the context were ``length`` tokens long. Layers with a sliding window have their size already."""
+    """Change a cache as if the context were ``length`` tokens long. Layers with a sliding window have their size
+    already."""
     for entry in cache.layers:
         if isinstance(entry, LinearCacheLayer):
             entry.tokens = length

@@ -20,7 +20,7 @@ from dofla.serving.prompt_state import read_prompt
 def side_by_side(
     student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """What teacher and student write after each prompt.
+    """Greedy continuations of each prompt by teacher and student.
 
     Returns:
         For each prompt ``prompt``, a text; ``teacher`` and ``student``, lists of tokens as text, up to an end of text;

@@ -27,7 +27,7 @@ _CLOSE = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What the verdict is made from.
+    """The figures that the verdict is based on.
 
     Attributes:
         increase: of the loss, in nats per token; plays no part for an encoder.

@@ -91,7 +91,7 @@ class CacheSize:
 
 @dataclass
 class Check(Result):
-    """Whether :func:`dofla.compress` supports a model, and the sizes of its cache before and after.
+    """A check of a model: its support by :func:`dofla.compress`, and the sizes of its cache before and after.
 
     Attributes:
         model: class.
@@ -232,7 +232,7 @@ def check(
 def _plans(
     model: PreTrainedModel, sizes: list[int | None], ratio: float | None, context: int | None, kept: list[str]
 ) -> Iterator[Plan]:
-    """Of each size that has room for a token of each kind."""
+    """The plan of each size that has room for a token of each kind."""
     options = {"context": context, "keep_softmax": kept}
     for asked in sizes:
         with suppress(DoflaError):  # which is the reason already

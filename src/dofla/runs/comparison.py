@@ -60,7 +60,7 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
 
 
 def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
-    """What stands below the students of a run, and what the best of them writes, unless that was the first."""
+    """The lines below the students of a run, and the texts that the best of them writes, unless that was the first."""
     students = results["students"]
     if len(students) > 1 and len(results["seeds"]) > 1:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"

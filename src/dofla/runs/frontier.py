@@ -71,9 +71,9 @@ class Point:
 
     @property
     def loss(self) -> float:
-        """What is held against a target: the loss increase, or the KL where that is more. On text like the model's own
-        the two have the same mean, and chance, which moves the loss increase of a few windows by half of it, hardly
-        moves the KL."""
+        """The loss to compare with a target, in nats per token: the loss increase, or the KL where that is more. On
+        text like the model's own the two have the same mean, and chance, which moves the loss increase of a few windows
+        by half of it, hardly moves the KL."""
         return max(self.loss_increase, self.kl)
 
 

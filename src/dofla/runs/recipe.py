@@ -30,7 +30,7 @@ class DataSpec:
 
 @dataclass
 class ProfileSpec:
-    """How the teacher is measured; ``windows`` is how many of the training windows are read."""
+    """Settings of the teacher's profile; ``windows`` is the number of training windows that are read."""
 
     samples: int | None = None
     windows: int = 64
@@ -41,7 +41,7 @@ class ProfileSpec:
 
 @dataclass
 class CurvesSpec:
-    """How error curves are measured, for students of strategy ``measured``; ``windows`` of the training windows are
+    """Settings of the error curves, for students of strategy ``measured``; ``windows`` of the training windows are
     read. See :func:`dofla.measure_curves`."""
 
     windows: int = 64

@@ -147,8 +147,8 @@ def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
 def reader_of(
     name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """What reads texts and pictures for a model that sees, from the folder or hub name that it was opened by or its
-    base model's; the tokenizer for any other, and, with a warning, if there is no such thing."""
+    """The processor of texts and pictures of a model that sees, from the folder or hub name that it was opened by or
+    its base model's; the tokenizer for any other model, and, with a warning, if there is no processor."""
     if getattr(model.config, "vision_config", None) is None:
         return tokenizer
     for place in (name, resolve_model(model.config._name_or_path)):

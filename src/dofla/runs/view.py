@@ -1,4 +1,4 @@
-"""What the command line shows: progress, and tables that fit 80 columns."""
+"""Output of the command line: progress, and tables that fit 80 columns."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Workshop:
         return self._windows[name]
 
     def prompts(self, **sizes: int) -> list[Prompt]:
-        """What continuations begin with; ``sizes`` as for :func:`dofla.evaluation.samples.beginnings`."""
+        """The prompts to be continued; ``sizes`` as for :func:`dofla.evaluation.samples.beginnings`."""
         if self.recipe.validation.source == "demo":
             return demo_prompts(self.tokenizer, sizes["new_tokens"])[: sizes["prompts"]]
         return beginnings(self.validation(), self.tokenizer, **sizes)
@@ -109,7 +109,7 @@ class Workshop:
         return self._profile
 
     def profile_seconds(self) -> float:
-        """How long the profile took, text and model at hand."""
+        """The seconds that the profile took, text and model at hand."""
         return _seconds(self.folder / _PROFILED)
 
     def curves(self, spec: StudentSpec) -> Curves:
@@ -159,7 +159,7 @@ class Workshop:
         return self.training().take(min(self.recipe.profile.windows, WINDOWS))
 
     def plan(self, spec: StudentSpec) -> Plan:
-        """What the student's layers become."""
+        """The plan of a student's layers."""
         budget = self.recipe.budget if spec.budget is None else spec.budget
         if spec.strategy == COMPRESSED:
             size = self._size(spec, budget)
@@ -224,7 +224,7 @@ class Workshop:
             restore(self.model)
 
     def seconds(self, spec: StudentSpec, seed: int) -> float:
-        """How long the student was trained."""
+        """The seconds that a student was trained, end-to-end training included."""
         home = self.home(spec, seed)
         return _seconds(home / _TRAINED) + _seconds(home / END_TO_END / _TRAINED)
 
@@ -278,7 +278,7 @@ class Workshop:
 
     @contextmanager
     def _progress(self, label: str, home: Path) -> Iterator[Progress]:
-        """Of a training, on the view and on the recipe's trackers."""
+        """Yield the function to report a training's progress to, on the view and on the recipe's trackers."""
         run = "-".join(home.relative_to(self.folder / "students").parts)
         logs = self.folder / "track"
         with self.view.progress(label) as bar, tracked(self.recipe.track, logs, run, bar.losses) as progress:

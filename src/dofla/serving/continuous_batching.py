@@ -70,7 +70,7 @@ class ContinuousBatching:
         self._here.passes = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made from, which has a thread of its own."""
+        """The attributes that a copy is made from; it has a thread of its own."""
         return {name: vars(self)[name] for name in ("_joins", "_config")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class ContinuousBatching:
         self._begin()
 
     def generate(self, own: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What the student's ``own`` generate writes, its tokens read with those of others."""
+        """Run the student's ``own`` generate, with its tokens read together with those of other calls."""
         self._here.writes = True
         with self._lock:
             self._writing += 1
@@ -222,7 +222,7 @@ def _only_states(cache: Cache) -> bool:
 
 
 def _row(out: ModelOutput, n: int, cache: Cache) -> ModelOutput:
-    """What the model said of one row."""
+    """The model's output for row ``n`` alone, with that row's ``cache``."""
     own = {name: value[n : n + 1] for name, value in out.items() if isinstance(value, Tensor)}
     return type(out)(**own, past_key_values=cache)
 

@@ -1,4 +1,4 @@
-"""What stands between clients and the server: a key, a bound on the size of requests, an answer whatever fails."""
+"""Guard between clients and the server: a key, a bound on the size of requests, an answer whatever fails."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Guard:
         return hmac.compare_digest(scheme.capitalize() + b" " + key.strip(), self._wanted)
 
     async def _body(self, receive: Receive, most: int) -> tuple[bytes, int | None]:
-        """What the client sends if it is no more than ``most`` bytes, and how many they are; None if it went away."""
+        """The body that the client sends, empty if it is more than ``most`` bytes, and the number of bytes read, None
+        if the client went away."""
         body, length, more = bytearray(), 0, True
         while more and length <= _DRAINED * self.most:
             message = await receive()

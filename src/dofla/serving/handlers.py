@@ -146,7 +146,7 @@ def _check_prompt(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     said = " ".join(str(error).split())
     if isinstance(error, KeyError):
         return f"the request lacks {said}"

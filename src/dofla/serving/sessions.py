@@ -29,9 +29,10 @@ from dofla.serving.prompt_state import read_prompt
 logger = logging.getLogger(__name__)
 
 _SNAPSHOTS = 2
-"""Of a session: after its last prompt, from which another answer can be written, and after the answer."""
+"""Number of snapshots of a session: after its last prompt, from which another answer can be written, and after the
+answer."""
 _ANSWER = 2
-"""Of the positions, the part that is at least there for an answer, if it is to be as long."""
+"""Divisor of the positions: at least one part in so many is left to an answer, if it may be that long."""
 _PIECE = 1024
 """Tokens of a prompt that are read at a time: others wait for no more of them (:func:`dofla.continuous_batching`)."""
 _WRITTEN = 20
@@ -95,7 +96,7 @@ class Sessions:
         self._lock = threading.Lock()  # of what is known: dofla.continuous_batching answers several calls at once
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made from."""
+        """The attributes that a copy is made from; it has no sessions yet."""
         return {name: vars(self)[name] for name in ("_most", "_static", "_positions")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +115,7 @@ class Sessions:
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        """What the student's ``own`` generate writes, with these arguments."""
+        """Run the student's ``own`` generate with these arguments, from the state of a session where one fits."""
         input_ids = None if args or not _linear(student) else text_alone(student, inputs, options)
         if input_ids is None:
             return own(inputs, *args, **options)
@@ -200,7 +201,7 @@ def _linear(student: PreTrainedModel) -> bool:
 
 
 def _asked(student: PreTrainedModel, length: int, options: dict[str, Any]) -> int:
-    """How many tokens may follow a prompt of ``length``."""
+    """The number of tokens that may follow a prompt of ``length`` tokens, by the call's settings."""
     new, most = (setting(student, name, options) for name in ("max_new_tokens", "max_length"))
     if new is not None:
         return new
@@ -208,7 +209,7 @@ def _asked(student: PreTrainedModel, length: int, options: dict[str, Any]) -> in
 
 
 def _from(begun: int, given: Any, input_ids: Tensor) -> Any:
-    """What is given to ``generate``, without what stands before ``begun`` if it has an entry for each token."""
+    """An argument of ``generate``, without the entries before ``begun`` if it has one for each token."""
     return given[:, begun:] if isinstance(given, Tensor) and given.shape == input_ids.shape else given
 
 

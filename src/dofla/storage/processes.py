@@ -189,8 +189,8 @@ def processes(*, sharding: bool = False) -> Processes:
 
 
 def _kind(accelerator: Any) -> str:
-    """How accelerate is to train in several processes. Of CPUs it takes FSDP for none, but leaves in the environment
-    that it was launched for it."""
+    """The kind of training in several processes that accelerate is set up for. On CPUs accelerate does not report FSDP,
+    but leaves in the environment that it was launched for it."""
     kind = accelerator.distributed_type.value
     if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return _FSDP_2 if os.environ.get("FSDP_VERSION") == "2" else "FSDP"

@@ -52,7 +52,7 @@ def encode(requests: Sequence[Request], tokenizer: PreTrainedTokenizerBase, limi
 
 
 def token_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens a model reads: by its positions, else by its tokenizer, else 2048."""
+    """The number of tokens a model reads: by its positions, else by its tokenizer, else 2048."""
     if (positions := positions_of(model)) is not None:
         return positions
     limit = tokenizer.model_max_length

@@ -12,7 +12,7 @@ from dofla.tasks.items import Item, Task
 from dofla.tasks.styles import STYLES, style_of
 
 ENDINGS = (".jsonl", ".jsonl.gz")
-"""Of a task's file."""
+"""Endings of a task's file."""
 
 
 def load_task(path: str | Path, *, name: str | None = None, style: str | None = None) -> Task:

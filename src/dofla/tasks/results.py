@@ -1,4 +1,4 @@
-"""What a comparison of teacher and student on tasks found, and its tables."""
+"""Results of a comparison of teacher and student on tasks, and their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model made of a task: log-likelihoods per choice, and what follows from them."""
+"""Scores of a model on a task: log-likelihoods per choice, and the accuracies that follow from them."""
 
 from __future__ import annotations
 

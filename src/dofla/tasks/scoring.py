@@ -36,7 +36,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What a row holds beyond its prefix: tokens to read, and the ones they must predict, from place ``first`` on."""
+    """The part of a row beyond its prefix: tokens to read, and the ones they must predict, from place ``first`` on."""
 
     row: int
     source: int

@@ -1,4 +1,4 @@
-"""How an item becomes text: for each choice what the model reads, and what it is asked the likelihood of.
+"""Wordings of items as text: for each choice a context to read, and a continuation whose likelihood is computed.
 
 The wordings are those of lm-evaluation-harness for the seven tasks of arXiv 2507.03340, so that figures compare.
 """

@@ -17,9 +17,9 @@ from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.rows import Rows
 
 _SUM = (2**24 - 1) / 127
-"""Of the absolute values of a row of the rotation at most: its products with seven-bit integers then add up exactly."""
+"""The largest sum of absolute values of a row of the rotation: products with seven-bit integers then add up exactly."""
 _REGULAR = 1e-3
-"""Of the mean eigenvalue of what errors are weighed with: no direction counts for less."""
+"""The least weight of a direction, as a fraction of the mean eigenvalue of the quadratic form that weighs errors."""
 
 Numbers = tuple[Tensor, Tensor]
 """Vectors in blocks: integers [B, Hkv, L, blocks, block], and what one is worth in each block
@@ -42,7 +42,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor) -> Moments:
-        """Of vectors [Hkv, n, d]."""
+        """The moments of vectors [Hkv, n, d]."""
         x = x.double()
         return cls(x.shape[1], x.sum(1), x.mT @ x)
 
@@ -50,7 +50,7 @@ class Moments:
         return Moments(self.count + other.count, self.total + other.total, self.square + other.square)
 
     def __getitem__(self, heads: Sequence[int]) -> Moments:
-        """Of some heads."""
+        """The moments of some KV heads."""
         return Moments(self.count, self.total[list(heads)], self.square[list(heads)])
 
     @property
@@ -151,17 +151,18 @@ class Coder(nn.Module):
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What codes and the bytes of scales stand for, as the Triton kernels take it."""
+        """The lookup tables of the Triton kernels, on the coder's device: levels by bits in rows of 64, scales [256]
+        and the borders of their squares [255]."""
         return on_device(self.constants.device)
 
     @property
     def rotation(self) -> Tensor:
-        """What vectors are rotated by, rows of integers [Hkv, d, d], int16."""
+        """The rotation of vectors, in rows of integers [Hkv, d, d], int16."""
         return self._rows.part(self.constants, 0)
 
     @property
     def fineness(self) -> Tensor:
-        """What one is worth in each row of :attr:`rotation` [Hkv, d]: powers of two."""
+        """The unit of the integers in each row of :attr:`rotation` [Hkv, d]: powers of two."""
         return self._rows.part(self.constants, 1)
 
     @property
@@ -171,7 +172,7 @@ class Coder(nn.Module):
 
     @property
     def mean(self) -> Tensor:
-        """What vectors lose before they are rotated [Hkv, d]."""
+        """The mean that is subtracted from vectors before the rotation [Hkv, d]."""
         return self._rows.part(self.constants, 3)
 
     @property
@@ -181,7 +182,7 @@ class Coder(nn.Module):
 
     @property
     def bits(self) -> Tensor:
-        """Of each number of a block [tiers, blocks], uint8."""
+        """The bits of each number of a block [tiers, blocks], uint8."""
         return self._rows.part(self.constants, 5)
 
     @property
@@ -190,7 +191,7 @@ class Coder(nn.Module):
         return bool(self.mean.any())
 
     def fault(self) -> str | None:
-        """What of the constants, as a file has them, cannot be; None if nothing."""
+        """A description of the first invalid one of the constants, as a file has them; None if all are valid."""
         for name in ("fineness", "back", "mean", "middle"):
             if not getattr(self, name).isfinite().all():
                 return f"{name} holds NaN or infinity"
@@ -200,7 +201,7 @@ class Coder(nn.Module):
         return None
 
     def bytes_per_token(self, tier: int) -> int:
-        """Of one vector of one head."""
+        """The bytes of the codes and scales of one vector of one head in a tier."""
         return token_bytes(self.dim, self.tiers[tier])
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +252,7 @@ class Coder(nn.Module):
         return whole((rotated * unit).unflatten(-1, (-1, self.block)))
 
     def numbers(self, codes: Tensor, scales: Tensor, tier: int) -> Numbers:
-        """What codes of a tier stand for."""
+        """The rotated vectors that codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks] of a tier stand for."""
         found, start = [], 0
         for blocks, bits in self._runs(tier):
             size = bits * self.block // 8
@@ -316,7 +317,7 @@ def spread(variance: Sequence[float], bits: float) -> list[int]:
 
 
 def token_bytes(dim: int, bits: float) -> int:
-    """Of a vector's codes and scales."""
+    """The bytes of the codes and scales of a vector of ``dim`` numbers."""
     block = block_size(dim)
     blocks = dim // block
     return whole_bits(blocks, bits) * block // 8 + blocks

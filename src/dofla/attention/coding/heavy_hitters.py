@@ -46,7 +46,7 @@ class ScoredTokens(_Tensors):
 
     @property
     def log_weight(self) -> Tensor:
-        """Of each token in each head [B, Hkv, n], float32: LOG_ZERO of free places and of padding, 0 of all others."""
+        """The log-weights of the tokens [B, Hkv, n], float32: LOG_ZERO for free slots and padding, 0 for all others."""
         return torch.zeros_like(self.score, dtype=torch.float32).masked_fill(self.score == FREE, LOG_ZERO)
 
     def __len__(self) -> int:
@@ -64,12 +64,13 @@ class ScoredTokens(_Tensors):
         return self.map(lambda x: chosen(x, places))
 
     def plain(self) -> CodedTokens:
-        """As :class:`CodedTokens`: weights are 0 or 1, and as many tokens have entered and left in every head."""
+        """The tokens as :class:`CodedTokens`, without scores. The weights 0 and 1 are shared by all heads, because the
+        same number of tokens has entered and left in every head."""
         return CodedTokens(self.key, self.key_scale, self.value, self.value_scale, self.log_weight.amax(1))
 
 
 def chosen(x: Tensor, places: Tensor) -> Tensor:
-    """What ``x`` [B, Hkv, n] or [B, Hkv, n, d] has at ``places`` [B, Hkv, m], others in each head."""
+    """The entries of ``x`` [B, Hkv, n] or [B, Hkv, n, d] at ``places`` [B, Hkv, m], which differ between heads."""
     return x.gather(2, places if x.ndim == 3 else places.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
 
 

@@ -38,13 +38,14 @@ _HALF = [
      0, 4, 7, 11, 15, 19, 23, 28, 32, 38, 43, 50, 58, 68, 82, 104],
 ]
 # fmt: on
-"""Of windows whose first bit is 0, by bits (scripts/trellis_levels.py); of the others they are the negatives."""
+"""Levels of the windows whose first bit is 0, by bits (scripts/trellis_levels.py). The other windows have their
+negatives."""
 _DISTORTION = (1.0, 0.34632, 0.08024, 0.02100, 0.00533, 0.00159)
 
 
 @cache
 def levels(bits: int) -> Tensor:
-    """What the windows of codes of ``bits`` bits stand for [2 ** WINDOW], in ``1 / UNIT``."""
+    """The levels that windows of codes of ``bits`` bits stand for [2 ** WINDOW], float32, in units of ``1 / UNIT``."""
     half = constant(_HALF[bits - 1])
     return torch.cat([half, -half.flip(0)])
 

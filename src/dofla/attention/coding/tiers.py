@@ -18,7 +18,7 @@ from dofla.attention.exact import merge
 from dofla.attention.state import TokenBuffer
 
 Tier = tuple[int, float]
-"""How many tokens, and bits per number."""
+"""A tier of a compressed cache: its number of tokens, and its bits per number."""
 
 
 class CodedTiers(nn.Module):

@@ -36,7 +36,8 @@ def search(x: Tensor, levels: Tensor, bits: int) -> Tensor:
     costs = BRANCHES * FINE * levels.int().square() + came_by  # less x², and FINE times
 
     def walk(rows: Tensor, cost: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Of paths to each state their cost, and of each number which way they came: [blocks, states] each."""
+        """The cost of the best path to each state [blocks, states], and for each number the branch on which the path to
+        each state came [blocks, states]."""
         ways = []
         for numbers in rows.unbind(-1):
             # A window is a state and below it the new code; its lower bits are the next state.

@@ -24,7 +24,7 @@ FLAGS = {
     "x86_64": (*_COMMON, "-march=native", "-mprefer-vector-width=512"),
     "aarch64": (*_COMMON, "-mcpu=native"),
 }
-"""What the compiler is told, by machine."""
+"""Compiler flags, by machine."""
 _LIBRARY = "dofla_kernels"
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What the operators return, without its contents: how torch.compile traces them. Imported once they are loaded."""
+"""Outputs of the operators without contents, with which torch.compile traces them. Imported once they are loaded."""
 
 from __future__ import annotations
 

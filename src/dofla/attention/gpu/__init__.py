@@ -35,7 +35,7 @@ CHUNK = 64
 """Tokens per chunk: enough for the matrix units, few enough that pairs within a chunk cost no more than the state."""
 
 _PRECISION = "ieee"
-"""Of products in float32: TF32, Triton's default, has 10 bits and would miss 1e-4. No effect on bf16."""
+"""Input precision of float32 products: TF32, Triton's default, has 10 bits and would miss 1e-4. No effect on bf16."""
 
 
 @lru_cache(maxsize=1)

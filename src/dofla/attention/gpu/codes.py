@@ -36,7 +36,7 @@ class Codes:
 
     @property
     def blocks(self) -> int:
-        """Of a vector."""
+        """The number of blocks of a vector."""
         return self.scales.shape[-1]
 
     @property

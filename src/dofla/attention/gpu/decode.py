@@ -33,13 +33,13 @@ def levels_of(codes, n, bits, levels, mask, BLOCK: tl.constexpr):
 
 @triton.jit
 def units_of(scales, units, mask):
-    """What one is worth where the byte of the scale is at ``scales``."""
+    """The units of integers, from ``units`` [256], for the scale bytes at the pointers ``scales``; 0 where masked."""
     return tl.load(units + tl.load(scales, mask=mask, other=0).to(tl.int32), mask=mask, other=0.0)
 
 
 @triton.jit
 def products(queries, codes, bits, levels, is_token, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Of queries [R, LEAST] and the integers of a block of the keys at ``codes`` [T]: [R, T], float32."""
+    """Products [R, T], float32, of queries [R, LEAST] and the integers of one block of the keys at ``codes`` [T]."""
     n = tl.arange(0, LEAST)
     here = is_token[:, None] & (n < BLOCK)[None, :]
     keys = levels_of(codes[:, None], n % BLOCK, bits, levels, here, BLOCK)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS, QUERIES = 64, 64
-"""Of a block."""
+"""Numbers of keys and queries in a block."""
 
 
 def drawn(query: Tensor, key: Tensor, real: Tensor, normaliser: Tensor, neighbors: int, scaling: float) -> Tensor:

@@ -73,7 +73,13 @@ def select_survivors(
 
 
 def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Tensor:
-    """Of the weights of all pairs, in whole steps [B, Hkv, G, L, S], float32."""
+    """Logarithms of the attention weights of all pairs of query and key, in integer steps [B, Hkv, G, L, S], float32.
+
+    Args:
+        query_integers: integers [B, H, L, blocks, block], and their units [B, H, L, blocks, 1].
+        key: the codes of S tokens.
+        per_step: steps per unit of a product of query and key.
+    """
     numbers, unit = (x.contiguous() for x in query_integers)
     batch, heads, length = numbers.shape[:3]
     kv_heads, tokens = key.codes.shape[1:3]

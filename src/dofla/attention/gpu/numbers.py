@@ -32,7 +32,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def exponent_of(x):
-    """As frexp has it, of float32 that is not negative: 0 of 0, and too small a one of what is below 2⁻¹²⁶."""
+    """The exponent that frexp gives, for float32 that is not negative: 0 for 0, but -126 for all else below 2⁻¹²⁶."""
     found = (x.to(tl.int32, bitcast=True) >> 23) - 126
     return tl.where(x == 0.0, 0, found)
 

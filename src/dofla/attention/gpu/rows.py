@@ -42,8 +42,8 @@ def line(
     PLACES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What a tier holds, with a place more for the token that leaves the window. One program per head of a batch row
-    and some tokens."""
+    """Copy a tier, with one more slot for the token that leaves the window. One program per head of a batch row and
+    some tokens."""
     unit = tl.program_id(0).to(tl.int64)
     head = unit % heads
     before += unit // heads * row
@@ -204,8 +204,8 @@ def _seen(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """What a query sees of some tokens in int8, beside what it saw before (online softmax); ``first`` is where
-    those of the head begin."""
+    """Attend with a query to some tokens in int8, as one step of an online softmax; ``first`` is the index of the
+    head's first token. Returns the new ``best``, ``mass`` and ``total``."""
     d, v = tl.arange(0, triton.next_power_of_2(DIM)), tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     weight = tl.load(at(log_weight, 0, tl.float32) + t, mask=here, other=_NOTHING)
     here = here & (weight > _NOTHING)
@@ -359,8 +359,8 @@ def _weight_of(log_weight, batch):
 
 @triton.jit
 def _leaving(before, NEAR_WEIGHT: tl.constexpr, SINK_WEIGHT: tl.constexpr, SINKS: tl.constexpr):
-    """Of the token that leaves the window: whether it is one and no padding, how many sinks there are before it, and
-    whether it becomes the next; integers."""
+    """Three integers about the token that leaves the window: 1 if it is real and no padding, the number of sinks
+    before it, and 1 if it becomes the next sink."""
     real = (tl.load(at(before, NEAR_WEIGHT, tl.float32)) > _NOTHING).to(tl.int32)
     held = 0 * real
     if SINKS > 0:

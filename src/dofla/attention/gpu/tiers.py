@@ -24,7 +24,7 @@ VALUES = 64
 """Numbers of a value of a program at most: what fits into its registers."""
 
 _PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
-"""Of products: three of TF32 are as good as one of float32, on the matrix units."""
+"""Input precision of float32 products: three in TF32, on the matrix units, are as accurate as one in float32."""
 
 _NOTHING = tl.constexpr(LOG_ZERO)
 
@@ -32,13 +32,13 @@ _NOTHING = tl.constexpr(LOG_ZERO)
 def attend(
     rotated: Tensor, key: Codes, value: Codes, log_weight: Tensor, evicted_at: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """What each of L queries sees of a line of S tokens, of which the last L enter with one query each.
+    """Attention of L queries to a line of S tokens, of which the last L enter with one query each.
 
     Args:
         rotated: queries [B, H, L, d + 1], float32; the last number is added to their products with keys.
         key, value: of the line, codes [B, Hkv, S, ...].
-        log_weight: [B, S], or [B, Hkv, S] if heads hold other tokens.
-        evicted_at: [B, Hkv, S], int32, the first query that sees a token no more; None where they go as they came.
+        log_weight: [B, S], or [B, Hkv, S] if heads hold different tokens.
+        evicted_at: [B, Hkv, S], int32, the first query that sees a token no more; None if the oldest are evicted first.
         scaling: of the scores.
 
     Returns:

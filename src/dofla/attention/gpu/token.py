@@ -121,7 +121,7 @@ def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _named(starts: Sequence[int], sinks: int) -> dict[str, int]:
-    """As the kernels call them."""
+    """The offsets in a row of bytes by the kernels' names for them; those of sinks are 0 if there are none."""
     vectors = ("KEY", "KEY_UNIT", "VALUE", "VALUE_UNIT", "WEIGHT")
     near, first = ([f"{where}_{name}" for name in vectors] for where in ("NEAR", "SINK"))
     names = [*near, *(first if sinks else ()), "CODES", "SCALES", "VALUE_CODES", "VALUE_SCALES", "SCORE"]

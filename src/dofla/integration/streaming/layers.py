@@ -100,8 +100,8 @@ def replaced(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
 
 
 def output_form(model: PreTrainedModel) -> Wrap:
-    """How the layers return hidden states: as they are, or in a tuple. No layer is read for it: in the right form each
-    layer is handed the very tensor that the one before has given.
+    """The form in which the layers return hidden states: a tensor, or a tuple of one. No layer is read for it: in the
+    right form each layer is handed the very tensor that the one before has given.
 
     Raises:
         DoflaError: if neither is right, as something else happens between the layers.

@@ -17,7 +17,7 @@ from dofla.integration.streaming.states import HiddenStates, fingerprints
 
 
 class Turn:
-    """What runs together: a whole model, or one of its layers.
+    """A part of a model that runs at one time: the whole model, or one of its layers.
 
     Attributes:
         number, count: of this turn, from 0, and of all.

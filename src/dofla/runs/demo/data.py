@@ -56,7 +56,7 @@ def drawn_windows(
     split: str,
     seed: int,
 ) -> TokenWindows:
-    """As :func:`demo_windows`, always drawn."""
+    """The windows of :func:`demo_windows` [N, L], always drawn and never the bundled ones."""
     count = max(1, round(RECALL_SHARE * windows))
     offset = _VALIDATION_SEEDS if split == "validation" else 0
     documents = recall_documents(round(count / _WINDOWS_PER_DOCUMENT) + 4, seed + offset)

@@ -13,7 +13,7 @@ __all__ = ["Tokenizer", "recall_documents", "recall_prompts"]
 
 
 class Tokenizer(Protocol):
-    """What `recall_prompts` needs of a tokenizer; every transformers tokenizer has it."""
+    """The interface of a tokenizer that `recall_prompts` needs; every transformers tokenizer has it."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 

@@ -1,4 +1,4 @@
-"""What the demo lets the bundled model continue: a story, and a question on a name stated long before."""
+"""Prompts that the bundled model continues in the demo: a story, and a question on a name stated long before."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _stories(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: 
 
 
 def _sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, openings: list[str], seed: int) -> list[str]:
-    """How the softmax model goes on with each opening, on one line, the opening included, the start token not."""
+    """Continuations of each opening by the softmax model, on one line, the opening included, the start token not."""
     tokens = [tokenizer.encode(opening, add_special_tokens=False) for opening in openings]
     longest = max(map(len, tokens))
     ids = torch.tensor([[tokenizer.eos_token_id] * (longest - len(part)) + part for part in tokens])

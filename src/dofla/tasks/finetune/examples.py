@@ -30,7 +30,7 @@ def answers(task: Task, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[
 
 
 def asked_of(rows: Sequence[Row]) -> int:
-    """How many tokens the rows' answers have."""
+    """The number of tokens in the rows' answers."""
     return sum(len(row.tokens) - row.context for row in rows)
 
 

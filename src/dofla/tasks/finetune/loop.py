@@ -44,7 +44,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class FineTuneResult(Result):
-    """What a fine-tuning did.
+    """The outcome of a fine-tuning.
 
     Attributes:
         epochs: in order.
@@ -60,7 +60,7 @@ class FineTuneResult(Result):
 
     @property
     def accuracy(self) -> float | None:
-        """That of the kept epoch."""
+        """The accuracy of the kept epoch on the test task; None without one."""
         return self.epochs[self.kept - 1].accuracy
 
     def parts(self) -> Iterator[Part]:

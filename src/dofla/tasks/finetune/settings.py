@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 
 class Family(NamedTuple):
-    """What the paper fine-tunes one of its models with; tuples in the order of :data:`TASKS`.
+    """The paper's fine-tuning settings for one of its models; tuples in the order of :data:`TASKS`.
 
     Attributes:
         shape: entries of a config by which the model is known, whatever its folder is called.
@@ -50,7 +50,7 @@ LORA_FACTOR = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How one model is fine-tuned on one task.
+    """Settings for fine-tuning one model on one task.
 
     Attributes:
         learning_rate: at its peak.
