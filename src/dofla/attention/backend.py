@@ -16,7 +16,7 @@ from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
 
 class Features(Protocol):
-    """What attention asks of a feature map. One that also has ``affine(scaling, dtype)``, giving the :class:`Affine`
+    """A feature map as attention uses it. One that also has ``affine(scaling, dtype)``, giving the :class:`Affine`
     maps of queries and keys, is applied by the compiled kernels themselves."""
 
     features: int
@@ -27,7 +27,7 @@ class Features(Protocol):
 
 
 class Packed(NamedTuple):
-    """What packed caches give for some new tokens.
+    """Result of reading new tokens with packed caches.
 
     Attributes:
         out: [B, H, L, dv], zeros of heads in no group; float32 if there are features behind any group's tiers.

@@ -1,4 +1,4 @@
-"""What a layer's heads carry from one call to the next: as the arithmetic takes it, and packed."""
+"""The state that a layer's heads carry from one call to the next: as the arithmetic takes it, and packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.state import FeatureState, TokenBuffer, _Tensors, known_full
 
 _Exact = TypeVar("_Exact", bound=TokenBuffer | PackedTokens, covariant=True)
-"""What window and sinks are."""
+"""Type of the local window and the attention sinks."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def causal_attention(
 
 
 def segment(numbers: int, query: Tensor) -> int:
-    """How many tokens to do at once, if each has so many log-features of queries: on a CPU few enough to stay in its
+    """Number of tokens to do at once, if each has so many log-features of queries: on a CPU few enough to stay in its
     cache, on a GPU few enough to take little of its memory."""
     at_once = 2**20 if query.device.type == "cpu" else 2**26
     return max(at_once // max(numbers, 1) // 64 * 64, 128)

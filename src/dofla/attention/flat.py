@@ -32,7 +32,7 @@ class FlatState(_Tensors):
 
 
 Carried = State[TokenBuffer | PackedTokens] | FlatState
-"""What a group of heads carries from one call to the next."""
+"""The state that a group of heads carries from one call to the next."""
 
 
 class Layout:
@@ -93,7 +93,7 @@ class Layout:
         return State(state.features, window, sinks, tuple(_taken(kind, parts) for kind in self._kinds))
 
     def _empty(self) -> State[PackedTokens]:
-        """That of one sequence, but for its features, in int8 and in codes."""
+        """The empty state of one sequence, but for its features, in int8 and in codes."""
         device, dims = torch.device("cpu"), (self.coded_tiers.key.dim, self.coded_tiers.value.dim)
         key, value = (torch.empty(1, len(self.heads), 0, dim, dtype=torch.float32, device=device) for dim in dims)
         window, sinks = (

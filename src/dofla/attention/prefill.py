@@ -200,7 +200,7 @@ def _retained(
 def _tier(
     layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor, backend: Backend
 ) -> ScoredTokens:
-    """What the tier holds after the call, of the tokens that have ``left`` the window [B, P]."""
+    """Tokens of the tier after the call, from the tokens that have ``left`` the window [B, P]."""
     newest, length = layout.coded_tiers.counts[0], len(line) - layout.window - layout.sinks - len(held)
     before = slice(layout.sinks, layout.sinks + len(held))
     old = held.score.clamp_min(0) * (1 - 1 / DECAY) ** length

@@ -76,8 +76,8 @@ def showing(label: str, shown: bool) -> Iterator[Bar]:
 
 @contextmanager
 def reporting(label: str, progress: object, way: Callable) -> Iterator[Callable | None]:
-    """What to call with progress, for the time of the block: the caller's function, a new bar's, or None. Whatever it
-    is, what is called within shows no bar of its own.
+    """The function to call with progress during the block: the caller's function, a new bar's, or None. Calls within
+    the block show no bar of their own.
 
     Args:
         label: of the bar.

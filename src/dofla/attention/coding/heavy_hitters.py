@@ -22,7 +22,7 @@ from dofla.attention.constants import DECAY, FREE, GAIN, LEAST_STEPS, LOG_ZERO, 
 from dofla.attention.state import _Tensors
 
 WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(LEAST_STEPS)] + [0.0])
-"""By how many steps a weight is below the largest; beyond the last it is nothing."""
+"""Weights by how many steps they are below the largest; beyond the last a weight is 0."""
 _PIECE = 256
 
 

@@ -22,7 +22,7 @@ Coded = tuple[Tensor, Tensor]
 
 
 class CodeOperations:
-    """What is done with codes. A backend overrides what it has kernels for, with the same results bit for bit but for
+    """Operations on codes. A backend overrides what it has kernels for, with the same results bit for bit but for
     the sums of attention."""
 
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:

@@ -19,7 +19,7 @@ from dofla.attention.flat import Layout
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of the vectors that the kernels of compressed caches take."""
+"""Types of the vectors that the kernels of compressed caches take."""
 
 
 class Compiled(Backend):

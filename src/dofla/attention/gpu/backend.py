@@ -55,7 +55,7 @@ class Triton(Backend):
         return Packed(out, after, [])
 
     def _decoder(self, layout: Layout) -> Decoder:
-        """Of a layout, made once: a decoded token is little else than what is looked up here."""
+        """The decoder of a layout, made once: a decoded token is little else than what is looked up here."""
         if layout not in self._decoders:
             from dofla.attention.gpu.token import Decoder
 

@@ -31,7 +31,7 @@ _NOWHERE = tl.constexpr(NOWHERE)
 _STATES = 2 ** (WINDOW - 1)
 _FINE = tl.constexpr(FINE)
 _SCALE = tl.constexpr(float(FINE * UNIT))
-"""What a number of the size of its block is coded as: units of a level, :data:`_FINE` to one."""
+"""Code of a number as large as its block: units of a level, :data:`_FINE` to one."""
 
 
 def enter(coder: Coder, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
