@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,6 @@ class LinearAttention(nn.Module):
         weight: Tensor | None,
         states: Sequence[Carried] | None,
         causal: bool,
-        **options: Any,
     ) -> bool:
         """True if torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
         it, no shape and no branch depends on numbers, but for padding among several tokens that continue a sequence."""
