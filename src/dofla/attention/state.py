@@ -34,6 +34,11 @@ def widest(t: Tensor) -> torch.dtype:
     return torch.float32 if t.device.type == "mps" else torch.float64
 
 
+def gradients_asked(*tensors: Tensor) -> bool:
+    """True if what is computed of these takes part in a backward pass."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 @dataclass(frozen=True)
 class _Tensors:
     """Shared by the dataclasses below: bundles of tensors whose first dimension is the batch."""

@@ -31,11 +31,15 @@ class FeatureMap(nn.Module, ABC):
 
     learning_rates: ClassVar[dict[str, float]] = {}
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
-    wants_data = False
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__()
         self.heads, self.head_dim, self.features = heads, head_dim, features
+
+    @property
+    def wants_data(self) -> bool:
+        """Most maps do not look at data."""
+        return False
 
     def add_sides(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Parameters of queries and of keys: ``query`` and ``key`` with each suffix of ``shapes``, [heads, *shape]."""

@@ -24,6 +24,8 @@ class Hedgehog(FeatureMap):
     """
 
     learning_rates: ClassVar[dict[str, float]] = {"query": 0.02, "key": 0.02}
+    query: Tensor
+    key: Tensor
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__(heads, head_dim, features)
@@ -31,7 +33,7 @@ class Hedgehog(FeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.query.copy_(identity_first(*self.query.shape, generator))
+        self.query.copy_(identity_first(self.heads, (self.features + 1) // 2, self.head_dim, generator))
         # The same start: a query is then most like the keys that point its way.
         self.key.copy_(self.query)
 

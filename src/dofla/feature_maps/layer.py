@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dofla.attention import (
     LOG_ZERO,
+    Carried,
     CodedTiers,
     CompressedHeads,
     FlatState,
     KeySmoothing,
     Layout,
-    State,
     Tier,
     accumulable,
     attend,
@@ -27,16 +27,23 @@ from dofla.attention import (
     rounded,
     unpacked,
 )
+from dofla.attention.backend import Backend
 from dofla.attention.backends import backend_for
+from dofla.attention.state import gradients_asked
 from dofla.feature_maps import FeatureMap, feature_map_class
+from dofla.feature_maps.containers import ModuleDict, ModuleList
 from dofla.feature_maps.padding import without_padding
 
+Layer = TypeVar("Layer", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def without_autocast(method: Callable) -> Callable:
+
+def without_autocast(method: Callable[Concatenate[Layer, Tensor, P], R]) -> Callable[Concatenate[Layer, Tensor, P], R]:
     """For methods that take exponents: mixed-precision training would halve the precision of the products in them."""
 
     @wraps(method)
-    def call(self: nn.Module, query: Tensor, *args, **kwargs):
+    def call(self: Layer, query: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
         device = "cpu" if query.is_cpu else query.device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return method(self, query, *args, **kwargs)
@@ -84,25 +91,25 @@ class LinearAttention(nn.Module):
         self.smoothing = KeySmoothing(len(features), head_dim) if smooth_keys else None
         self.features, self.token_dtype, self.hides_tokens = list(features), token_dtype, False
         window, sinks = ([x] * len(features) if isinstance(x, int) else x for x in (window, sinks))
-        tiers = [tuple(map(tuple, own)) for own in tiers] or [()] * len(features)
-        sizes = list(zip(features, window, sinks, tiers, heavy_hitters or [0] * len(features), strict=True))
+        coded = [tuple((count, bits) for count, bits in own) for own in tiers] or [()] * len(features)
+        sizes = list(zip(features, window, sinks, coded, heavy_hitters or [0] * len(features), strict=True))
         kinds = list(dict.fromkeys(sizes))
         self.sizes = [size[:3] for size in kinds]
         self.groups = [[head for head, own in enumerate(sizes) if own == kind] for kind in kinds]
         make = feature_map_class(feature_map)
-        self.maps: nn.ModuleList[FeatureMap] = nn.ModuleList(
+        self.maps: ModuleList[FeatureMap] = ModuleList(
             make(len(group), head_dim, size[0]) for group, size in zip(self.groups, self.sizes, strict=True)
         )
-        self.coded_tiers: nn.ModuleDict[str, CodedTiers] = nn.ModuleDict()
+        self.coded_tiers: ModuleDict[CodedTiers] = ModuleDict()
         for n, (group, kind) in enumerate(zip(self.groups, kinds, strict=True)):
             if kind[3]:
                 self.coded_tiers[str(n)] = CodedTiers(len(group), head_dim, value_dim or head_dim, kind[3], kind[4])
         self._layouts: dict[int, Layout] = {}
         if self.keeps_eight_bits:
             for n, coded_tiers in ((int(name), coded_tiers) for name, coded_tiers in self.coded_tiers.items()):
-                features, window, sinks = self.sizes[n]
-                if window:
-                    self._layouts[n] = Layout(coded_tiers, self.groups[n], features, window, sinks)
+                own_features, own_window, own_sinks = self.sizes[n]
+                if own_window:
+                    self._layouts[n] = Layout(coded_tiers, self.groups[n], own_features, own_window, own_sinks)
         self._compressed: CompressedHeads | None = None
         if self._layouts:
             self._compressed = CompressedHeads(list(self._layouts.values()), [self.maps[n] for n in self._layouts])
@@ -149,9 +156,8 @@ class LinearAttention(nn.Module):
         value: Tensor,
         *,
         weight: Tensor | None,
-        states: list[State | FlatState] | None,
+        states: Sequence[Carried] | None,
         causal: bool,
-        **options: Any,
     ) -> bool:
         """True if torch.compile can take such a call of :meth:`forward` into its graph: where the compiled kernels do
         it, no shape and no branch depends on numbers, but for padding among several tokens that continue a sequence."""
@@ -184,10 +190,10 @@ class LinearAttention(nn.Module):
         *,
         scaling: float,
         weight: Tensor | None = None,
-        states: list[State | FlatState] | None = None,
+        states: Sequence[Carried] | None = None,
         causal: bool = True,
         exact: bool = False,
-    ) -> tuple[Tensor, list[State | FlatState]]:
+    ) -> tuple[Tensor, Sequence[Carried]]:
         """Attention of the new tokens.
 
         Args:
@@ -209,25 +215,34 @@ class LinearAttention(nn.Module):
         """
         query, key = self.smoothed(query, key)
         backend = backend_for((query, key, value), () if weight is None else (weight,))
-        states, ragged = states or [None] * len(self.groups), len(self.groups) > 1
-        out, after, options = None, {}, {"scaling": scaling, "weight": weight, "backend": backend}
-        if exact and query.shape[-2] > 1 and causal and self.retains and not _differentiated(query, key, value):
-            return exact_prefill(query, key, value, list(self._layouts.values()), states, **options)
+        held: Sequence[Carried | None] = states or [None] * len(self.groups)
+        flat = [x for x in (held[n] for n in self._layouts) if x is None or isinstance(x, FlatState)]  # they all are
+        if exact and query.shape[-2] > 1 and causal and self.retains and not gradients_asked(query, key, value):
+            layouts = list(self._layouts.values())
+            return exact_prefill(query, key, value, layouts, flat, scaling=scaling, weight=weight, backend=backend)
+        found = None
         if causal and self._compressed is not None and not self.hides_tokens:
-            before = states if self._all_compressed else [states[n] for n in self._layouts]
-            found = self._compressed.attend(query, key, value, states=before, **options)
+            found = self._compressed.attend(
+                query, key, value, scaling=scaling, weight=weight, states=flat, backend=backend
+            )
             if found is not None and self._all_compressed:
                 return found
-            if found is not None:
-                out, after = found[0], dict(zip(self._layouts, found[1], strict=True))
-        if rest := [n for n in range(len(self.groups)) if n not in after]:
-            tokens = self._as_kept(key, value)
-            if out is None and ragged:
-                out = value.new_empty(*query.shape[:-1], value.shape[-1])
-            for n in rest:
-                options |= {"state": states[n], "heads": self.groups[n] if ragged else None, "out": out}
-                out, after[n] = self._attend(n, query, *tokens, causal=causal, **options)
-        return out, [after[n] for n in range(len(after))] if causal else []
+        key, value = self._as_kept(key, value)
+        attend_group = partial(self._attend, scaling=scaling, weight=weight, causal=causal, backend=backend)
+        if len(self.groups) == 1:
+            out, state = attend_group(0, query, key, value, state=held[0])
+            return out, [] if state is None else [state]
+        after: dict[int, Carried] = {}
+        if found is None:
+            out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        else:
+            out, after = found[0], dict(zip(self._layouts, found[1], strict=True))
+        for n, heads in enumerate(self.groups):
+            if n not in after:
+                _, state = attend_group(n, query, key, value, state=held[n], heads=heads, out=out)
+                if state is not None:
+                    after[n] = state
+        return out, [after[n] for n in range(len(after))]
 
     def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)
@@ -239,25 +254,38 @@ class LinearAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         *,
-        state: State | FlatState | None,
+        scaling: float,
+        weight: Tensor | None,
+        state: Carried | None,
         causal: bool,
-        **options: Any,
-    ) -> tuple[Tensor, State | FlatState | None]:
+        backend: Backend,
+        heads: list[int] | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Carried | None]:
         """:func:`attend` from a state to a state as they are kept."""
-        layout = self.layout_of(group) if causal else None
-        if layout is not None and state is not None:
-            state = layout.opened(state)
-        before = state
-        if self.keeps_eight_bits and before is not None:
-            before = unpacked(before, torch.promote_types(key.dtype, torch.float32))  # as the arithmetic wants it
-        options |= dict(zip(("window", "sinks"), self.exact_tokens[group], strict=True))
-        coded_tiers = self.coded_tiers_of(group) if causal else None
+        if isinstance(state, FlatState):
+            state = self._layouts[group].opened(state)
+        window, sinks = self.exact_tokens[group]
         out, after = attend(
-            query, key, value, self.maps[group], state=before, causal=causal, coded_tiers=coded_tiers, **options
+            query,
+            key,
+            value,
+            self.maps[group],
+            scaling=scaling,
+            weight=weight,
+            state=None if state is None else unpacked(state, torch.promote_types(key.dtype, torch.float32)),
+            window=window,
+            sinks=sinks,
+            coded_tiers=self.coded_tiers_of(group) if causal else None,
+            causal=causal,
+            heads=heads,
+            out=out,
+            backend=backend,
         )
-        if after is not None and self.keeps_eight_bits:
-            after = packed(after, state, key.shape[-2])
-        return out, after if layout is None or after is None else layout.flat(after)
+        if after is None or not self.keeps_eight_bits:
+            return out, after
+        kept, layout = packed(after, state, key.shape[-2]), self.layout_of(group)
+        return out, kept if layout is None else layout.flat(kept)
 
     @without_autocast
     def log_scores(
@@ -344,7 +372,3 @@ def _ages(rows: Tensor, length: int, weight: Tensor | None) -> Tensor:
     keys after the query."""
     places = torch.arange(length, device=rows.device)[None] if weight is None else (weight > 0).cumsum(-1)
     return places[:, rows].unsqueeze(-1) - places.unsqueeze(1)
-
-
-def _differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -6,7 +6,7 @@ with padding elsewhere are brought into that form, or are made for the real toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import wraps
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dofla.attention import side_by_side
+from dofla.attention import Carried, side_by_side
 
-Answer = tuple[Tensor, list[Any]]
+Answer = tuple[Tensor, Sequence[Carried]]
 
 
 def without_padding(forward: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -31,12 +31,12 @@ def without_padding(forward: Callable[..., Answer]) -> Callable[..., Answer]:
         value: Tensor,
         *,
         weight: Tensor | None = None,
-        states: list[Any] | None = None,
+        states: Sequence[Carried] | None = None,
         causal: bool = True,
         keeps_states: bool = True,
         **options: Any,
     ) -> Answer:
-        def run(*tensors: Tensor, weight: Tensor | None, states: list[Any] | None) -> Answer:
+        def run(*tensors: Tensor, weight: Tensor | None, states: Sequence[Carried] | None) -> Answer:
             return forward(self, *tensors, weight=weight, states=states, causal=causal, **options)
 
         if weight is None or not causal or (not states and query.shape[-2] == 1):
@@ -75,7 +75,7 @@ def _disorder(real: Tensor, keeps_states: bool) -> bool:
 
 
 def _one_token(
-    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: list[Any]
+    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Carried]
 ) -> Answer:
     """The call of a compiled graph, in which each sequence gets a token or a padding token."""
     out, after = run(query, key, value, weight=weight, states=states)
@@ -96,7 +96,7 @@ def _either(first: Tensor, one: Any, other: Any) -> Any:
 
 
 def _continued(
-    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: list[Any]
+    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Carried]
 ) -> Answer:
     """The call that continues sequences: rows with the same number of real tokens together, those tokens alone."""
     real = weight > 0
@@ -106,7 +106,7 @@ def _continued(
     counts, rows, parts = real.sum(-1), [], []
     for count in counts.unique().tolist():
         own = (counts == count).nonzero().flatten()
-        after = [state.reorder(own) for state in states]
+        after: Sequence[Carried] = [state.reorder(own) for state in states]
         if count:
             places = real[own].nonzero()[:, 1].view(len(own), count)
             tokens = (x[own].take_along_dim(places[:, None, :, None], 2) for x in (query, key, value))

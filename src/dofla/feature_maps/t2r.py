@@ -27,6 +27,10 @@ class T2R(FeatureMap):
     """
 
     learning_rates: ClassVar[dict[str, float]] = {"query": 0.02, "query_bias": 0.02, "key": 0.02, "key_bias": 0.02}
+    query: Tensor
+    key: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__(heads, head_dim, features)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from dofla.attention import Coder, State
+from dofla.attention import Carried, Coder
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import hand_over_cache
@@ -17,6 +18,9 @@ from dofla.integration.interface import LINEAR
 from dofla.integration.positions import positions_within
 from dofla.integration.streaming.layers import in_memory
 from dofla.plans.plan import LayerPlan, Plan
+
+SOFTMAX = "_dofla_softmax_implementation"
+"""Attribute of a linearised model: the attention it ran with before."""
 
 
 class AttachedLinearAttention(LinearAttention):
@@ -31,6 +35,8 @@ class AttachedLinearAttention(LinearAttention):
         positions: that there are for it, if that is known.
         prefill: a name in :data:`dofla.plans.plan.PREFILLS`.
     """
+
+    hook: RemovableHandle  # that hands it its entry of the cache
 
     def __init__(
         self, layer: LayerPlan, beside_softmax: bool, positions: int | None = None, prefill: str = "auto"
@@ -61,7 +67,7 @@ class AttachedLinearAttention(LinearAttention):
 
     # accelerate brings offloaded weights back when their module is called, and maps never are.
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[State]]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Sequence[Carried]]:
         for part in self._holders:  # hardly ever there, and looked for at every token
             if "_hf_hook" in part.__dict__:
                 with in_memory(self):
@@ -90,12 +96,12 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
             module = model.get_submodule(layer.name)
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
-        module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), positions, plan.prefill)
+        own = module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), positions, plan.prefill)
         device = next(module.parameters()).device
-        module.dofla.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
-        module.dofla.train(module.training)
-        module._dofla_hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
-        attached.append(module.dofla)
+        own.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
+        own.train(module.training)
+        own.hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
+        attached.append(own)
     return attached
 
 

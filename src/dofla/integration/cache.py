@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import CacheLayerMixin
 
-from dofla.attention import FlatState, State
+from dofla.attention import Carried
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 
@@ -37,7 +38,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def __init__(self, beside_softmax: bool, static: bool, positions: int | None = None) -> None:
         super().__init__()
         self.keys = self.values = torch.empty(0)  # Llama 3.2 Vision asks every entry how many there are
-        self.states: list[State | FlatState] | None = None
+        self.states: Sequence[Carried] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens: int | Tensor = torch.tensor(0) if static else 0
         self.handed_over = False
@@ -71,10 +72,11 @@ class LinearCacheLayer(CacheLayerMixin):
                 self.positions,
             )
 
-    def get_seq_length(self) -> int | Tensor:
+    # Counts of static caches are tensors in transformers, too, which types them as numbers.
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         return self.tokens
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int | Tensor, int]:  # type: ignore[override]
         # Without softmax layers nobody asks whether old tokens were padding, and masks are as long as the call.
         return (self.tokens if self.beside_softmax else 0) + query_length, 0
 
@@ -84,7 +86,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.states, self.tokens = None, self.tokens * 0
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda state: state.reorder(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -106,12 +108,12 @@ class LinearCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing was moved away."""
 
-    def _change(self, fn) -> None:
+    def _change(self, fn: Callable[[Carried], Carried]) -> None:
         if self.states is not None:
             self.states = [fn(state) for state in self.states]
 
 
-def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a linearised module: give it its cache entry, swapping in ours the first time.
 
     Few families name the argument otherwise than ``past_key_values``, and of those any Cache among them is taken. The
@@ -129,14 +131,14 @@ def hand_over_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     return args, {**kwargs, "dofla_entry": linear_entry(cache, module)}
 
 
-def linear_entry(cache: Cache, module: nn.Module) -> LinearCacheLayer:
+def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
     """A linearised module's entry of the cache, made linear if it is still empty, and ready for the next tokens."""
-    index = module.layer_idx
-    while len(cache.layers) <= index:
-        cache.layers.append(cache.layer_class_to_replicate())
+    index, make = module.layer_idx, cache.layer_class_to_replicate
+    while make is not None and len(cache.layers) <= index:
+        cache.layers.append(make())
     entry = cache.layers[index]
     if not isinstance(entry, LinearCacheLayer):
-        if entry.is_initialized and entry.get_seq_length() > 0:
+        if isinstance(entry, CacheLayerMixin) and entry.is_initialized and entry.get_seq_length() > 0:
             raise DoflaError(
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
                 "start a linearised model with a fresh cache (prefix tuning, which fills it, does not work)"
@@ -162,6 +164,6 @@ def cache_bytes(cache: Cache) -> int:
     for entry in cache.layers:
         if isinstance(entry, LinearCacheLayer):
             total += entry.bytes
-        else:
+        elif isinstance(entry, CacheLayerMixin):
             total += sum(t.numel() * t.element_size() for t in (entry.keys, entry.values) if t is not None)
     return total

@@ -262,12 +262,12 @@ def _load_weights(model: PreTrainedModel, path: Path) -> None:
             weight.copy_(tensors[name])
 
 
-def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remote_code: bool = False) -> type:
+def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remote_code: bool = False) -> type[Any]:
     """The class of transformers that opens a checkpoint with this config: the one that it names, or that is named over
     it; an auto class where there is none, or where the checkpoint's own code may run."""
     if trust_remote_code and getattr(config, "auto_map", None):
         return transformers.AutoModelForCausalLM
-    named = getattr(transformers, str(class_name or (config.architectures or [None])[0]), None)
+    named = getattr(transformers, str(class_name or next(iter(config.architectures or ()), None)), None)
     return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else transformers.AutoModel
 
 

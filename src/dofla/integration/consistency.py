@@ -93,7 +93,8 @@ def _both_ways(
     model: PreTrainedModel, seed: int, padded: bool, between: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Outputs of one pass [rows, n, ...], and of each call with a cache; ``between`` is called before those."""
-    ids, options = _rows(model, seed, padded), {}
+    ids = _rows(model, seed, padded)
+    options: dict[str, Any] = {}
     whole = _call(model, ids, padded, torch.ones_like(ids), 0, use_cache=False)[0]
     between()
     parts, seen = [], 0

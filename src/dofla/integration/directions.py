@@ -70,8 +70,8 @@ def measure_directions(
     """
     new = [name for name, layer in linear_layers(student).items() if _is_new(layer)]
     if new:
-        options = {"batch_size": batch_size, "context": context, "progress": progress}
-        give_directions(student, directions_of(student, tokens, new, **options))
+        found = directions_of(student, tokens, new, batch_size=batch_size, context=context, progress=progress)
+        give_directions(student, found)
 
 
 def give_directions(student: PreTrainedModel, directions: Mapping[str, Directions]) -> None:
@@ -119,10 +119,11 @@ def directions_of(
         heads = call.key.shape[1]
         vectors = [x.transpose(1, 2)[real].transpose(0, 1).cpu() for x in (call.query, call.key, call.value)]
         vectors[0] = vectors[0].unflatten(0, (heads, -1)).flatten(1, 2)
-        moments = tuple(map(Moments.of, vectors))
-        found[call.name] = (
-            tuple(a + b for a, b in zip(found[call.name], moments, strict=True)) if call.name in found else moments
-        )
+        queries, keys, values = map(Moments.of, vectors)
+        if call.name in found:
+            before = found[call.name]
+            queries, keys, values = before[0] + queries, before[1] + keys, before[2] + values
+        found[call.name] = queries, keys, values
 
     with evaluation_mode(model), recording(model, layers, look), _outputs(model, layers, answered) as outputs:
         for batch in placed_over(windows, batch_size, calibration_context(model, windows, context)):

@@ -26,6 +26,8 @@ class Estimator(Protocol):
     samples: ClassVar[int]
     normalization: ClassVar[str]
 
+    def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None: ...
+
     def add(self, call: AttentionCall, part: Sequence[int]) -> None:
         """Look at a call on the windows of these numbers."""
 
@@ -39,7 +41,8 @@ class AttentionRows:
     Each row is that of a query head drawn at random from its group. Windows and rows are the same for all heads.
     """
 
-    samples, normalization = 4096, "mean"
+    samples: ClassVar[int] = 4096
+    normalization: ClassVar[str] = "mean"
 
     def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
         count = min(windows, max(_WINDOWS, samples // _ROWS))
@@ -94,7 +97,7 @@ class Reservoir:
     def __init__(self, size: int, generator: torch.Generator) -> None:
         self.size, self.generator = size, generator
         self.tags = torch.empty(0)
-        self.vectors: Tensor | None = None  # [Hkv, n, d]
+        self.vectors = torch.empty(0, 0, 0)  # [Hkv, n, d]
 
     def add(self, call: AttentionCall) -> None:
         """Offer all queries and keys of a call."""
@@ -115,7 +118,7 @@ class Reservoir:
             grouped[queries // length, :, member, queries % length],
         ]
         parts = [part.transpose(0, 1).to("cpu", torch.float32) for part in parts]
-        if self.vectors is not None:
+        if len(self.tags):
             parts.insert(0, self.vectors[:, old])
         self.vectors = torch.cat(parts, dim=1)
         self.tags = torch.cat([candidates[old], tags[torch.cat([keys, queries + batch * length])]])
@@ -124,7 +127,8 @@ class Reservoir:
 class QueriesAndKeys:
     """A reservoir of a layer's queries and keys, and the Gram matrix of the attention kernel on them: the paper's."""
 
-    samples, normalization = 1024, "trace"
+    samples: ClassVar[int] = 1024
+    normalization: ClassVar[str] = "trace"
 
     def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
         self.reservoir = Reservoir(samples, generator)

@@ -8,12 +8,21 @@ is shared by copies and written by its name, and its methods are given the model
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-class Extension:
+    # What an extension comes before.
+    class _Extended(PreTrainedModel):
+        def generate(self, *args: Any, **options: Any) -> Any: ...
+else:
+    _Extended = object
+
+
+class Extension(_Extended):
     """Base of classes whose methods come before those of a model's own class, which they call by ``super()``.
 
     Attributes:
@@ -23,12 +32,12 @@ class Extension:
 
     place: ClassVar[int]
     holder: ClassVar[str]
-    extended: ClassVar[tuple[type, tuple[type[Extension], ...]]]
+    extended: ClassVar[tuple[type[nn.Module], tuple[type[Extension], ...]]]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         # The class was made here, so it is written as what it was made of; copies are made in this way too.
-        _, _, *state = super().__reduce_ex__(max(int(protocol), 2))
-        return _empty, self.extended, *state
+        reduced = super().__reduce_ex__(max(int(protocol), 2))
+        return _empty, self.extended, *reduced[2:]
 
 
 def extend(model: nn.Module, extension: type[Extension], held: Any) -> None:
@@ -51,7 +60,7 @@ def withdraw(model: nn.Module) -> None:
 
 
 @cache
-def _extended(base: type, extensions: tuple[type[Extension], ...]) -> type:
+def _extended(base: type, extensions: tuple[type[Extension], ...]) -> type[nn.Module]:
     # transformers takes the name of a class for that of an architecture: it stays.
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (*extensions, base), {**same, "extended": (base, extensions)})

@@ -111,7 +111,8 @@ def upload(
     if has_own_card(api, name):
         files.pop(README, None)
     stale = [file for file in optional if file not in files and api.file_exists(name, file, revision=revision)]
-    operations = [CommitOperationAdd(file, path) for file, path in files.items()]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = []
+    operations += [CommitOperationAdd(file, path) for file, path in files.items()]
     operations += [CommitOperationDelete(file) for file in stale]
     return api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
 

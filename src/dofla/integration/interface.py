@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from dofla.attention import Carried
+from dofla.attention.state import gradients_asked
 from dofla.errors import DoflaError
+from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.positions import stated_positions
 
 LINEAR = "dofla"
@@ -41,14 +45,14 @@ def linear_attention(
     *,
     dofla_entry: Any = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Linear attention for modules that carry feature maps, softmax attention for those that do not.
 
     ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None. Dropout of attention weights has
     no counterpart here, as no weight is ever formed, and is left out.
     """
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
-    if layer is None:
+    if not isinstance(layer, LinearAttention):
         return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
     attention_mask = plain_mask(attention_mask, module)
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -62,15 +66,24 @@ def linear_attention(
     causal = is_causal(module, kwargs)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
-    options = {"scaling": own_scaling, "weight": weight, "states": states, "causal": causal}
-    options |= {"keeps_states": dofla_entry is not None, "exact": _prefills_exactly(layer, query, dofla_entry)}
     # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
     imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
     with torch.no_grad() if imitates else nullcontext():
-        if torch.compiler.is_compiling() and not layer.traceable(asked, key, value, **options):
-            out, states = _outside_the_graph(layer, asked, key, value, **options)
-        else:
-            out, states = layer(asked, key, value, **options)
+        outside = torch.compiler.is_compiling() and not layer.traceable(
+            asked, key, value, weight=weight, states=states, causal=causal
+        )
+        run = partial(_outside_the_graph, layer) if outside else layer
+        out, states = run(
+            asked,
+            key,
+            value,
+            scaling=own_scaling,
+            weight=weight,
+            states=states,
+            causal=causal,
+            keeps_states=dofla_entry is not None,
+            exact=_prefills_exactly(layer, query, dofla_entry),
+        )
     if dofla_entry is not None:
         dofla_entry.states = states
     out = out.transpose(1, 2).contiguous()
@@ -98,13 +111,8 @@ def token_by_token() -> Iterator[None]:
 
 
 @torch.compiler.disable
-def _outside_the_graph(layer: nn.Module, *args: Tensor, **options: Any) -> tuple[Tensor, list]:
+def _outside_the_graph(layer: nn.Module, *args: Tensor, **options: Any) -> tuple[Tensor, Sequence[Carried]]:
     return layer(*args, **options)
-
-
-def gradients_asked(*tensors: Tensor) -> bool:
-    """True if what is computed of these takes part in a backward pass."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def with_gradients_of_softmax(
@@ -133,7 +141,7 @@ def recording_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention that shows its inputs to the visitor of :func:`visiting` first."""
     visit, run = _visitor.get() or (None, softmax_attention)
     attention_mask = plain_mask(attention_mask, module)
@@ -203,8 +211,10 @@ def _bounds_nothing(
 ) -> bool:
     """True if the pattern is a causal window or chunk as long as all positions, and nothing else. transformers allows
     no skip, and says so with ``use_vmap``, where something was added; for one token it allows none in any case."""
-    positions = None if local_size is None or config is None else stated_positions(config)
-    if positions is None or local_size < positions or allow_is_bidirectional_skip is not None:
+    if local_size is None or config is None or allow_is_bidirectional_skip is not None:
+        return False
+    positions = stated_positions(config)
+    if positions is None or local_size < positions:
         return False
     return not use_vmap and (allow_is_causal_skip or q_length == 1)
 
@@ -216,8 +226,9 @@ def _has_readers(config: Any) -> bool:
 
 def plain_mask(mask: Tensor | None, module: nn.Module) -> Tensor | None:
     """The mask that a module got, [B, keys] if it is one of padding."""
-    is_padding = mask is not None and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and _has_readers(module.config)
-    return mask[:, 0, 0] if is_padding else mask
+    if mask is not None and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and _has_readers(module.config):
+        return mask[:, 0, 0]
+    return mask
 
 
 def softmax_attention(

@@ -60,10 +60,11 @@ def lora_factors(model: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def add_factors(model: PreTrainedModel, factors: Mapping[str, Tensor]) -> None:
     """Add each B @ A to the weight of its layer: the sum in float32, then rounded to the weight's dtype."""
-    for name, (a, b) in factor_pairs(factors).items():
+    for name in factor_pairs(factors):
         layer = model.get_submodule(name)
-        update = b.to(layer.weight.device) @ a.to(layer.weight.device)
-        layer.weight.copy_(layer.weight + (update.T if isinstance(layer, Conv1D) else update))
+        weight = layer.get_parameter("weight")
+        update = factors[name + _B].to(weight.device) @ factors[name + _A].to(weight.device)
+        weight.copy_(weight + (update.T if isinstance(layer, Conv1D) else update))
 
 
 def merge_factors(model: PreTrainedModel, factors: Mapping[str, Tensor]) -> None:

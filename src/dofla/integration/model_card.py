@@ -88,7 +88,9 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
     state = plan.state_bytes(dtype) + plan.kept_softmax_bytes(_CONTEXT, dtype)
     data = ModelCardData(
         base_model=record.base_model or None,
-        **record.license,
+        license=record.license.get("license"),
+        license_name=record.license.get("license_name"),
+        license_link=record.license.get("license_link"),
         library_name="dofla",
         pipeline_tag=task,
         tags=list(dict.fromkeys(["dofla", "kv-cache" if bits else "linear-attention", *tags])),

@@ -33,8 +33,7 @@ def context_of(student: PreTrainedModel, windows: TokenWindows | Images, context
         DoflaError: windows cannot be read anywhere among so many positions.
     """
     if context is not None:
-        _check(student, windows, context)
-        return None if context == windows.length else context
+        return None if context == _checked(student, windows, context).length else context
     hybrid = any(layer.is_hybrid for layer in linear_layers(student).values())
     if not (hybrid and student.can_generate() and _is_rotary(student) and isinstance(windows, TokenWindows)):
         return None
@@ -58,7 +57,7 @@ def _is_rotary(model: PreTrainedModel) -> bool:
     return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
 
 
-def _check(model: PreTrainedModel, windows: TokenWindows | Images, context: int) -> None:
+def _checked(model: PreTrainedModel, windows: TokenWindows | Images, context: int) -> TokenWindows:
     if not isinstance(windows, TokenWindows):
         raise DoflaError(f"context is {context}: images have no positions to move; leave it out")
     if context < windows.length:
@@ -71,6 +70,7 @@ def _check(model: PreTrainedModel, windows: TokenWindows | Images, context: int)
     # Rotary positions are relative: the teacher does not notice where a window stands. Others are learnt one by one.
     if context > windows.length and not _is_rotary(model):
         raise DoflaError(f"context is {context}: {type(model).__name__} has no rotary positions; leave it out")
+    return windows
 
 
 def placed(batch: Mapping[str, Tensor], first: int | Tensor) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def placed_over(windows: TokenWindows | Images, batch_size: int, context: int | 
     count = len(windows)
     for part in batches(windows, batch_size):
         batch = windows.batch(part)
-        if context is not None:
+        if context is not None and isinstance(windows, TokenWindows):
             share = torch.tensor(part, dtype=torch.float64) / max(count - 1, 1)
             batch = placed(batch, ((context - windows.length) * share**_CROWDED).long())
         yield batch

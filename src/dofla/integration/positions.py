@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _FIELDS = ("max_position_embeddings", "max_target_positions")
 """Fields of a config that hold the number of positions; the second is that of decoders that transcribe (Whisper)."""
@@ -22,7 +22,7 @@ def stated_positions(config: PreTrainedConfig) -> int | None:
     return next((found for field in _FIELDS if (found := getattr(config, field, None))), None)
 
 
-def positions_of(model: nn.Module) -> int | None:
+def positions_of(model: PreTrainedModel) -> int | None:
     """The number of positions that a model has for a text; None if it states none."""
     most, table = stated_positions(model.config), table_of_positions(model)
     if most is not None and table is not None and table.padding_idx is not None:
@@ -30,7 +30,7 @@ def positions_of(model: nn.Module) -> int | None:
     return most
 
 
-def table_of_positions(model: nn.Module) -> nn.Embedding | None:
+def table_of_positions(model: PreTrainedModel) -> nn.Embedding | None:
     """The one that a model has learnt, where its positions are not computed."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
@@ -38,7 +38,7 @@ def table_of_positions(model: nn.Module) -> nn.Embedding | None:
     return None
 
 
-def positions_within(model: nn.Module, context: int | None) -> int | None:
+def positions_within(model: PreTrainedModel, context: int | None) -> int | None:
     """The number of positions to use: those of the model, or a plan's ``context`` if that is smaller; None if neither
     is known."""
     known = positions_of(model)
@@ -65,11 +65,12 @@ def restart_index(begun: int, read: int, length: int, positions: int, overlap: i
     return max(read - overlap, length - positions)
 
 
-def text_positions(model: nn.Module, length: int, batch: int = 1) -> dict[str, Any]:
+def text_positions(model: PreTrainedModel, length: int, batch: int = 1) -> dict[str, Any]:
     """Arguments with the positions of a text [batch, length] without pictures: none, unless the model otherwise takes
     them from the last picture that it saw, in any call."""
     known = hasattr(model, "_prepare_position_ids_for_generation")  # not of a model without a head
     if not known or not any("rope_deltas" in vars(module) for module in model.modules()):
         return {}
     ids = torch.zeros(batch, length, dtype=torch.int64, device=model.device)
-    return {"position_ids": model._prepare_position_ids_for_generation(ids, {"input_ids": ids})}
+    prepare = model._prepare_position_ids_for_generation
+    return {"position_ids": prepare(ids, {"input_ids": ids})}  # type: ignore[operator] # of their GenerationMixin

@@ -155,7 +155,7 @@ def profile(
             with recording(model, sites, look), torch.inference_mode():
                 for batch_number, part in enumerate(parts):
                     run_body(model, windows.batch(part))
-                    if progress:
+                    if callable(progress):
                         progress("reading", turn.number * len(parts) + batch_number + 1, turn.count * len(parts))
 
     layers = []
@@ -163,7 +163,7 @@ def profile(
         spectra = estimators[name].spectra(site.scaling)
         shape = {k: getattr(site, k) for k in ("heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")}
         layers.append(LayerProfile(name, **shape, spectra=spectra, statistics=tallies[name].statistics()))
-        if progress:
+        if callable(progress):
             progress("spectra", done, len(sites))
     return Profile(
         model=model.config._name_or_path or type(model).__name__,

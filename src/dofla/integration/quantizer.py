@@ -14,7 +14,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.errors import DoflaError
-from dofla.integration.attaching import attach, check_coders, renamed, softmax_implementation, switch_on
+from dofla.integration.attaching import SOFTMAX, attach, check_coders, renamed, softmax_implementation, switch_on
 from dofla.integration.record import Record
 from dofla.plans.plan import Plan
 
@@ -31,7 +31,7 @@ class DoflaConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, quant_method: str = METHOD, record: dict[str, Any] | None = None, **plan: Any) -> None:
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # type: ignore[assignment] # registered: no member of their enumeration
         self.record = Record.from_dict(record or {}, "quantization_config: record")
         self.plan = Plan.from_dict(plan, "quantization_config")
         self.of_weights: HfQuantizer | None = None
@@ -49,6 +49,8 @@ class DoflaConfig(QuantizationConfigMixin):
 class DoflaQuantizer(HfQuantizer):
     """Attaches feature maps while a checkpoint loads."""
 
+    quantization_config: DoflaConfig
+
     def __init__(self, quantization_config: DoflaConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
 
@@ -56,7 +58,7 @@ class DoflaQuantizer(HfQuantizer):
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)
         attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
-        model._dofla_softmax_implementation = softmax_implementation(model)
+        setattr(model, SOFTMAX, softmax_implementation(model))
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -69,7 +71,7 @@ class DoflaQuantizer(HfQuantizer):
         check_coders(model, "the checkpoint")
         switch_on(model)
         # transformers forbids .half() and .to(dtype) on quantised models; this one is none.
-        model.is_quantized = False
+        model.is_quantized = False  # type: ignore[assignment] # to torch, an attribute is a module
         model.config._is_quantized = False
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:

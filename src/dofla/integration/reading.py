@@ -29,9 +29,10 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
     if input_ids.ndim != 2 or not input_ids.numel():
         raise DoflaError(f"{what}: expected tokens [B, L], got {list(input_ids.shape)}: give a text")
     name, embedding = type(model).__name__, model.get_input_embeddings()
-    if not hasattr(embedding, "weight"):
+    weight = getattr(embedding, "weight", None)
+    if weight is None:
         raise DoflaError(f"{name} reads several tokens at each place (MusicGen): only text and images are supported")
-    known = getattr(embedding, "num_embeddings", None) or len(embedding.weight)  # weights may be shared out among GPUs
+    known = getattr(embedding, "num_embeddings", None) or len(weight)  # weights may be shared out among GPUs
     for token in (int(input_ids.min()), int(input_ids.max())):
         if not 0 <= token < known:
             raise DoflaError(f"{what}: token {token}, and {name} knows 0 to {known - 1}: use its own tokenizer")

@@ -84,21 +84,18 @@ class AttentionCall:
         length, device = self.key.shape[-2], self.key.device
         columns = torch.arange(length, device=device)
         rows = columns if rows is None else rows
-        hidden = (columns > rows[:, None]) if self.causal else torch.zeros(len(rows), length, dtype=bool, device=device)
-        hidden = hidden[None, None]
+        hidden = ((columns > rows[:, None]) & self.causal)[None, None]
         return hidden if self.weight is None else hidden | ~self.weight.bool()[:, None, None, :]
 
 
 def together(calls: Sequence[AttentionCall]) -> AttentionCall:
     """Calls of one module on batches of one length, as one call."""
     query, key, value = (torch.cat([getattr(call, what) for call in calls]) for what in ("query", "key", "value"))
-    weights = [call.weight for call in calls]
-    if any(weight is not None for weight in weights):
+    weight = None
+    if any(call.weight is not None for call in calls):
         ones = torch.ones(1, key.shape[-2], dtype=torch.bool, device=key.device)
-        weights = [ones.expand(len(c.key), -1) if w is None else w.bool() for c, w in zip(calls, weights, strict=True)]
-    return replace(
-        calls[0], query=query, key=key, value=value, weight=None if weights[0] is None else torch.cat(weights)
-    )
+        weight = torch.cat([ones.expand(len(c.key), -1) if c.weight is None else c.weight.bool() for c in calls])
+    return replace(calls[0], query=query, key=key, value=value, weight=weight)
 
 
 @contextmanager

@@ -92,8 +92,10 @@ def _with_card_in_place(upload: Callable) -> Callable:
     return _upload_modified_files
 
 
-PreTrainedModel.save_pretrained = _with_card(PreTrainedModel.save_pretrained)
-PreTrainedModel._upload_modified_files = _with_card_in_place(PreTrainedModel._upload_modified_files)
+PreTrainedModel.save_pretrained = _with_card(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+PreTrainedModel._upload_modified_files = _with_card_in_place(  # type: ignore[method-assign]
+    PreTrainedModel._upload_modified_files
+)
 
 
 def _is_student(model: PreTrainedModel) -> bool:

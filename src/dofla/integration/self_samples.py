@@ -69,8 +69,16 @@ def token_windows(
         DoflaError: bad arguments; a bad source, or one with too little text for one window.
     """
     if source != "self":
-        cut = {"length": length, "windows": windows, "split": split, "holdout": holdout}
-        return text_windows(source, tokenizer, **cut, text_field=text_field, padded=padded)
+        return text_windows(
+            source,
+            tokenizer,
+            length=length,
+            windows=windows,
+            split=split,
+            holdout=holdout,
+            text_field=text_field,
+            padded=padded,
+        )
     check_cut(length, windows)
     membership(split, holdout)
     if model is None or windows is None:
@@ -91,7 +99,7 @@ def self_sample(
     seed: int = 0,
     batch_size: int = 64,
     temperature: float = 1.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | bool = True,
 ) -> TokenWindows:
     """Windows of tokens drawn from the model, each starting with the tokenizer's separator.
 
@@ -117,14 +125,18 @@ def self_sample(
         DoflaError: not a causal language model; ``length`` above its positions; no token to start from; count or
             batch_size < 1, length < 2, temperature ≤ 0.
     """
-    start = separator_id(tokenizer)
-    _check(model, start, count, length, batch_size, temperature)
-    samples, counter = [], _Counter(progress, length * math.ceil(count / batch_size)) if progress else None
+    start = _checked_start(model, separator_id(tokenizer), count, length, batch_size, temperature)
+    counter = _Counter(progress, length * math.ceil(count / batch_size)) if callable(progress) else None
+    samples = []
     settings = _sampling_settings(model, temperature, length)
     with as_teacher(model), evaluation_mode(model), settings, _seeded(model, seed):
         for begin in range(0, count, batch_size):
             prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=model.device)
-            samples.append(model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=counter).cpu())
+            # Of models that write, which transformers' types do not tell from others.
+            drawn = model.generate(  # type: ignore[operator]
+                prompt, attention_mask=torch.ones_like(prompt), streamer=counter
+            )
+            samples.append(drawn.cpu())
     name = f"self-sampled from {type(model).__name__}, seed {seed}, temperature {temperature:g}"
     return TokenWindows(torch.cat(samples), source=name)
 
@@ -143,9 +155,9 @@ class _Counter(BaseStreamer):
         pass
 
 
-def _check(
+def _checked_start(
     model: PreTrainedModel, start: int | None, count: int, length: int, batch_size: int, temperature: float
-) -> None:
+) -> int:
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise DoflaError(
             f"model: {type(model).__name__} cannot be sampled from; give a causal language model, or a text as source"
@@ -162,6 +174,7 @@ def _check(
         raise DoflaError(
             f"length: {length}, and {type(model).__name__} has {positions} positions; give {positions} or less"
         )
+    return start
 
 
 @contextmanager

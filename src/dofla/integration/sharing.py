@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,19 @@ def note(
     Raises:
         DoflaError: not a student; no figures in what was given; a name that no repository can have; a damaged file.
     """
-    source = nullcontext()
+    source: AbstractContextManager[None] = nullcontext()
+    found: Mapping[str, Any] | None
     if isinstance(figures, (str, Path)):
-        source, figures = about(Path(figures)), read_json(figures, "figures of a student")
-    elif isinstance(figures, Result):
-        figures = figures.to_dict()
+        source, found = about(Path(figures)), read_json(figures, "figures of a student")
+    else:
+        found = figures.to_dict() if isinstance(figures, Result) else figures
     if base_model is not None and not hub_name(base_model):
         raise DoflaError(f"base_model is {base_model!r}: give a name on the hub, like owner/name")
 
     def add(record: Record) -> Record:
-        if figures is not None:
+        if found is not None:
             with source:
-                record.add_figures(figures, command)
+                record.add_figures(found, command)
         record.base_model = base_model or record.base_model
         record.license = {"license": license} if license else record.license
         return record

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.attaching import AttachedLinearAttention, attach, renamed, softmax_implementation, switch_on
+from dofla.integration.attaching import (
+    SOFTMAX,
+    AttachedLinearAttention,
+    attach,
+    renamed,
+    softmax_implementation,
+    switch_on,
+)
 from dofla.integration.consistency import check_consistency
 from dofla.integration.extending import withdraw
 from dofla.integration.hub import origin
@@ -76,14 +83,15 @@ def convert(model: PreTrainedModel, plan: Plan, seed: int = 0) -> PreTrainedMode
     generator = torch.Generator().manual_seed(seed)
     for layer in attach(model, plan):
         layer.reset_parameters(generator)
-    model._dofla_softmax_implementation = before
+    setattr(model, SOFTMAX, before)
     switch_on(model)
     config = DoflaConfig.from_plan(plan)
     config.record.base_model, config.of_weights = (
         origin(model.config._name_or_path),
         getattr(model, "hf_quantizer", None),
     )
-    model.config.quantization_config, model.hf_quantizer = config, DoflaQuantizer(config)
+    model.config.quantization_config = config
+    model.hf_quantizer = DoflaQuantizer(config)  # type: ignore[assignment] # to torch, an attribute is a module
     return model
 
 
@@ -157,13 +165,14 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     end-to-end training. Returns ``model``."""
     for layer in linear_layers(model).values():
         module = model.get_submodule(layer.name)
-        module._dofla_hook.remove()
-        del module._dofla_hook, module.dofla
+        layer.hook.remove()
+        del module.dofla
     put_back(model)
     withdraw(model)
-    model.set_attn_implementation(model._dofla_softmax_implementation)
+    model.set_attn_implementation(getattr(model, SOFTMAX))
     of_weights = model.config.quantization_config.of_weights
-    del model._dofla_softmax_implementation, model._is_stateful, model.config.quantization_config, model.hf_quantizer
+    delattr(model, SOFTMAX)
+    del model._is_stateful, model.config.quantization_config, model.hf_quantizer
     if of_weights is not None:
         model.config.quantization_config, model.hf_quantizer = of_weights.quantization_config, of_weights
     return model
@@ -171,7 +180,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 def is_linearized(model: PreTrainedModel) -> bool:
     """True if the model carries feature maps."""
-    return hasattr(model, "_dofla_softmax_implementation")
+    return hasattr(model, SOFTMAX)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, AttachedLinearAttention]:
@@ -202,7 +211,7 @@ def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     end-to-end training if there was any."""
     linear_layers(model)
     stateful = model._is_stateful
-    with attention_implementation(model, model._dofla_softmax_implementation), original_weights(model):
+    with attention_implementation(model, getattr(model, SOFTMAX)), original_weights(model):
         model._is_stateful = type(model)._is_stateful
         try:
             yield model

@@ -58,7 +58,7 @@ def original_weights(model: PreTrainedModel) -> Iterator[None]:
         return
     ours = [(module, key, module._parameters[key]) for module, key in _places(model)]
     for module, key, _ in ours:
-        module._parameters[key] = nn.Parameter(module._buffers[_ORIGINAL + key], requires_grad=False)
+        module._parameters[key] = nn.Parameter(module.get_buffer(_ORIGINAL + key), requires_grad=False)
     try:
         yield
     finally:
@@ -71,7 +71,7 @@ def original_weights(model: PreTrainedModel) -> Iterator[None]:
 def put_back(model: PreTrainedModel) -> None:
     """Give the weights their original values again and forget that they ever had others."""
     for module, key in _places(model):
-        module._parameters[key].copy_(module._buffers[_ORIGINAL + key])
+        module.get_parameter(key).copy_(module.get_buffer(_ORIGINAL + key))
         delattr(module, _ORIGINAL + key)
     model.__dict__.pop(_LORA, None)
 
@@ -80,7 +80,7 @@ def cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> N
     """Convert some weights, and their original values if those are kept, in place."""
     wanted = {id(model.get_parameter(name)): dtype for name, dtype in dtypes.items()}
     for module, key in _places(model):
-        module._buffers[_ORIGINAL + key] = module._buffers[_ORIGINAL + key].to(wanted[id(module._parameters[key])])
+        module._buffers[_ORIGINAL + key] = module.get_buffer(_ORIGINAL + key).to(wanted[id(module._parameters[key])])
     for name, dtype in dtypes.items():
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.to(dtype)

@@ -22,7 +22,8 @@ def without_weights(config: PreTrainedConfig, build: Callable[[PreTrainedConfig]
     with torch.device("meta"):
         model = build(config)
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in places:
             for name, tensor in tensors.items():
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     ones = torch.ones((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)

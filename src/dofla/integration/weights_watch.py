@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ class WeightsWatch:
     """
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
+        self._seen: list[object] = []
         self._views: list[list[Tensor]] = []
         self._numbers: list[Tensor] = []
 
@@ -43,9 +42,10 @@ class WeightsWatch:
         return any(not torch.equal(now, then) for now, then in zip(numbers, before, strict=True))
 
 
-def _marks(model: nn.Module) -> list[Any]:
+def _marks(model: nn.Module) -> list[object]:
     """Marks of a model's weights, which differ for other weights and for the same ones written to in place."""
-    found, left = [model.training], [model]
+    found: list[object] = [model.training]
+    left = [model]
     while left:  # model.parameters() and model.buffers() take three times as long
         own = left.pop().__dict__
         left += [module for module in own["_modules"].values() if module is not None]

@@ -90,7 +90,7 @@ def sample_features(
     with evaluation_mode(student), recording(student, layers, look), torch.inference_mode():
         for batch_number, part in enumerate(parts):
             run_body(student, windows.batch(part))
-            if progress:
+            if callable(progress):
                 progress("reading", batch_number + 1, len(parts))
 
     generator = torch.Generator().manual_seed(seed)
@@ -105,7 +105,7 @@ def sample_features(
             )
             for head, count in zip(vectors, layer.features, strict=True)
         ]
-        if progress:
+        if callable(progress):
             progress("drawing", done, len(layers))
     for name, layer in layers.items():
         _set(layer, drawn[name])
@@ -115,6 +115,7 @@ def sample_features(
 @torch.no_grad()
 def _set(layer: AttachedLinearAttention, drawn: list[tuple[Tensor, Tensor]]) -> None:
     for feature_map, heads in zip(layer.maps, layer.groups, strict=True):
+        assert isinstance(feature_map, PRF)
         for row, head in enumerate(heads):
             z, log_alpha = drawn[head]
             feature_map.z[row].copy_(z)

@@ -43,7 +43,8 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
         raise DoflaError("some layers are softmax, and their cache grows: linearize them all to compile generate")
     if config is None:
         config = CompileConfig(mode="default")
-        config._compile_all_devices = True  # otherwise transformers compiles on GPUs alone
+        # Otherwise transformers compiles on GPUs alone. Its default is None, and nothing says what else it may be.
+        config._compile_all_devices = True  # type: ignore[assignment]
     extend(student, _Compiles, config)
     return student
 
@@ -52,6 +53,7 @@ class _Compiles(Extension):
     """A student whose ``generate`` is compiled."""
 
     place, holder = 2, "_dofla_compile_config"
+    _dofla_compile_config: CompileConfig
 
     def __getstate__(self) -> dict[str, Any]:
         # What transformers has compiled computes with this model's weights, in every copy.

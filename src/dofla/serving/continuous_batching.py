@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,11 @@ class ContinuousBatching:
         self._begin()
 
     def _begin(self) -> None:
-        self.rows, self._batch = 0, None
+        self.rows = 0
+        self._batch: _Batch | None = None
         self._lock, self._here = threading.Lock(), threading.local()
-        self._writing, self._asked = 0, []  # calls that may ask for a token; tokens that are asked for
+        self._writing = 0  # calls that may ask for a token
+        self._asked: list[_Step] = []  # tokens that are asked for
         self._passes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dofla-passes")
         self._passes.submit(self._arrive).result()
 
@@ -194,7 +197,7 @@ class _Batch:
     def __init__(self, caches: list[DynamicCache], config: Any) -> None:
         self.caches, self.cache = caches, DynamicCache(config=config)
         self.cache.layers = []
-        for entries in zip(*(cache.layers for cache in caches), strict=True):
+        for entries in zip(*map(_entries, caches), strict=True):
             entry = LinearCacheLayer(beside_softmax=False, static=False)
             entry.states = [side_by_side(states) for states in zip(*(own.states for own in entries), strict=True)]
             entry.tokens, entry.is_initialized = max(own.tokens for own in entries), True
@@ -203,14 +206,19 @@ class _Batch:
     def advance(self) -> None:
         """Each has read a token."""
         for cache in self.caches:
-            for entry in cache.layers:
+            for entry in _entries(cache):
                 entry.advance(1)
 
     def settle(self) -> None:
         """States back to where they belong; copies, so that none keeps those of all."""
         for n, cache in enumerate(self.caches):
-            for entry, joined in zip(cache.layers, self.cache.layers, strict=True):
-                entry.states = [state.map(lambda t, n=n: t[n : n + 1].clone()) for state in joined.states]
+            for entry, joined in zip(_entries(cache), _entries(self.cache), strict=True):
+                entry.states = [state.map(partial(_copied, row=n)) for state in joined.states or ()]
+
+
+def _entries(cache: Cache) -> list[LinearCacheLayer]:
+    """Entries of a cache that holds what linear layers carry on, and nothing else (:func:`_only_states`)."""
+    return [entry for entry in cache.layers if isinstance(entry, LinearCacheLayer)]
 
 
 def _only_states(cache: Cache) -> bool:
@@ -219,6 +227,10 @@ def _only_states(cache: Cache) -> bool:
     return bool(entries) and all(
         isinstance(entry, LinearCacheLayer) and entry.states and not entry.beside_softmax for entry in entries
     )
+
+
+def _copied(t: Tensor, row: int) -> Tensor:
+    return t[row : row + 1].clone()
 
 
 def _row(out: ModelOutput, n: int, cache: Cache) -> ModelOutput:
@@ -240,6 +252,7 @@ class _Batched(Extension):
     """A model whose passes are made in turn with others."""
 
     place, holder = 1, "_dofla_batching"
+    _dofla_batching: ContinuousBatching
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._dofla_batching.read(super().__call__, args, options)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from dofla.attention import CodedTokens, FeatureState, FlatState, PackedTokens, ScoredTokens, State, TokenBuffer
+from dofla.attention import (
+    Carried,
+    CodedTokens,
+    FeatureState,
+    FlatState,
+    PackedTokens,
+    ScoredTokens,
+    State,
+    TokenBuffer,
+)
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
@@ -23,11 +32,10 @@ from dofla.storage.tensors import read_tensors, write_tensors
 _FORMAT = "7"
 """2 had coarser scales of coded tokens, 3 had those tokens in thirty tensors of each layer, 4 had levels by a
 number's own bits, 5 had weights of heavy hitters beside their scores, 6 had other names."""
+_Bundle = TypeVar("_Bundle", bound=FeatureState | TokenBuffer | PackedTokens | CodedTokens | ScoredTokens)
 
 
-def read_prompt(
-    model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096, cache: DynamicCache | None = None
-) -> DynamicCache:
+def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096, cache: Cache | None = None) -> Cache:
     """The cache after a prompt [B, L], read ``chunk`` tokens at a time so that memory does not grow with L; or after
     more of a prompt whose ``cache`` is given, and goes on. Logs a warning where it goes past the model's positions.
 
@@ -51,7 +59,7 @@ def read_prompt(
     return cache
 
 
-def save_state(cache: DynamicCache, input_ids: Tensor, path: str | Path, model: PreTrainedModel) -> None:
+def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrainedModel) -> None:
     """Write what ``model`` remembers of a prompt, and the prompt's tokens [B, L], as one safetensors file.
 
     Raises:
@@ -104,24 +112,23 @@ def _tensors(part: Any, where: str) -> dict[str, Tensor]:
     """All tensors of a state, or of a part of one, by name."""
     if isinstance(part, Tensor):
         return {where: part}
-    if isinstance(part, tuple):
-        parts = dict(enumerate(part))
-    else:
-        parts = {field.name: getattr(part, field.name) for field in fields(part)} if part is not None else {}
-    return {name: t for key, inner in parts.items() for name, t in _tensors(inner, f"{where}.{key}").items()}
+    if part is None:
+        return {}
+    parts = enumerate(part) if isinstance(part, tuple) else ((x.name, getattr(part, x.name)) for x in fields(part))
+    return {name: t for key, inner in parts for name, t in _tensors(inner, f"{where}.{key}").items()}
 
 
-def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group: int) -> State | FlatState:
-    def bundle(kind: type, part: str):
+def _state(tensors: dict[str, Tensor], where: str, layer: LinearAttention, group: int) -> Carried:
+    def bundle(kind: type[_Bundle], part: str) -> _Bundle:
         return kind(*(tensors[f"{where}.{part}.{field.name}"] for field in fields(kind)))
 
-    (features, window, sinks), coded_tiers = layer.sizes[group], layer.coded_tiers_of(group)
+    (features, *counts), coded_tiers = layer.sizes[group], layer.coded_tiers_of(group)
     far = bundle(FeatureState, "features") if features else None
     if layer.layout_of(group) is not None:
         return FlatState(far, tensors[f"{where}.tokens"])
-    tokens = PackedTokens if layer.keeps_eight_bits else TokenBuffer
-    near = (bundle(tokens, part) if count else None for part, count in (("window", window), ("sinks", sinks)))
-    kinds = [CodedTokens] * len(coded_tiers.counts) if coded_tiers else []
+    tokens: type[TokenBuffer | PackedTokens] = PackedTokens if layer.keeps_eight_bits else TokenBuffer
+    window, sinks = (bundle(tokens, x) if n else None for x, n in zip(("window", "sinks"), counts, strict=True))
+    kinds: list[type[CodedTokens] | type[ScoredTokens]] = [CodedTokens] * len(coded_tiers.counts) if coded_tiers else []
     if coded_tiers and coded_tiers.heavy_hitters:
         kinds[-1] = ScoredTokens
-    return State(far, *near, tuple(bundle(kind, f"tiers.{number}") for number, kind in enumerate(kinds)))
+    return State(far, window, sinks, tuple(bundle(kind, f"tiers.{number}") for number, kind in enumerate(kinds)))

@@ -163,8 +163,10 @@ class Sessions:
                 self._known.move_to_end(known)
         length, overlap = input_ids.shape[1] + room, read_again(self._positions)
         first = restart_index(begun, len(known), length, self._positions, overlap)
-        goes_on = cache is not None and first == begun
-        cache, read = (deepcopy(cache), len(known)) if goes_on else (self._empty(student), first)
+        if cache is not None and first == begun:
+            cache, read = deepcopy(cache), len(known)
+        else:
+            cache, read = self._empty(student), first
         self.read = len(tokens) - read
         if self.read:
             read_prompt(student, input_ids[:, read:-1], chunk=_PIECE, cache=cache)
@@ -190,6 +192,7 @@ class _GoesOn(Extension):
     """A student whose calls of ``generate`` go on from what it has read."""
 
     place, holder = 0, "_dofla_sessions"
+    _dofla_sessions: Sessions
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
         return self._dofla_sessions.generate(self, super().generate, inputs, args, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of, positions_within, read_again, restart_index, text_positions
@@ -53,7 +53,7 @@ class Stream:
             raise DoflaError(f"overlap: {overlap}; give 1 to {positions - 1}, with {positions} positions")
         self.overlap, self.positions, self.tokens = overlap, positions, 0
         self.ids: Tensor | None = None
-        self.cache = DynamicCache(config=student.config)
+        self.cache: Cache = DynamicCache(config=student.config)
         self._student = student
 
     @torch.inference_mode()
@@ -68,18 +68,17 @@ class Stream:
         pieces = ids.to(self._student.device).split(self.positions - self.overlap, dim=1)
         for piece in pieces:
             check_readable(self._student, piece, "the stream")
-        self.ids = pieces[0][:, :0] if self.ids is None else self.ids
-        if len(ids) != len(self.ids):
+        if self.ids is not None and len(ids) != len(self.ids):
             raise DoflaError(f"the stream: {len(ids)} sequences, and it began with {len(self.ids)}: begin another")
         return torch.cat([self._read(piece) for piece in pieces], dim=1)
 
     def _read(self, piece: Tensor) -> Tensor:
         """The same for what a new state has room for."""
-        read = self.ids.shape[1]
-        if begun := restart_index(0, read, read + piece.shape[1], self.positions, self.overlap):
-            self.ids = self.ids[:, begun:]
-            self.cache = read_prompt(self._student, self.ids)
-        read, self.ids = self.ids.shape[1], torch.cat([self.ids, piece], dim=1)
+        held = piece[:, :0] if self.ids is None else self.ids
+        if begun := restart_index(0, held.shape[1], held.shape[1] + piece.shape[1], self.positions, self.overlap):
+            held = held[:, begun:]
+            self.cache = read_prompt(self._student, held)
+        read, self.ids = held.shape[1], torch.cat([held, piece], dim=1)
         places = text_positions(self._student, self.ids.shape[1], len(piece))
         own = {name: all_of[..., read:] for name, all_of in places.items()}
         logits = self._student(piece, past_key_values=self.cache, use_cache=True, **own).logits

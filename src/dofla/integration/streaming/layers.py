@@ -93,10 +93,10 @@ def replaced(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, forward in own.items():
+        for module, before in own.items():
             del module.forward
-            if forward is not None:  # accelerate's
-                module.forward = forward
+            if before is not None:  # accelerate's
+                module.forward = before
 
 
 def output_form(model: PreTrainedModel) -> Wrap:

@@ -25,7 +25,8 @@ class HiddenStates:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.file = tempfile.SpooledTemporaryFile(_IN_MEMORY, dir=folder)  # noqa: SIM115 - see close
+        place = None if folder is None else str(folder)
+        self.file = tempfile.SpooledTemporaryFile(_IN_MEMORY, dir=place)  # noqa: SIM115 - see close
         self.places: dict[bytes, int] = {}
 
     def __contains__(self, window: bytes) -> bool:

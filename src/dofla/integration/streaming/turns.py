@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ class Turn:
         """See to it that the next turn finds what this one makes of batches. Nothing to do if there is none."""
 
 
-def in_turn(model: PreTrainedModel, folder: str | Path | None = None, *, whole: bool = False) -> Iterator[Turn]:
+def in_turn(
+    model: PreTrainedModel, folder: str | Path | None = None, *, whole: bool = False
+) -> Generator[Turn, None, None]:
     """The turns in which the body of a model is to be run over a text: one, or, if it is streamed, one per layer.
 
     In the turn of a layer the body is that layer alone, its weights in memory, and takes what the layer before has
