@@ -41,19 +41,7 @@ class AttachedLinearAttention(LinearAttention):
     def __init__(
         self, layer: LayerPlan, beside_softmax: bool, positions: int | None = None, prefill: str = "auto"
     ) -> None:
-        features, window, sinks = zip(*layer.sizes, strict=True)
-        super().__init__(
-            layer.feature_map,
-            features,
-            layer.head_dim,
-            window,
-            sinks,
-            layer.token_dtype,
-            layer.tiers_per_head,
-            layer.heavy_hitters_per_head,
-            layer.value_dim,
-            layer.smooth_keys,
-        )
+        super().__init__(**layer.arguments())
         self.name = layer.name
         self.beside_softmax, self.positions, self.prefill = beside_softmax, positions, prefill
         self._holders = [part for part in self.modules() if part._parameters or part._buffers]

@@ -141,6 +141,22 @@ class LayerPlan:
         if any(per_head) and (self.head_dim % 8 or self.value_dim % 8):
             raise DoflaError(f"layer {self.name}: tiers need heads whose size is a multiple of 8: leave them out")
 
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the layer's :class:`dofla.feature_maps.layer.LinearAttention`."""
+        features, window, sinks = zip(*self.sizes, strict=True)
+        return {
+            "feature_map": self.feature_map,
+            "features": features,
+            "head_dim": self.head_dim,
+            "window": window,
+            "sinks": sinks,
+            "token_dtype": self.token_dtype,
+            "tiers": self.tiers_per_head,
+            "heavy_hitters": self.heavy_hitters_per_head,
+            "value_dim": self.value_dim,
+            "smooth_keys": self.smooth_keys,
+        }
+
     @property
     def tiers_per_head(self) -> list[list]:
         """The tiers of each KV head."""

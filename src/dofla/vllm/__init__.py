@@ -1,0 +1,6 @@
+"""The plug-in for vLLM: ``vllm serve FOLDER`` opens a model that dofla has saved.
+
+A compressed cache has the same size for any number of tokens, so to vLLM each layer is like one of Mamba: a page per
+sequence that holds its state. vLLM finds :func:`dofla.vllm.plugin.register` by its entry point; nothing else in dofla
+knows of this package, and it does not import transformers' part of dofla (:mod:`dofla.integration`).
+"""

@@ -1,0 +1,124 @@
+"""A layer's attention through a compressed cache, whose states are pages of vLLM's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from dofla.attention import FlatState
+from dofla.feature_maps.layer import LinearAttention
+from dofla.plans.plan import LayerPlan
+from dofla.vllm.metadata import CompressedCacheMetadata
+from dofla.vllm.plugin import BACKEND
+
+
+class CompressedAttention(nn.Module, MambaBase):
+    """Attention of one layer, for the requests of a batch, each of which has a page for its state.
+
+    Args:
+        layer: of the plan.
+        heads: query heads.
+        scaling: of the scores.
+        exact_prefill: whether several tokens at once attend exactly to one another.
+        name: of the module, by which vLLM knows it.
+        context: vLLM's table of such modules, where it enters itself.
+    """
+
+    def __init__(
+        self,
+        layer: LayerPlan,
+        heads: int,
+        scaling: float,
+        exact_prefill: bool,
+        name: str,
+        context: dict[str, nn.Module],
+    ) -> None:
+        super().__init__()
+        self.linear = LinearAttention(**layer.arguments()).requires_grad_(False)
+        self.layouts = [self.linear.layout_of(n) for n in range(len(self.linear.groups))]
+        self.sizes = [layout.bytes for layout in self.layouts if layout is not None]
+        self.shape, self.scaling, self.exact_prefill = (heads, layer.kv_heads, layer.head_dim), scaling, exact_prefill
+        self.page_bytes, self.prefix = sum(self.sizes), name
+        context[name] = self
+        self.kv_cache = (torch.empty(0),)
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((sum(self.sizes),),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum[BACKEND]
+
+    def get_kv_cache_spec(self, vllm_config: object) -> KVCacheSpec | None:
+        """Pages of all layers have one size, that of the largest state (``page_bytes``)."""
+        cache = vllm_config.cache_config  # type: ignore[attr-defined]
+        return MambaSpec(
+            shapes=self.get_state_shape(),
+            dtypes=self.get_state_dtype(),
+            block_size=cache.mamba_block_size,
+            page_size_padded=self.page_bytes,
+            mamba_type=self.mamba_type,
+            mamba_cache_mode=cache.mamba_cache_mode,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take the layer's constants from a checkpoint; all of them must be there."""
+        found = dict(weights)
+        self.linear.load_state_dict(found)
+        return {f"linear.{name}" for name in found}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Outputs [rows, H · dv] of queries [rows, H · d], keys [rows, Hkv · d] and values [rows, Hkv · dv]."""
+        out = torch.empty_like(query)
+        torch.ops.vllm.dofla_attention(query, key, value, out, self.prefix)
+        return out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """Fill ``out`` [rows, H · dv] for the requests of the step, and write their states."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # a run that only measures memory
+            out.zero_()
+            return
+        step: CompressedCacheMetadata = metadata[self.prefix]
+        heads, kv_heads, dim = self.shape
+        split = [x.unflatten(-1, (count, -1)) for x, count in ((query, heads), (key, kv_heads), (value, kv_heads))]
+        if step.decodes:
+            rows = slice(0, step.decodes)
+            tokens = [x[rows].unsqueeze(2) for x in split]  # [n, heads, 1, d]
+            out[rows] = self._read(tokens, step.pages[rows], False).flatten(1)
+        for n, begins in enumerate(step.begins, step.decodes):
+            rows = slice(step.starts[n], step.starts[n + 1])
+            tokens = [x[rows].transpose(0, 1).unsqueeze(0) for x in split]  # [1, heads, L, d]
+            out[rows] = self._read(tokens, step.pages[n : n + 1], begins)[0].transpose(0, 1).flatten(1)
+
+    def _read(self, tokens: list[Tensor], pages: Tensor, begins: bool) -> Tensor:
+        """Output [B, H, L, dv] of the tokens of requests with these pages [B], into which their states go."""
+        pool = self.kv_cache[0]
+        states = None
+        if not begins:
+            parts = pool[pages].split(self.sizes, -1)
+            states = [FlatState(None, part.contiguous()) for part in parts]
+        out, after = self.linear(*tokens, scaling=self.scaling, states=states, exact=self.exact_prefill)
+        pool[pages] = torch.cat([state.tokens for state in after], -1)
+        return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:
+    get_forward_context().no_compile_layers[layer_name].attend(query, key, value, out)
+
+
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:
+    return
+
+
+direct_register_custom_op("dofla_attention", _attend, mutates_args=["out"], fake_impl=_attend_fake)

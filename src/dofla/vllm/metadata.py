@@ -1,0 +1,65 @@
+"""Which rows of a batch belong to which request, and which page holds the request's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor, split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import MambaSpec
+
+
+@dataclass
+class CompressedCacheMetadata:
+    """Requests of a batch, those that decode one token first.
+
+    Attributes:
+        decodes: how many read one token.
+        pages: of each request [n], int32.
+        starts: row of each request's first token, and the number of rows [n + 1].
+        begins: for each request after the decodes, whether these are its first tokens.
+    """
+
+    decodes: int
+    pages: Tensor
+    starts: list[int]
+    begins: list[bool]
+
+
+class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
+    """Makes the metadata of a step, once for all layers."""
+
+    kv_cache_spec: MambaSpec
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # abstract in the base class, which does all of it
+        super().__init__(*args, **options)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CompressedCacheMetadata:
+        common, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
+        pages = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
+        decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        starts = common.query_start_loc_cpu.tolist()
+        lengths = common.seq_lens[: decodes + prefills].tolist()
+        begins = [lengths[n] == starts[n + 1] - starts[n] for n in range(decodes, decodes + prefills)]
+        return CompressedCacheMetadata(decodes, pages[:, 0], starts, begins)
+
+
+class CompressedCacheBackend(AttentionBackend):
+    """The name by which vLLM knows all of this."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DOFLA"
+
+    @staticmethod
+    def get_builder_cls() -> type[CompressedCacheBuilder]:
+        return CompressedCacheBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
