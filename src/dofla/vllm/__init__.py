@@ -4,3 +4,6 @@ A compressed cache has the same size for any number of tokens, so to vLLM each l
 sequence that holds its state. vLLM finds :func:`dofla.vllm.plugin.register` by its entry point; nothing else in dofla
 knows of this package, and it does not import transformers' part of dofla (:mod:`dofla.integration`).
 """
+
+ARCHITECTURE, METHOD, BACKEND = "DoflaForCausalLM", "dofla", "DOFLA"
+"""Names under which vLLM knows the model, its checkpoints and its cache."""

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from dofla.plans.plan import Plan
-from dofla.vllm.plugin import METHOD
+from dofla.vllm import METHOD
 
 
 @register_quantization_config(METHOD)

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from dofla.attention import FlatState
 from dofla.feature_maps.layer import LinearAttention
 from dofla.plans.plan import LayerPlan
+from dofla.vllm import BACKEND
 from dofla.vllm.metadata import CompressedCacheMetadata
-from dofla.vllm.plugin import BACKEND
 
 
 class CompressedAttention(nn.Module, MambaBase):
@@ -42,9 +42,10 @@ class CompressedAttention(nn.Module, MambaBase):
     ) -> None:
         super().__init__()
         self.linear = LinearAttention(**layer.arguments()).requires_grad_(False)
-        self.layouts = [self.linear.layout_of(n) for n in range(len(self.linear.groups))]
-        self.sizes = [layout.bytes for layout in self.layouts if layout is not None]
-        self.shape, self.scaling, self.exact_prefill = (heads, layer.kv_heads, layer.head_dim), scaling, exact_prefill
+        layouts = [layout for n in range(len(self.linear.groups)) if (layout := self.linear.layout_of(n)) is not None]
+        self.sizes = [layout.bytes for layout in layouts]
+        self._before = torch.cat([layout.empty(1, torch.device("cpu")).tokens for layout in layouts], -1)
+        self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
         self.page_bytes, self.prefix = sum(self.sizes), name
         context[name] = self
         self.kv_cache = (torch.empty(0),)
@@ -90,24 +91,23 @@ class CompressedAttention(nn.Module, MambaBase):
             out.zero_()
             return
         step: CompressedCacheMetadata = metadata[self.prefix]
-        heads, kv_heads, dim = self.shape
-        split = [x.unflatten(-1, (count, -1)) for x, count in ((query, heads), (key, kv_heads), (value, kv_heads))]
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        split = [x.unflatten(-1, (count, -1)) for x, count in zip((query, key, value), counts, strict=True)]
+        if len(step.begins):
+            self.kv_cache[0][step.pages[step.begins]] = self._before.to(query.device)
         if step.decodes:
             rows = slice(0, step.decodes)
             tokens = [x[rows].unsqueeze(2) for x in split]  # [n, heads, 1, d]
-            out[rows] = self._read(tokens, step.pages[rows], False).flatten(1)
-        for n, begins in enumerate(step.begins, step.decodes):
+            out[rows] = self._read(tokens, step.pages[rows]).flatten(1)
+        for n in range(step.decodes, len(step.starts) - 1):
             rows = slice(step.starts[n], step.starts[n + 1])
             tokens = [x[rows].transpose(0, 1).unsqueeze(0) for x in split]  # [1, heads, L, d]
-            out[rows] = self._read(tokens, step.pages[n : n + 1], begins)[0].transpose(0, 1).flatten(1)
+            out[rows] = self._read(tokens, step.pages[n : n + 1])[0].transpose(0, 1).flatten(1)
 
-    def _read(self, tokens: list[Tensor], pages: Tensor, begins: bool) -> Tensor:
+    def _read(self, tokens: list[Tensor], pages: Tensor) -> Tensor:
         """Output [B, H, L, dv] of the tokens of requests with these pages [B], into which their states go."""
         pool = self.kv_cache[0]
-        states = None
-        if not begins:
-            parts = pool[pages].split(self.sizes, -1)
-            states = [FlatState(None, part.contiguous()) for part in parts]
+        states = [FlatState(None, part.contiguous()) for part in pool[pages].split(self.sizes, -1)]
         out, after = self.linear(*tokens, scaling=self.scaling, states=states, exact=self.exact_prefill)
         pool[pages] = torch.cat([state.tokens for state in after], -1)
         return out

@@ -19,13 +19,13 @@ class CompressedCacheMetadata:
         decodes: how many read one token.
         pages: of each request [n], int32.
         starts: row of each request's first token, and the number of rows [n + 1].
-        begins: for each request after the decodes, whether these are its first tokens.
+        begins: numbers of the requests whose first tokens these are.
     """
 
     decodes: int
     pages: Tensor
     starts: list[int]
-    begins: list[bool]
+    begins: list[int]
 
 
 class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
@@ -43,9 +43,10 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
         common, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
         pages = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
         decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        starts = common.query_start_loc_cpu.tolist()
-        lengths = common.seq_lens[: decodes + prefills].tolist()
-        begins = [lengths[n] == starts[n + 1] - starts[n] for n in range(decodes, decodes + prefills)]
+        requests = decodes + prefills
+        starts = common.query_start_loc_cpu[: requests + 1].tolist()
+        lengths = common.seq_lens[:requests].tolist()
+        begins = [n for n, length in enumerate(lengths) if length == starts[n + 1] - starts[n]]
         return CompressedCacheMetadata(decodes, pages[:, 0], starts, begins)
 
 

@@ -43,14 +43,18 @@ class DoflaForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
         """Refuse by name what is not supported.
 
         Raises:
-            DoflaError: a layer that stays softmax or has feature maps; several GPUs for one model; prefix caching.
+            DoflaError: a layer that stays softmax or has feature maps, or values of another size than keys;
+                several GPUs for one model; prefix caching.
         """
         softmax = [layer.name for layer in plan.layers if layer.keep_softmax]
         features = [layer.name for layer in plan.layers if not layer.keep_softmax and layer.feature_map != "none"]
+        uneven = [layer.name for layer in plan.layers if layer.head_dim != layer.value_dim]
         if softmax:
             raise DoflaError(f"layer {softmax[0]} stays softmax: vLLM serves models whose layers are all compressed")
         if features:
             raise DoflaError(f"layer {features[0]} has feature maps: vLLM serves compressed caches, of dofla.compress")
+        if uneven:
+            raise DoflaError(f"layer {uneven[0]} has values of another size than keys, which vLLM cannot serve")
         if self.tp_group.world_size > 1 or self.pp_group.world_size > 1:
             raise DoflaError(
                 "a compressed model is on one GPU: leave out --tensor-parallel-size and --pipeline-parallel-size, and "

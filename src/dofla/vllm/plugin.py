@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-ARCHITECTURE, METHOD, BACKEND = "DoflaForCausalLM", "dofla", "DOFLA"
+from dofla.vllm import ARCHITECTURE, BACKEND, METHOD
 
 
 def register() -> None:

@@ -1,0 +1,87 @@
+"""Compressed models on disk, and what transformers' generate writes with them; run in an environment with vLLM
+(``nox -s vllm``), whose transformers is another than that of the other tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is in an environment of its own: nox -s vllm")
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import torch
+
+import dofla
+
+
+def saved(folder, **options):
+    """The bundled model, compressed, and its folder."""
+    model, tokenizer, _ = dofla.demo()
+    model.float()
+    windows = dofla.token_windows("sample", tokenizer, windows=12)
+    if options:
+        dofla.compress(model, windows, progress=False, **options)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, folder
+
+
+# All models are made before the first engine, which changes what transformers does in its process.
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compressed(tmp_path_factory):
+    """Head budgets differ, so that states of layers do."""
+    return saved(tmp_path_factory.mktemp("compressed"), size="128KiB", context=512)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mixed(tmp_path_factory):
+    """One layer stays softmax."""
+    options = {"ratio": 8, "head_budgets": "even", "keep_softmax": ["model.layers.1.self_attn"]}
+    return saved(tmp_path_factory.mktemp("mixed"), **options)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain(tmp_path_factory):
+    """The model as it came."""
+    return saved(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prompts():
+    """Sixteen prompts of 1 to 700 tokens. They are stories: after random tokens the likeliest are close to one another,
+    and sums in another order choose others."""
+    _, tokenizer, _ = dofla.demo()
+    windows = dofla.token_windows("sample", tokenizer, windows=16, length=700)
+    lengths = [1, 2, 5, 17, 31, 32, 33, 64, 65, 100, 150, 200, 300, 400, 511, 700]
+    return [row[:length].tolist() for row, length in zip(windows.input_ids, lengths, strict=True)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def check(compressed, prompts):
+    """The function that checks what was written after the prompt of a number: it is what generate writes, up to a token
+    whose next best is as good. (Sums are in another order, and codes at a border of two round the other way.)"""
+    model, _ = compressed
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    wanted, leads = [], []
+    for prompt in prompts:
+        tokens = model.generate(torch.tensor([prompt]), **options)
+        with torch.inference_mode():
+            best = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1).topk(2).values
+        wanted.append(tokens[0, len(prompt) :].tolist())
+        leads.append((best[:, 0] - best[:, 1]).tolist())
+
+    def checked(n, tokens):
+        assert len(tokens) == 12
+        differs = next((at for at in range(12) if tokens[at] != wanted[n][at]), None)
+        assert differs is None or leads[n][differs] < 0.02, f"token {differs} of {tokens} is not that of {wanted[n]}"
+
+    assert sum(lead < 0.02 for own in leads for lead in own) < 10
+    return checked

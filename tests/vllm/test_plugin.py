@@ -1,0 +1,102 @@
+"""A compressed model in vLLM writes what transformers' generate writes, whatever is scheduled beside it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from dofla.vllm.model import DoflaForCausalLM
+
+GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
+
+
+def engine(folder, **options):
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16} | options
+    return LLM(str(folder), **options)
+
+
+@pytest.fixture(scope="module")
+def llm(compressed):
+    """Reads at most 64 tokens a step, so that prompts are read in several."""
+    made = engine(compressed[1], max_num_batched_tokens=64)
+    yield made
+    del made
+    gc.collect()
+
+
+def texts(llm, prompts, sampling=GREEDY):
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def cache_of(llm):
+    core = llm.llm_engine.engine_core.engine_core
+    return core.scheduler.kv_cache_manager.block_pool
+
+
+def test_a_single_request_is_answered_as_generate_does(llm, prompts, check):
+    check(15, *texts(llm, prompts[-1:]))
+
+
+def test_sixteen_requests_at_once_are_answered_as_each_alone(llm, prompts, check):
+    for n, tokens in enumerate(texts(llm, prompts)):
+        check(n, tokens)
+
+
+def test_a_request_has_one_page_a_layer_and_gives_it_back(llm, prompts):
+    pool = cache_of(llm)
+    free = pool.get_num_free_blocks()
+    for n, prompt in enumerate(prompts[:3]):
+        llm.llm_engine.add_request(f"page {n}", {"prompt_token_ids": prompt}, GREEDY)
+    for _ in range(3):
+        llm.llm_engine.step()
+    groups = len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
+    assert free - pool.get_num_free_blocks() == 3 * groups
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert pool.get_num_free_blocks() == free
+
+
+def test_an_aborted_request_leaves_the_others_alone(llm, prompts, check):
+    pool = cache_of(llm)
+    free, found = pool.get_num_free_blocks(), {}
+    for n in (9, 10, 11):
+        llm.llm_engine.add_request(str(n), {"prompt_token_ids": prompts[n]}, GREEDY)
+    for _ in range(4):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(["10"])
+    while llm.llm_engine.has_unfinished_requests():
+        found |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
+    assert len(found) == 2
+    for out in found.values():
+        check(prompts.index(list(out.prompt_token_ids)), list(out.outputs[0].token_ids))
+    assert pool.get_num_free_blocks() == free
+    check(10, *texts(llm, prompts[10:11]))  # in a page that another request has left
+
+
+def test_sampling_follows_its_seed(llm, prompts):
+    seeded = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+    assert texts(llm, prompts[:4], seeded) == texts(llm, prompts[:4], seeded)
+
+
+@pytest.mark.slow
+def test_more_requests_than_pages_wait_for_their_turn(compressed, prompts, check):
+    few = engine(compressed[1], num_gpu_blocks_override=6)
+    for n, tokens in enumerate(texts(few, prompts)):
+        check(n, tokens)
+
+
+@pytest.mark.slow
+def test_what_is_not_supported_is_refused_by_name(compressed, mixed):
+    with pytest.raises(Exception, match="cannot be shared by prefix"):
+        engine(compressed[1], enable_prefix_caching=True)
+    with pytest.raises(Exception, match=r"model.layers.1.self_attn stays softmax"):
+        engine(mixed[1])
+
+
+def test_other_models_are_those_of_vllm(plain):
+    made = engine(plain[1])
+    found = made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    assert not isinstance(found, DoflaForCausalLM)
