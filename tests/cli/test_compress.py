@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from command_line import call
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dofla
 from dofla.integration.surgery import plan_of
@@ -26,6 +26,14 @@ def test_an_adapter_is_written(tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "compressed").vocab_size > 1000
     assert call("generate", tmp_path / "compressed", "--prompt", "Once upon a time", "--new-tokens", 4) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_a_whole_model_is_written(tmp_path, capsys):
+    words = ["compress", "demo", "--size", "102KiB", "--windows", 2, "--length", 32, "--out", tmp_path / "whole"]
+    assert call(*words, "--merged", "--head-budgets", "even", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert plan_of(model).state_bytes(model.dtype) <= 102 * 1024
 
 
 def test_heads_that_hold_every_token_are_found(tmp_path, capsys):

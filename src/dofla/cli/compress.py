@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.options import (
+    OUTPUT,
     TEXT,
     Context,
     Device,
@@ -41,6 +42,10 @@ def compress(
         str, typer.Option(help="How prompts are read: exact, stream (token by token), or auto (exact on a GPU).")
     ] = "auto",
     keep_softmax: KeepSoftmax = None,
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="Write the whole model, as for vLLM, not an adapter.", rich_help_panel=OUTPUT),
+    ] = False,
     dtype: Dtype = None,
     device: Device = None,
     seed: Seed = 0,
@@ -73,12 +78,16 @@ def compress(
                 prefill=prefill,
                 progress=bar.stage,
             )
-        write_adapter(compressed, folder)
+        if merged:
+            compressed.save_pretrained(folder)
+        else:
+            write_adapter(compressed, folder)
         tokenizer.save_pretrained(folder)
-    warn_of_local_base(compressed, out)
+    if not merged:
+        warn_of_local_base(compressed, out)
     plan = plan_of(compressed)
     view.show(plan)
     if full_heads := plan.made_by.get("retrieval_heads"):
         view.say(named(full_heads))
-    view.say(f"\nadapter written to {out}")
-    return {"adapter": out, "state_bytes": plan.state_bytes(compressed.dtype), **plan.to_dict()}
+    view.say(f"\n{'model' if merged else 'adapter'} written to {out}")
+    return {"folder" if merged else "adapter": out, "state_bytes": plan.state_bytes(compressed.dtype), **plan.to_dict()}

@@ -1,0 +1,100 @@
+"""Compressed models in vLLM beside the same models with vLLM's own cache: tokens a second, time to the first token, and
+how many sequences fit.
+
+    python benchmarks/serving/vllm_throughput.py COMPRESSED ORIGINAL --clients 1 --clients 8 --length 512 --length 2048
+
+Run it in an environment with vLLM (``nox -s vllm`` makes one). COMPRESSED is a folder that ``save_pretrained`` wrote
+of a compressed model, ORIGINAL that of the model before. All clients ask at once, each with a text of its own; each
+cell is the median over ``--rounds``, and the models take turns, each in a process of its own. ``--kv-cache-dtype fp8``
+adds vLLM's fp8 cache, where the device has it. Sequences that fit are those of the longest length in ``--space`` GiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+
+def main(
+    compressed: Annotated[str, typer.Argument(help="Folder of the compressed model.")],
+    original: Annotated[str, typer.Argument(help="Folder or hub name of the original.")],
+    clients: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1, 8, 32.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeatable; default 512, 2048.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Of which the median counts.")] = 3,
+    space: Annotated[int, typer.Option(min=1, help="GiB of cache on a CPU.")] = 1,
+    kv_cache_dtype: Annotated[list[str] | None, typer.Option(help="More caches of the original; repeatable.")] = None,
+    worker: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    clients, lengths = clients or [1, 8, 32], length or [512, 2048]
+    if worker is not None:
+        return measure(**json.loads(worker), clients=clients, lengths=lengths, new_tokens=new_tokens, rounds=rounds)
+    kinds = {"dofla": (compressed, "auto"), "vLLM's cache": (original, "auto")}
+    kinds |= {f"vLLM's {name} cache": (original, name) for name in kv_cache_dtype or []}
+    found = {}
+    for name, (model, dtype) in kinds.items():
+        task = json.dumps({"model": model, "dtype": dtype})
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(space)}
+        run = subprocess.run(
+            [sys.executable, *sys.argv, "--worker", task],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        found[name] = json.loads(run.stdout.strip().splitlines()[-1])
+    print("| cache | KiB per sequence | sequences in the space |\n|---|---|---|")
+    for name, of in found.items():
+        print(f"| {name} | {of['bytes'] / 1024:.0f} | {of['sequences']} |")
+    print("\n| clients | prompt | cache | tokens a second | time to first token |\n|---|---|---|---|---|")
+    for count in clients:
+        for tokens in lengths:
+            for name, of in found.items():
+                cell = of["cells"][f"{count} {tokens}"]
+                base = found["vLLM's cache"]["cells"][f"{count} {tokens}"]
+                times = f"{cell['first']:.2f} s ({cell['first'] / base['first']:.2f} x)"
+                speed = f"{cell['speed']:.1f} ({cell['speed'] / base['speed']:.2f} x)"
+                print(f"| {count} | {tokens} | {name} | {speed} | {times} |", flush=True)
+
+
+def measure(model: str, dtype: str, clients: list[int], lengths: list[int], new_tokens: int, rounds: int) -> None:
+    """Print the figures of one model as JSON."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    most = max(lengths) + new_tokens + 1
+    llm = LLM(model, kv_cache_dtype=dtype, max_model_len=most, max_num_seqs=max(clients), enable_prefix_caching=False)
+    engine, sampling = llm.llm_engine, SamplingParams(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0)
+    generator, cells = torch.Generator().manual_seed(0), {}
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    for count in clients:
+        for length in lengths:
+            speeds, firsts = [], []
+            for n in range(1 + rounds):  # the first compiles
+                prompts = torch.randint(vocabulary // 2, (count, length), generator=generator).tolist()
+                start, first = time.perf_counter(), {}
+                for number, prompt in enumerate(prompts):
+                    engine.add_request(f"{count} {length} {n} {number}", {"prompt_token_ids": prompt}, sampling)
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        first.setdefault(output.request_id, time.perf_counter() - start)
+                if n:
+                    speeds.append(count * new_tokens / (time.perf_counter() - start))
+                    firsts.append(statistics.median(first.values()))
+            cells[f"{count} {length}"] = {"speed": statistics.median(speeds), "first": statistics.median(firsts)}
+    config = engine.engine_core.engine_core.scheduler.kv_cache_config
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups for _ in group.layer_names]
+    size = sum(spec.max_memory_usage_bytes(engine.vllm_config) for spec in specs)
+    total = sum(tensor.size for tensor in config.kv_cache_tensors)
+    print(json.dumps({"cells": cells, "bytes": size, "sequences": total // size}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
