@@ -102,7 +102,7 @@ def orders(session: nox.Session, order: str) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """The tests of the plug-in for vLLM, or those that are named."""
+    """The tests of the plug-in for vLLM, or those that are named; and with its transformers, generation by ours."""
     session.install(f"torch=={pinned()['torch']}")
     session.install("--no-deps", "-r", "requirements/vllm.txt")
     code = (
@@ -113,3 +113,5 @@ def vllm(session: nox.Session) -> None:
     session.install("ninja", "lazy_loader", "wrapt", *(f"{name}=={pinned()[name]}" for name in TEST_TOOLS))
     session.install("--no-deps", "--editable", ".")
     session.run("python", "-m", "pytest", "-m", "not long", *(session.posargs or ["tests/vllm"]))
+    if not session.posargs:
+        session.run("python", "-m", "pytest", "-m", "not long", "tests/integration/test_generation.py")
