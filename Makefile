@@ -35,6 +35,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
 # The site, in build/docs; a broken link is an error. The variable silences a word about other software.
 docs: venv

@@ -19,7 +19,7 @@ from dofla.feature_maps import feature_map_class
 from dofla.plans.curves import Curves, Shape, Size, choose
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
 from dofla.plans.plan import LayerPlan, Plan, is_integer
-from dofla.profiles.profile import LayerProfile, Profile
+from dofla.profiles.profile import LayerProfile, Profile, SkippedLayer
 from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
 
@@ -159,7 +159,7 @@ def allocate(
             raise DoflaError(f"{what} is {number!r}: give an integer, 0 or more")
     if context is not None and (not is_integer(context) or context < 1):
         raise DoflaError(f"context is {context!r}: give an integer number of tokens, 1 or more")
-    names = [layer.name for layer in (*profile.layers, *profile.skipped)]
+    names = [x.name for x in profile.layers] + [x.name for x in profile.skipped]
     for name in keep_softmax:
         if name not in names:
             raise DoflaError(f"keep_softmax names {name!r}, which is no layer of this profile: it has {names[0]}, ...")
@@ -177,15 +177,8 @@ def allocate(
         exact = (window or 0, sinks or 0)
         counts = _counts(chosen, shapes, rows, STRATEGIES.get(strategy, fixed), summary, per_head, budget, *exact)
         sizes = {name: [(count, *exact) for count in own] for name, own in counts.items()}
-    plans = [
-        LayerPlan(
-            *(x.name, x.kv_heads, x.head_dim, x.value_dim, *_fields(sizes[x.name]), feature_map, kept_as[x.name]),
-            smooth_keys=kept_as[x.name] == "int8",
-        )
-        if sizes.get(x.name) is not None
-        else LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, keep_softmax=True)
-        for x in (*profile.layers, *profile.skipped)
-    ]
+    plans = [_layer(x, sizes.get(x.name), feature_map, kept_as.get(x.name, "model")) for x in profile.layers]
+    plans += [_layer(x, None, feature_map, "model") for x in profile.skipped]
     made_by: dict[str, object] = {"strategy": strategy, "budget": budget}
     if strategy in STRATEGIES:
         made_by |= {"lambda": lam, "over_heads": over_heads, "per_head": per_head}
@@ -195,9 +188,23 @@ def allocate(
     return Plan(plans, profile.model, made_by)
 
 
-def _fields(sizes: Sequence[Size]) -> list[int | list[int]]:
-    """Features, window and sinks of a layer: one number where its KV heads agree."""
-    return [list(each) if len(set(each)) > 1 else each[0] for each in zip(*sizes, strict=True)]
+def _layer(x: LayerProfile | SkippedLayer, sizes: Sequence[Size] | None, feature_map: str, kept_as: str) -> LayerPlan:
+    """A layer with these sizes of its KV heads, one number where they agree; softmax without any."""
+    if sizes is None:
+        return LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, keep_softmax=True)
+    features, window, sinks = (list(each) if len(set(each)) > 1 else each[0] for each in zip(*sizes, strict=True))
+    return LayerPlan(
+        name=x.name,
+        kv_heads=x.kv_heads,
+        head_dim=x.head_dim,
+        value_dim=x.value_dim,
+        features=features,
+        window=window,
+        sinks=sinks,
+        feature_map=feature_map,
+        token_dtype=kept_as,
+        smooth_keys=kept_as == "int8",
+    )
 
 
 def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from dofla.attention import Tier, tier_bytes
+from dofla.attention import tier_bytes
 from dofla.errors import DoflaError
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import SINKS, HeadCost
@@ -29,7 +29,7 @@ class TokenCounts:
 
     window: int
     sinks: int
-    tiers: list[Tier]
+    tiers: list[list[float]]
     heavy_hitters: int
     token_dtype: str = "int8"
     smooth_keys: bool = True

@@ -179,7 +179,7 @@ def choose(
     Raises:
         DoflaError: the smallest sizes measured cost more than ``total``.
     """
-    ways = []
+    ways: list[dict[str, Choice]] = []
     for at in dict.fromkeys((context, None)):
         hulls = {curve.name: best_sizes(curve, shapes[curve.name], at, per_head) for curve in curves}
         if not ways or sum(hull[0].bytes for hull in hulls.values()) <= total:  # a short cache may be all that fits
@@ -210,7 +210,7 @@ def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Cho
     heads, cost = range(shape.kv_heads), shape.cost
     # Only sizes that are best for some head at some price of a byte: of all pairs there would be too many.
     alone = ([Choice(cost.total(*size), own[head], [size]) for size, own in losses.items()] for head in heads)
-    best = {choice.sizes[0] for own in alone for choice in lower_hull(own)}
+    best = {size for own in alone for choice in lower_hull(own) for size in choice.sizes or ()}
     choices = []
     for small, large in combinations(sorted(best, key=lambda size: cost.total(*size)), 2):
         gains = [a - b for a, b in zip(losses[small], losses[large], strict=True)]

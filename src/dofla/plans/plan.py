@@ -129,7 +129,7 @@ class LayerPlan:
                 f"layer {self.name}: tiers has {len(per_head)} lists for {self.kv_heads} KV heads: give one each"
             )
         for tiers in per_head:
-            numbers = [number for tier in tiers for number in (tier if isinstance(tier, (list, tuple)) else [None])]
+            numbers: list[Any] = [x for tier in tiers for x in (tier if isinstance(tier, (list, tuple)) else [None])]
             integers = all(is_integer(count) and 1 <= count <= _MOST for count in numbers[::2])
             bits = numbers[1::2]
             good = len(numbers) == 2 * len(tiers) and integers and all(isinstance(x, (int, float)) for x in bits)
@@ -204,7 +204,7 @@ class LayerPlan:
         kept softmax."""
         if self.keep_softmax:
             return 0, 0, {}
-        cost, coded = self.cost(itemsize), Counter()
+        cost, coded = self.cost(itemsize), Counter[float]()
         for tiers, hitters in zip(self.tiers_per_head, self.heavy_hitters_per_head, strict=True):
             for number, (count, bits) in enumerate(tiers, 1):
                 held = hitters if number == len(tiers) else 0

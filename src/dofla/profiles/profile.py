@@ -113,8 +113,9 @@ class Profile(Result):
         """Write the two files into an existing folder."""
         tensors = {layer.name: torch.stack([s.eigenvalues for s in layer.spectra]) for layer in self.layers}
         for layer in self.layers:
-            if all(s.subsamples is not None for s in layer.spectra):
-                tensors[layer.name + _SUBSAMPLES] = torch.stack([s.subsamples for s in layer.spectra])
+            subsamples = [s.subsamples for s in layer.spectra if s.subsamples is not None]
+            if len(subsamples) == len(layer.spectra):
+                tensors[layer.name + _SUBSAMPLES] = torch.stack(subsamples)
         write_tensors(folder / "spectra.safetensors", tensors)
         write_json(folder / "profile.json", self.to_dict(), sealed=True)
 
