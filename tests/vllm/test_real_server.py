@@ -1,0 +1,38 @@
+"""``vllm serve`` with pretrained models, compressed: what it answers over HTTP is what generate writes. The models are
+those of the benchmarks, in ``models/`` (docs/results/index.md says how to get them)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from http_server import ask, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dofla
+
+pytestmark = pytest.mark.long
+MODELS = Path(__file__).parents[2] / "models"
+PROMPT = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])
+def test_a_pretrained_model_is_served(name, tmp_path):
+    if not (MODELS / name).exists():
+        pytest.skip(f"models/{name} is not there")
+    model = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+    windows = dofla.token_windows("sample", tokenizer, windows=8)
+    dofla.compress(model, windows, ratio=8, context=2048, head_budgets="even", progress=False)
+    model.save_pretrained(tmp_path / "served")
+    tokenizer.save_pretrained(tmp_path / "served")
+    prompt = tokenizer(PROMPT * 12, return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    del model
+    with serving(tmp_path / "served", "--dtype", "float32", "--max-model-len", "1024") as place:
+        body = {"model": str(tmp_path / "served"), "prompt": PROMPT * 12, "max_tokens": 12, "temperature": 0}
+        answer = json.loads(ask(place, **body))["choices"][0]["text"]
+    assert answer == tokenizer.decode(written, skip_special_tokens=True)
+    assert "Rome" in answer
