@@ -124,13 +124,6 @@ def test_a_record_of_several_tasks(student, words, make_task):
     assert found.win_and_tie["acc"].tasks == 2
 
 
-def test_through_the_harness_the_record_is_the_same(student, words, make_task):
-    ours, theirs = (evaluate_tasks(student, words, [make_task("question")], harness=harness) for harness in (0, 1))
-    assert theirs.win_and_tie == ours.win_and_tie
-    for key in ("task", "items", "acc", "acc_norm"):
-        assert getattr(theirs.tasks[0], key) == getattr(ours.tasks[0], key)
-
-
 def test_names_and_limits(student, words, make_task):
     with pytest.raises(DoflaError, match="'made_question' is given twice"):
         evaluate_tasks(student, words, [make_task(), make_task()])

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness and our own scorer ask the same and find the same."""
+"""Tasks written down for lm-evaluation-harness ask what `score` asks, and it finds the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def found(student, words, tasks, folder):
 
 
 @pytest.mark.parametrize("style", ["question", "passage", "letters", "blank", "plain"])
-def test_the_harness_agrees_with_our_scorer(student, words, tasks, found, style):
+def test_the_harness_finds_the_same_in_a_file(student, words, tasks, found, style):
     task = tasks[style]
     with dofla.softmax(student):
         teacher = score(student, words, task)
@@ -119,6 +119,6 @@ def test_tasks_of_another_kind_are_refused(student, words, tmp_path):
 
 
 def test_without_the_harness_the_error_says_how_to_get_it(student, words, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(DoflaError, match=r"dofla\[eval\]"):
         run_harness(student, words, ["piqa"])

@@ -1,7 +1,10 @@
-"""The scorer against one plain forward pass per choice, and the splitting of texts into tokens."""
+"""Scores against a plain softmax in float64, one forward pass per choice, and the splitting of texts into tokens."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -9,22 +12,24 @@ import torch
 
 import dofla
 from dofla import DoflaError
+from dofla.integration.positions import positions_of
 from dofla.tasks import Item, Request, Task, score
-from dofla.tasks.encode import encode, token_limit
+from dofla.tasks.scoring import encode, language_model
 from dofla.tasks.styles import STYLES
 
 
 @torch.no_grad()
 def one_by_one(model, tokenizer, task) -> list[list[float]]:
-    """Every choice in a row of its own."""
-    limit = token_limit(model, tokenizer)
+    """Every choice in a row of its own, of words, so that the choice has its own tokens."""
     found = []
     for item in task.items:
         found.append([])
-        for row in encode(STYLES[task.style](item), tokenizer, limit):
-            logits = model(torch.tensor([row.tokens[:-1]]), use_cache=False).logits[0].log_softmax(-1)
-            targets = torch.tensor(row.tokens[row.context :])
-            found[-1].append(float(logits[row.context - 1 :].gather(-1, targets[:, None]).sum()))
+        for context, continuation in STYLES[task.style](item):
+            given, asked = tokenizer.encode(context) or [tokenizer.bos_token_id], tokenizer.encode(continuation)
+            tokens = (given + asked)[-(positions_of(model) + 1) :]
+            logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, -len(asked) :].double()
+            shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
+            found[-1].append(sum(float(row[token].log()) for row, token in zip(shares, asked, strict=True)))
     return found
 
 
@@ -36,7 +41,7 @@ def assert_same(scores, expected):
 @pytest.mark.parametrize("style", list(STYLES))
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("who", ["teacher", "student"])
-def test_shared_reading_changes_nothing(tiny, words, make_task, family, style, who):
+def test_scores_are_plain_log_likelihoods(tiny, words, make_task, family, style, who):
     model = getattr(tiny, family)()
     dofla.linearize(model, tiny.plan(model, 8, window=3, sinks=1))
     task = make_task(style)
@@ -102,16 +107,28 @@ def test_accuracy_error_and_normalisation(words):
         scores.chosen("f1")
 
 
-def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(words):
-    (row,) = encode([Request("w1 w2  ", "w3")], words, 10)
-    assert words.decode(row.tokens[row.context :]).strip() == "w3"
-    assert row.context == 2
+def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(tiny, words):
+    given, asked = encode(language_model(tiny.llama(), words), Request("w1 w2  ", "w3"))
+    assert (words.decode(given), words.decode(asked).strip()) == ("w1 w2", "w3")
 
 
-def test_an_empty_context_is_the_start_token(words):
-    rows = encode([Request("", "w3 w4"), Request("", "<end> w4")], words, 10)
-    assert [row.tokens[0] for row in rows] == [words.bos_token_id] * 2
-    assert [len(row.tokens) for row in rows] == [3, 2]
+@pytest.mark.parametrize(("request_", "length"), [(("", "w3 w4"), 2), (("", "<end> w4"), 1), (("  ", "w3 w4"), 2)])
+def test_an_empty_context_is_the_start_token(tiny, words, request_, length):
+    given, asked = encode(language_model(tiny.llama(), words), Request(*request_))
+    assert (given, len(asked)) == ([words.bos_token_id], length)
+
+
+def test_nothing_is_said_and_the_tokenizer_is_left_alone(tiny, words, make_task, caplog):
+    with caplog.at_level(logging.DEBUG):
+        score(tiny.llama(max_position_embeddings=16), words, make_task(longest=40))
+    assert not [record for record in caplog.records if record.name.startswith("lm_eval")]
+    assert words.pad_token is None
+
+
+def test_without_the_harness_the_error_says_how_to_get_it(tiny, words, make_task, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    with pytest.raises(DoflaError, match=r"dofla\[eval\]"):
+        score(tiny.llama(), words, make_task())
 
 
 def test_what_cannot_be_scored_is_refused(tiny, words):
@@ -121,6 +138,10 @@ def test_what_cannot_be_scored_is_refused(tiny, words):
         score(tiny.llama(max_position_embeddings=16), words, Task("t", "plain", [Item("w1", ("w1 " * 20, "w2"), 0)]))
     with pytest.raises(DoflaError, match="BertModel cannot score"):
         score(tiny.bert(), words, Task("t", "plain", [Item("w1", ("w1", "w2"), 0)]))
+    nameless = copy.deepcopy(words)
+    nameless.bos_token = nameless.eos_token = None
+    with pytest.raises(DoflaError, match="no bos or eos"):
+        score(tiny.llama(), nameless, Task("t", "plain", [Item("", ("w1", "w2"), 0)]))
     broken = tiny.llama()
     torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
     with pytest.raises(DoflaError, match="NaN"):

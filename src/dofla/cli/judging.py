@@ -51,7 +51,6 @@ def evaluate(
     batch_size: BatchSize = 1,
     limit: Annotated[int | None, typer.Option(help="Items per task; default: all.", rich_help_panel=TEXT)] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Print a row per layer as well.")] = False,
-    harness: Annotated[bool, typer.Option("--harness", help="Score task files with lm-eval.")] = False,
     padded: Padded = False,
     base_model: BaseModel = None,
     dtype: Dtype = None,
@@ -84,8 +83,7 @@ def evaluate(
         figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:
-            options = {"limit": limit, "harness": harness, "seed": seed, "progress": progress}
-            found = evaluate_tasks(model, tokenizer, names, **options)
+            found = evaluate_tasks(model, tokenizer, names, limit=limit, seed=seed, progress=progress)
         view.show(found)
         figures = {**(figures or {"model": describe(model)}), "tasks": found.to_dict()}
     if out is not None:

@@ -1,12 +1,10 @@
-"""Tasks through lm-evaluation-harness: its own, and local ones written down for it."""
+"""Tasks of lm-evaluation-harness: its own, and local ones written down for it."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -18,6 +16,7 @@ from dofla.integration.surgery import softmax
 from dofla.tasks.compare import Pair
 from dofla.tasks.items import Task
 from dofla.tasks.scores import TaskScores
+from dofla.tasks.scoring import language_model, lm_eval, quiet
 from dofla.tasks.styles import STYLES, Request
 
 
@@ -86,21 +85,17 @@ def run_harness(
     Raises:
         DoflaError: if lm-eval is not installed, or a task is unknown, is no multiple-choice task or cannot be loaded.
     """
-    harness = _lm_eval()
-    names = {}
+    names: dict[str, Any] = {}
     # The harness has ten thousand tasks of its own: they are listed only if one of them is wanted.
     own = include is None or any(not (Path(include) / f"{name}.yaml").exists() for name in tasks)
-    manager = harness.TaskManager(include_path=None if include is None else str(include), include_defaults=own)
+    manager = lm_eval("tasks").TaskManager(include_path=None if include is None else str(include), include_defaults=own)
     for name in tasks:
         names |= _load(manager, name)
-    # It gives the tokenizer a padding token.
-    lm = harness.HFLM(
-        pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size, softmax_dtype="float32"
-    )
     with evaluation_mode(model):
+        lm = language_model(model, tokenizer, batch_size)
         with softmax(model):
-            teacher = _evaluate(harness, lm, names, limit)
-        student = _evaluate(harness, lm, names, limit)
+            teacher = _evaluate(lm, names, limit)
+        student = _evaluate(lm, names, limit)
     return [Pair(a, b) for a, b in zip(teacher, student, strict=True)]
 
 
@@ -113,19 +108,6 @@ def _outputs(requests: Sequence[Request]) -> dict[str, Any]:
 
 def _inputs(requests: Sequence[Request]) -> dict[str, Any]:
     return {"choices": [request.context for request in requests], "continuation": requests[0].continuation[1:]}
-
-
-def _lm_eval() -> SimpleNamespace:
-    try:
-        from lm_eval.evaluator import evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise DoflaError(
-            f'tasks of lm-evaluation-harness need it installed ({error}): pip install "dofla[eval]", or give a local '
-            "task file"
-        ) from error
-    return SimpleNamespace(evaluate=evaluate, HFLM=HFLM, TaskManager=TaskManager)
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
@@ -147,10 +129,10 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
     return loaded
 
 
-def _evaluate(harness: SimpleNamespace, lm: Any, tasks: dict[str, Any], limit: int | None) -> list[TaskScores]:
-    found = harness.evaluate(
-        lm, task_dict={"tasks": tasks, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0, log_samples=True
-    )
+def _evaluate(lm: Any, tasks: dict[str, Any], limit: int | None) -> list[TaskScores]:
+    asked = {"tasks": tasks, "groups": {}, "group_map": {}}
+    with quiet():
+        found = lm_eval("evaluator").evaluate(lm, task_dict=asked, limit=limit, bootstrap_iters=0, log_samples=True)
     return [_scores(name, task, found["samples"][name]) for name, task in tasks.items()]
 
 

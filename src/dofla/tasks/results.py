@@ -108,13 +108,11 @@ class TaskResults(Result):
         tasks: one by one.
         win_and_tie: over all of them, by metric.
         limit: items per task; None for all.
-        harness: whether all went through lm-evaluation-harness.
     """
 
     tasks: list[Comparison]
     win_and_tie: dict[str, WinAndTie]
     limit: int | None = None
-    harness: bool = False
 
     def parts(self) -> Iterator[Part]:
         """Tasks one by one, by each metric, and the win-and-tie rate over them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,7 +10,7 @@ from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.surgery import softmax
 from dofla.tasks.compare import Pair, compare, win_and_tie
-from dofla.tasks.harness import harness_folder, run_harness
+from dofla.tasks.harness import run_harness
 from dofla.tasks.items import Task
 from dofla.tasks.reading import load_task
 from dofla.tasks.results import TaskResults
@@ -28,7 +27,6 @@ def evaluate_tasks(
     tasks: Sequence[str | Task],
     *,
     limit: int | None = None,
-    harness: bool = False,
     batch_size: int = 16,
     seed: int = 0,
     progress: Callable[[int, int, str], None] | bool = True,
@@ -39,8 +37,7 @@ def evaluate_tasks(
         student: a linearised model; it is its own teacher.
         tasks: tasks, names of JSONL files, or names lm-evaluation-harness knows.
         limit: items per task: drawn at random from a local task, the first of one of the harness.
-        harness: put local tasks through the harness too.
-        batch_size: contexts per forward pass.
+        batch_size: choices per forward pass.
         seed: of the items drawn and of the bootstrap.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (done, total, task) items of the local tasks, teacher's and student's.
@@ -58,24 +55,16 @@ def evaluate_tasks(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DoflaError(f"task {twice[0]!r} is given twice: tasks are told apart by their names")
-    local = [task for task in wanted if isinstance(task, Task)]
-    pairs: dict[str, Pair] = {}
-    if local and not harness:
-        pairs |= _scored(student, tokenizer, local, batch_size, progress)
-    asked = names if harness else [task for task in wanted if isinstance(task, str)]
-    if asked:
-        with tempfile.TemporaryDirectory() as folder:
-            for task in local if harness else ():
-                harness_folder(task, folder)
-            options = {"include": folder, "limit": limit, "batch_size": batch_size}
-            pairs |= {pair.student.task: pair for pair in run_harness(student, tokenizer, asked, **options)}
+    pairs = _scored(student, tokenizer, [task for task in wanted if isinstance(task, Task)], batch_size, progress)
+    if asked := [task for task in wanted if isinstance(task, str)]:
+        found = run_harness(student, tokenizer, asked, limit=limit, batch_size=batch_size)
+        pairs |= {pair.student.task: pair for pair in found}
     # As they were asked for; the harness's groups, which have become their tasks, last.
     ordered = [pairs[name] for name in [*names, *(name for name in pairs if name not in names)] if name in pairs]
     return TaskResults(
         tasks=[compare(pair.teacher, pair.student, seed=seed) for pair in ordered],
         win_and_tie={metric: win_and_tie(ordered, metric, seed=seed) for metric in METRICS},
         limit=limit,
-        harness=harness,
     )
 
 
