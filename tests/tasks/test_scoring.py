@@ -108,13 +108,13 @@ def test_accuracy_error_and_normalisation(words):
 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(tiny, words):
-    given, asked = encode(language_model(tiny.llama(), words), Request("w1 w2  ", "w3"))
+    given, asked = encode(language_model(tiny.llama(), words), Request("w1 w2  ", "w3"), "t")
     assert (words.decode(given), words.decode(asked).strip()) == ("w1 w2", "w3")
 
 
 @pytest.mark.parametrize(("request_", "length"), [(("", "w3 w4"), 2), (("", "<end> w4"), 1), (("  ", "w3 w4"), 2)])
 def test_an_empty_context_is_the_start_token(tiny, words, request_, length):
-    given, asked = encode(language_model(tiny.llama(), words), Request(*request_))
+    given, asked = encode(language_model(tiny.llama(), words), Request(*request_), "t")
     assert (given, len(asked)) == ([words.bos_token_id], length)
 
 
@@ -134,7 +134,7 @@ def test_without_the_harness_the_error_says_how_to_get_it(tiny, words, make_task
 def test_what_cannot_be_scored_is_refused(tiny, words):
     with pytest.raises(DoflaError, match=r"task t: .*no tokens"):
         score(tiny.llama(), words, Task("t", "plain", [Item("w1", (" ", "w2"), 0)]))
-    with pytest.raises(DoflaError, match=r"20 tokens.*reads 16"):
+    with pytest.raises(DoflaError, match=r"task t: .*20 tokens.*reads 16"):
         score(tiny.llama(max_position_embeddings=16), words, Task("t", "plain", [Item("w1", ("w1 " * 20, "w2"), 0)]))
     with pytest.raises(DoflaError, match="BertModel cannot score"):
         score(tiny.bert(), words, Task("t", "plain", [Item("w1", ("w1", "w2"), 0)]))

@@ -152,6 +152,13 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def number_started() -> int:
+    """Number of processes that were started together, this one among them; counted without joining the others."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def processes(*, sharding: bool = False) -> Processes:
     """Those that were started together with this one, joined on the first call.
 
@@ -161,8 +168,7 @@ def processes(*, sharding: bool = False) -> Processes:
     Raises:
         DoflaError: accelerate is not installed, or set up to take weights apart in a way that the caller cannot.
     """
-    started = distributed.is_available() and distributed.is_initialized()
-    count = distributed.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    started, count = distributed.is_available() and distributed.is_initialized(), number_started()
     if count == 1:
         return ALONE
     accelerate = extra("accelerate", purpose="training in several processes")

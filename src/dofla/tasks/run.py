@@ -82,13 +82,14 @@ def _scored(
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[Task],
     batch_size: int,
-    progress: Callable[[int, int, str], None] | None,
+    progress: Callable[[int, int, str], None] | bool,
 ) -> dict[str, Pair]:
-    total, before, pairs = 2 * sum(len(task.items) for task in tasks), 0, {}
+    total, before = 2 * sum(len(task.items) for task in tasks), 0
+    pairs: dict[str, Pair] = {}
     for task in tasks:
 
         def report(done: int, _: int, task: Task = task) -> None:
-            if progress:
+            if callable(progress):
                 progress(before + done, total, task.name)  # noqa: B023 - called before the next round
 
         with softmax(student):

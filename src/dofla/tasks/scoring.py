@@ -45,10 +45,7 @@ def score(
     logprobs: list[list[float]] = []
     with evaluation_mode(model):
         lm = language_model(model, tokenizer, batch_size)
-        try:
-            rows = [[(request, *encode(lm, request)) for request in choices] for choices in requests]
-        except DoflaError as error:
-            raise DoflaError(f"task {task.name}: {error}") from error
+        rows = [[(request, *encode(lm, request, task.name)) for request in choices] for choices in requests]
         for begin in range(0, len(rows), batch_size):
             part = rows[begin : begin + batch_size]
             with quiet():
@@ -84,8 +81,12 @@ def language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, b
         )
 
 
-def encode(lm: Any, request: Request) -> tuple[list[int], list[int]]:
-    """Tokens of the context and of the continuation, split as the harness does.
+def encode(lm: Any, request: Request, task: str) -> tuple[list[int], list[int]]:
+    """Tokens of the context and of the continuation, split as the harness splits them.
+
+    Args:
+        lm: made by :func:`language_model`.
+        task: name, for errors.
 
     Raises:
         DoflaError: if the continuation has no tokens, or more than the model reads.
@@ -97,11 +98,12 @@ def encode(lm: Any, request: Request) -> tuple[list[int], list[int]]:
         if asked[:1] == given:  # the continuation spells out the start token
             asked = asked[1:]
     if not asked:
-        raise DoflaError(f"the continuation {request.continuation!r} has no tokens of its own: give a longer choice")
-    if len(asked) > lm.max_length:
         raise DoflaError(
-            f"the choice {request.continuation[:40]!r}... has {len(asked)} tokens, the model reads {lm.max_length}"
+            f"task {task}: the choice {request.continuation!r} has no tokens of its own: give a longer one"
         )
+    if len(asked) > lm.max_length:
+        choice = f"the choice {request.continuation[:40]!r}... has {len(asked)} tokens"
+        raise DoflaError(f"task {task}: {choice}, the model reads {lm.max_length}")
     return given, asked
 
 

@@ -1,28 +1,40 @@
-"""The fine-tuning loop: one for softmax models and students, for all weights and for low-rank ones."""
+"""Fine-tuning by Trainer and peft: softmax models and students, all weights and low-rank ones."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from dofla.display import Part, Result, reports_progress, table
 from dofla.errors import DoflaError
-from dofla.storage.extras import extra
-from dofla.tasks import Task
-from dofla.tasks.encode import token_limit
-from dofla.tasks.finetune.examples import answers, asked_of, batches_of
-from dofla.tasks.finetune.learner import Learner
+from dofla.storage.processes import number_started
+from dofla.tasks import STYLES, Task
+from dofla.tasks.finetune.learner import Learner, OneDevice
 from dofla.tasks.finetune.weights import in_memory, seeded, training_weights, write_back
-from dofla.tasks.scores import METRICS
-from dofla.tasks.scoring import score
+from dofla.tasks.scores import METRICS, TaskScores
+from dofla.tasks.scoring import encode, language_model, score
 
 KEEP = ("best", "last")
 MIXED_PRECISION = ("no", "bf16")
+_WARM_UP = 0.06
+_IGNORED = -100  # the label of a token whose prediction does not count
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class Epoch:
     """One pass over the training items.
 
     Attributes:
-        loss: nats per answer token, mean over the epoch while it was learning.
+        loss: nats per answer token, mean over the steps of the epoch, each before it.
         accuracy, accuracy_norm: on the test task after it (None without one); see :mod:`dofla.tasks.scores`.
         train_seconds, test_seconds: wall time.
     """
@@ -124,52 +136,113 @@ def finetune(
         mixed_precision: ``bf16`` learns with products in bfloat16, for float32 weights that are rounded in each
             forward pass. Those of a checkpoint in bfloat16 begin on its grid, so a step much shorter than its mesh, a
             256th of a weight, changes nothing until several add up: for short runs at low rates leave it at ``no``.
-        forward_batch: items per forward pass; has no effect on the result but for rounding.
-        test_batch: likewise, when scoring.
-        seed: of order, dropout and low-rank factors. The global generator is left as it was.
+        forward_batch: items per forward pass at most: the largest divisor of ``batch_size`` up to it is taken. It has
+            no effect on the result but for rounding.
+        test_batch: choices per forward pass when scoring; likewise.
+        seed: of order, dropout and low-rank factors. The global generators are left as they were.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (step, steps, text).
 
     Raises:
         DoflaError: a number out of range; ``best`` without a test task; an item without an answer to learn; a loss
-            that is not finite; several processes; accelerate (or peft, for ``lora_rank``) not installed.
+            that is not finite; several processes; lm-eval (or peft, for ``lora_rank``) not installed.
     """
     counts = {"epochs": epochs, "batch_size": batch_size, "forward_batch": forward_batch, "test_batch": test_batch}
     _check(learning_rate, keep, mixed_precision, test, counts | ({} if lora_rank is None else {"lora_rank": lora_rank}))
-    progress = progress or (lambda step, steps, text: None)
-    accelerator = extra("accelerate").Accelerator()
-    if accelerator.num_processes > 1:
-        raise DoflaError(f"{accelerator.num_processes} processes would each write the result: start one")
-    # accelerator.prepare would leave another model.forward behind, and a process can have only one mixed precision of
-    # accelerate's; so the model is placed, and autocast entered, by hand.
-    model.to(accelerator.device)
-    autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=mixed_precision == "bf16")
-    rows = answers(train, tokenizer, token_limit(model, tokenizer))
+    lm = language_model(model, tokenizer)
+    rows = _examples(train, lm)
+    lm.tokenizer.padding_side = "right"  # where a causal model does not see it
     steps = epochs * math.ceil(len(rows) / batch_size)
-    done: list[Epoch] = []
+    forward_batch = max(n for n in range(1, min(batch_size, forward_batch) + 1) if batch_size % n == 0)
+    with tempfile.TemporaryDirectory() as folder, seeded(seed):
+        # The rest by default: AdamW without weight decay, a rate that falls linearly to 0, gradients clipped to norm 1.
+        arguments = OneDevice(
+            folder,
+            learning_rate=learning_rate,
+            warmup_steps=int(_WARM_UP * steps),
+            num_train_epochs=epochs,
+            per_device_train_batch_size=forward_batch,
+            gradient_accumulation_steps=batch_size // forward_batch,
+            train_sampling_strategy="group_by_length",
+            seed=seed,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        with training_weights(model, lora_rank, train_feature_maps) as weights:
+            record = _Record(
+                test=lambda: None if test is None else score(model, tokenizer, test, batch_size=test_batch),
+                snapshot=lambda: in_memory(weights) if keep == "best" else {},
+                progress=progress,
+            )
+            trainer = Learner(model, arguments, DataCollatorForSeq2Seq(lm.tokenizer), rows, callbacks=[record])
+            trainer.mixed_precision = mixed_precision
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+            kept = record.best if keep == "best" else epochs
+            if kept < epochs:
+                write_back(record.best_weights, weights)
+            trained = sum(weight.numel() for weight in weights.values())
+    return FineTuneResult(record.epochs, kept, trained, steps)
 
-    with seeded(seed), training_weights(model, lora_rank, train_feature_maps) as weights:
-        options = {"learning_rate": learning_rate, "steps": steps, "autocast": autocast, "forward_batch": forward_batch}
-        learner = Learner(model, weights.values(), accelerator, **options)
-        kept, kept_weights = epochs, None
-        for epoch in range(1, epochs + 1):
-            started, total = time.perf_counter(), 0.0
-            model.train()
-            for batch in batches_of(rows, batch_size, seed * 1_000_003 + epoch):
-                loss = learner.step(batch)
-                total += loss * asked_of(batch)
-                progress(learner.done, steps, f"epoch {epoch}, loss {loss:.3f}")
-            trained = time.perf_counter()
-            scores = None if test is None else score(model, tokenizer, test, batch_size=test_batch)
-            seconds = trained - started, time.perf_counter() - trained
-            accuracies = [None if scores is None else scores.accuracy(metric) for metric in METRICS]
-            done.append(Epoch(total / asked_of(rows), *accuracies, *seconds))
-            if keep == "best" and all(done[-1].accuracy > earlier.accuracy for earlier in done[:-1]):
-                kept, kept_weights = epoch, in_memory(weights)
-        if kept < epochs:
-            write_back(kept_weights, weights)
-        count = sum(weight.numel() for weight in weights.values())
-    return FineTuneResult(done, kept, count, steps)
+
+class _Record(TrainerCallback):
+    """Epochs as they end, and a snapshot of the first with the highest accuracy.
+
+    Args:
+        test: scores the model, or nothing.
+        snapshot: of the weights.
+        progress: called with (step, steps, text), if it is a function.
+    """
+
+    def __init__(
+        self,
+        test: Callable[[], TaskScores | None],
+        snapshot: Callable[[], dict[str, Tensor]],
+        progress: Callable[[int, int, str], None] | bool,
+    ) -> None:
+        self.test, self.snapshot, self.progress = test, snapshot, progress
+        self.epochs: list[Epoch] = []
+        self.best, self.highest = 0, -1.0
+        self.best_weights: dict[str, Tensor] = {}
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+        self.losses: list[float] = []
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        loss = given["logs"].get("loss")
+        if loss is None:  # the summary at the end
+            return
+        if not math.isfinite(loss):
+            raise DoflaError(
+                f"the loss is {loss} at step {state.global_step} of {state.max_steps}: lower learning_rate"
+            )
+        self.losses.append(loss)
+        if callable(self.progress):
+            self.progress(state.global_step, state.max_steps, f"epoch {len(self.epochs) + 1}, loss {loss:.3f}")
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        trained = time.perf_counter()
+        scores = self.test()
+        accuracy, accuracy_norm = (None if scores is None else scores.accuracy(metric) for metric in METRICS)
+        seconds = trained - self.started, time.perf_counter() - trained
+        self.epochs.append(Epoch(statistics.fmean(self.losses), accuracy, accuracy_norm, *seconds))
+        if accuracy is not None and accuracy > self.highest:
+            self.best, self.highest, self.best_weights = len(self.epochs), accuracy, self.snapshot()
+
+
+def _examples(task: Task, lm: Any) -> list[dict[str, list[int]]]:
+    """The right choice of each item after its context, encoded as when scored; labels are the answer's tokens alone."""
+    examples = []
+    for item in task.items:
+        given, asked = encode(lm, STYLES[task.style](item)[item.answer], task.name)
+        tokens, labels = given + asked, [_IGNORED] * len(given) + asked
+        examples.append({"input_ids": tokens[-lm.max_length :], "labels": labels[-lm.max_length :]})
+    return examples
 
 
 def _check(learning_rate: float, keep: str, mixed_precision: str, test: Task | None, counts: dict[str, int]) -> None:
@@ -178,6 +251,8 @@ def _check(learning_rate: float, keep: str, mixed_precision: str, test: Task | N
     for name, value in counts.items():
         if value < 1:
             raise DoflaError(f"{name} is {value}: give 1 or more")
+    if number_started() > 1:
+        raise DoflaError(f"{number_started()} processes would each write the result: start one")
     if keep not in KEEP:
         raise DoflaError(f"unknown keep {keep!r}: choose one of {', '.join(KEEP)}")
     if keep == "best" and test is None:

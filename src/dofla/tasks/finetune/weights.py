@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.lora import add_factors, lora_factors, low_rank
@@ -25,6 +27,7 @@ def training_weights(
     float32 in the end, and in evaluation mode.
     """
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    config = vars(model.config).copy()
     try:
         if lora_rank is None:
             model.float().requires_grad_(True)
@@ -40,6 +43,7 @@ def training_weights(
             add_factors(model, factors)
     finally:
         model.eval()
+        model.config.__dict__ = config  # Trainer has turned caches off in it
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(before[name])
             parameter.grad = None
@@ -64,10 +68,15 @@ def write_back(values: dict[str, Tensor], weights: dict[str, torch.nn.Parameter]
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within the block the global generator starts at ``seed``; afterwards it is as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
+    """Within the block all global generators start at ``seed``; afterwards they are as they were."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - Trainer seeds it
+    try:
+        with torch.random.fork_rng():
+            set_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _set_feature_maps(model: PreTrainedModel, train: bool) -> None:
