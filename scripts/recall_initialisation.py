@@ -14,12 +14,12 @@ QUERY_OFFSET, KEY_OFFSET = 0.0, 1.0  # in tokens: the current token, and the one
 LOCAL_LOGIT, MATCH_LOGIT = 8.0, 12.0
 CHANNEL_SCALE, COPY_SCALE = 4.0, 6.0  # against the size of an embedding
 QUIET = 0.03  # of the layers that would drown the circuit
-FAST_PAIRS = range(4)  # rotary pairs that turn quickly enough to tell neighbouring tokens apart
+FAST_PAIRS = range(4)  # rotary pairs that turn quickly enough to tell neighboring tokens apart
 SLOWEST_PAIRS = 6  # rotary pairs that hardly turn over a whole context
 
 
 @torch.no_grad()
-def initialise_for_recall(model: nn.Module) -> None:
+def initialize_for_recall(model: nn.Module) -> None:
     """Overwrite the attention of the first two layers, and make the rest start quietly."""
     width, heads = model.config.hidden_size, model.config.num_attention_heads
     embedding = model.get_input_embeddings().weight
@@ -76,7 +76,7 @@ def local_projections(heads: int, head_size: int, width: int) -> tuple[Tensor, T
         query[:, pair] = 1
         key[:, pair] = torch.cos(speed * offsets)
         key[:, pair + half] = torch.sin(speed * offsets)
-    # A normalised embedding has half of its squared norm, the width, along the shared direction.
+    # A normalized embedding has half of its squared norm, the width, along the shared direction.
     scale = (LOCAL_LOGIT * head_size**0.5 / len(FAST_PAIRS) / (width / 2)) ** 0.5
     return scale * query.flatten(), scale * key.flatten()
 

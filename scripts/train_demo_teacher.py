@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from recall_initialisation import initialise_for_recall
+from recall_initialization import initialize_for_recall
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -162,11 +162,11 @@ def build_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        # The initialisation tells neighbours apart by rotary phase, which GPT-NeoX gives a quarter of each head only.
+        # The initialization tells neighbors apart by rotary phase, which GPT-NeoX gives a quarter of each head only.
         **({"rotary_pct": 1.0} if arch is Arch.gpt_neox else {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    initialise_for_recall(model)
+    initialize_for_recall(model)
     return model
 
 

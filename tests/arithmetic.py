@@ -37,7 +37,7 @@ def sum_error(terms: int, size: float = 1.0, dtype: torch.dtype = torch.float32)
 LOGITS = {"rtol": sum_error(1000), "atol": sum_error(1000)}
 """For :func:`torch.testing.assert_close`: answers of the tiny models, of order 1 to 10, computed in two ways. In a row
 come two layers of products of at most 48 terms (some 250 together), their attention over at most 100 tokens and the
-output layer, some 750 terms; normalisation keeps all in between of order 1."""
+output layer, some 750 terms; normalization keeps all in between of order 1."""
 
 
 def adam_error(steps: int, rate: float, gradient_error: float) -> float:
@@ -51,7 +51,7 @@ def adam_error(steps: int, rate: float, gradient_error: float) -> float:
 
 
 def in_float64(student: _Model) -> _Model:
-    """The same linearised model, in place, with its feature maps, which else stay float32, and with its loss of next
+    """The same linearized model, in place, with its feature maps, which else stay float32, and with its loss of next
     tokens, which transformers takes in float32, in float64."""
     student.double()
     if student.can_generate():
@@ -60,7 +60,7 @@ def in_float64(student: _Model) -> _Model:
 
 
 def with_maps_in_float64(student: _Model) -> _Model:
-    """The same linearised model, in place, of which the rest is in float64 already."""
+    """The same linearized model, in place, of which the rest is in float64 already."""
     for layer in linear_layers(student).values():
         layer.maps.double()
     return student

@@ -98,7 +98,7 @@ def test_smollm2_talks_in_turns_with_a_state_of_constant_size(smollm2):
     model, tokenizer = smollm2
     cache, sizes = DynamicCache(config=model.config), []
     messages = []
-    for question in ("Name a colour.", "Name another one, please, and say where you saw it."):
+    for question in ("Name a color.", "Name another one, please, and say where you saw it."):
         messages.append({"role": "user", "content": question})
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(messages, **options)

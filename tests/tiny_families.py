@@ -70,7 +70,7 @@ CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "bert_decoder": lambda: BertConfig(is_decoder=True, **_BASE),
     "gemma3": lambda: Gemma3TextConfig(**_SLIDING),
 }
-"""Decoders that can be linearised; in gemma3 every other layer has a sliding window and stays as it is."""
+"""Decoders that can be linearized; in gemma3 every other layer has a sliding window and stays as it is."""
 
 _BART = {"d_model": 32, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "init_std": 0.2}
 _BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
@@ -140,7 +140,7 @@ def teacher(family: str) -> PreTrainedModel:
 
 
 def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
-    """A plan for all layers of ``model`` that can be linearised.
+    """A plan for all layers of ``model`` that can be linearized.
 
     Kinds: ``plain``, one number of features; ``ragged``, features, window and sinks not the same for all KV heads;
     ``eight_bits``, the same with exact tokens in eight bits; ``exact_window``, ``exact_sinks``, a window or sinks for
@@ -175,12 +175,12 @@ def _student(family: str, kind: str) -> PreTrainedModel:
 
 
 def student(family: str, kind: str = "plain") -> PreTrainedModel:
-    """The linearised model, shared by all tests that do not change it; the others take :func:`own_student`."""
+    """The linearized model, shared by all tests that do not change it; the others take :func:`own_student`."""
     return _student(family, kind)
 
 
 def own_student(family: str, kind: str = "plain") -> PreTrainedModel:
-    """A linearised model the caller may change.
+    """A linearized model the caller may change.
 
     Those that keep eight bits are in float64: where two ways to the same number differ in its last digit, they may
     differ by a whole step of the eight bits after rounding.

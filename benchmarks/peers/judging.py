@@ -104,7 +104,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of what a cache keeps: codes as they are, :data:`FLOAT_BYTES` for a floating-point number."""
     total = 0
     for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__"):  # a quantised one: codes, scales and offsets
+        if hasattr(tensor, "__tensor_flatten__"):  # a quantized one: codes, scales and offsets
             total += bytes_of(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             total += tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.element_size())

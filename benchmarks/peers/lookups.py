@@ -13,7 +13,7 @@ Of each kind the template is taken that the original does best with, at the shor
 among those of ``--template``, if some are named; what it scores less than ``--least`` with is left out, since nothing
 can be lost there. What is measured stays in the folder and is not measured again. With ``--retrieval-heads`` there is
 one more memory, some of whose KV heads hold every token of ``--context``. ``--kvpress`` is the Python of an environment
-with ``benchmarks/peers/requirements.txt``, where press_lookups.py is run; transformers' quantised caches are among the
+with ``benchmarks/peers/requirements.txt``, where press_lookups.py is run; transformers' quantized caches are among the
 rows where optimum-quanto is installed.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/peers/timing.py --model models/smollm2-135m --kvpress build/peers/bin/python
 
 The students of docs/students, or those of ``--student NAME=FOLDER``, take turns at every prompt and every token with
-the softmax cache and, where optimum-quanto is installed, quantised ones; of each the least time is taken. ``--kvpress``
+the softmax cache and, where optimum-quanto is installed, quantized ones; of each the least time is taken. ``--kvpress``
 is the Python of an environment with ``benchmarks/peers/requirements.txt``: there press_timing.py times presses that
 leave as many tokens as have the bytes of a student, in turns with a softmax cache of its own. Behind a time stands how
 many times that of the softmax cache of the same turns it is. In bfloat16, which wants a processor that has it; or in

@@ -1,4 +1,4 @@
-"""Which estimate of a head's degrees of freedom is steady, and which says what linearising the head costs?
+"""Which estimate of a head's degrees of freedom is steady, and which says what linearizing the head costs?
 
     python benchmarks/quality/dof_estimators.py --model demo --source stories-val.txt.gz --out runs/dof-demo
 

@@ -26,7 +26,7 @@ METHODS = {
     "Features only": "#7a5fa8",
     "Paper: prf, Fix": "#777777",
 }
-"""Their colours. Rows at other budgets join the line of their method."""
+"""Their colors. Rows at other budgets join the line of their method."""
 
 
 def main(
@@ -47,11 +47,11 @@ def main(
     sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "loss_increase", tasks))
     figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.3), layout="constrained")
     for panel, axis in zip(panels, axes, strict=True):
-        for method, colour in METHODS.items():
+        for method, color in METHODS.items():
             points = sorted(_points(rows, method, panel, tasks))
             if points:
                 sizes, means, spreads = zip(*points, strict=True)
-                axis.errorbar(sizes, means, spreads, marker="o", ms=4, capsize=2, color=colour, label=method)
+                axis.errorbar(sizes, means, spreads, marker="o", ms=4, capsize=2, color=color, label=method)
         teacher = original[panel]["mean"] if panel == "recall, written" else 1.0
         if panel != "loss_increase":  # whose axis is logarithmic
             axis.axhline(teacher, ls=":", color="#555")

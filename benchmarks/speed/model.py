@@ -4,7 +4,7 @@
     python benchmarks/speed/model.py --compressed 64 --models smollm2-135m --batches 1      # what dofla.compress makes
 
 Models in the shapes of GPT-2-small, SmolLM2-135M and Llama-3.2-1B, with random weights, once as they are (transformers'
-"sdpa" attention and its default dynamic cache) and once linearised: the same number of prf features for every KV head
+"sdpa" attention and its default dynamic cache) and once linearized: the same number of prf features for every KV head
 of every layer, or, with --compressed, a compressed cache of as many bytes as so many features take. For each model,
 batch and prompt, in turn:
 

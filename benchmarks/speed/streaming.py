@@ -74,7 +74,7 @@ def main(
 
 
 def measured(folder: Path, way: str, what: str, windows: int, length: int, steps: int) -> tuple[int, float]:
-    """Growth in bytes and seconds of a new process that profiles or distils the model in ``folder``."""
+    """Growth in bytes and seconds of a new process that profiles or distills the model in ``folder``."""
     command = [sys.executable, __file__, _HERE, str(folder), way, what, *map(str, (windows, length, steps))]
     # So that freed memory goes back to the system, and is not counted.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

@@ -22,7 +22,7 @@ _AT_NIGHT = {
 
 
 def _at_night() -> str:
-    """Colours by the reader's scheme, which pages hand on to their pictures."""
+    """Colors by the reader's scheme, which pages hand on to their pictures."""
     rules = []
     for day, night in _AT_NIGHT.items():
         rules += [f'[fill="{day}"], [style="fill:{day}"] {{ fill: {night} !important; }}']
@@ -53,27 +53,27 @@ def picture(name: str, height: int, title: str, parts: list[str]) -> None:
     (OUT / f"{name}.svg").write_text(body, encoding="utf-8")
 
 
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start", colour: str = "") -> str:
-    style = f' style="fill:{colour}"' if colour else ""
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start", color: str = "") -> str:
+    style = f' style="fill:{color}"' if color else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{style}>{words}</text>'
 
 
-def box(x: float, y: float, w: float, h: float, colour: str, opacity: float = 1, radius: float = 0) -> str:
+def box(x: float, y: float, w: float, h: float, color: str, opacity: float = 1, radius: float = 0) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="{radius}"'
-    return f'<rect {place} fill="{colour}" opacity="{opacity:.2f}"/>'
+    return f'<rect {place} fill="{color}" opacity="{opacity:.2f}"/>'
 
 
-def line(points: list[tuple[float, float]], colour: str = GREY, width: float = 1.2, more: str = "") -> str:
+def line(points: list[tuple[float, float]], color: str = GREY, width: float = 1.2, more: str = "") -> str:
     path = " ".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(points))
-    return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}" {more}/>'
+    return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}" {more}/>'
 
 
 def arrow(*points: tuple[float, float]) -> str:
     return line(list(points), GREY, 1.6, 'marker-end="url(#head)"')
 
 
-def dot(x: float, y: float, radius: float, colour: str, opacity: float = 1) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" opacity="{opacity:.2f}"/>'
+def dot(x: float, y: float, radius: float, color: str, opacity: float = 1) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}" opacity="{opacity:.2f}"/>'
 
 
 def smoothing() -> None:
@@ -131,8 +131,8 @@ def delay_line() -> None:
     size, top = 19, 64
     parts = [text(20, 26, "Where a token is: first in the window, later in the features", "title")]
     for n in range(26):
-        colour = RED if n < 2 else BLUE if n >= 19 else PALE
-        parts.append(box(24 + 20 * n, top, size - 2, 26, colour, 1 if colour != PALE else 0.9, 2))
+        color = RED if n < 2 else BLUE if n >= 19 else PALE
+        parts.append(box(24 + 20 * n, top, size - 2, 26, color, 1 if color != PALE else 0.9, 2))
     parts += [text(43, top - 10, "sinks", "", "middle", RED), text(233, top - 10, "the far past", "", "middle")]
     parts += [text(473, top - 10, "window", "", "middle", BLUE)]
     parts += [arrow((413, top + 32), (413, 128), (290, 128), (290, 148))]
@@ -171,7 +171,7 @@ def degrees() -> None:
         parts += [text(left + 232, at - 6, "λ", "", "end", RED)]
         parts += [text(left + 100, 62, f"{name}: N(λ) = {sum(counts):.1f}")]
     parts += [text(24, 256, "eigenvalues, the largest first; logarithmic", "small")]
-    parts += [text(24, 274, "The colour of a bar is the share σ / (σ + λ) that counts; their sum is N(λ).", "small")]
+    parts += [text(24, 274, "The color of a bar is the share σ / (σ + λ) that counts; their sum is N(λ).", "small")]
     picture("degrees", 288, "Degrees of freedom of two spectra", parts)
 
 
@@ -189,7 +189,7 @@ def knapsack() -> None:
         return scale * power * size ** (-power - 1)
 
     price = slope("head A", 6.0)
-    for left, name, colour in ((40, "head A", BLUE), (316, "head B", RED)):
+    for left, name, color in ((40, "head A", BLUE), (316, "head B", RED)):
         scale, power = curves[name]
         best = (scale * power / price) ** (1 / (power + 1))
 
@@ -197,12 +197,12 @@ def knapsack() -> None:
             return left + 17 * size, 236 - 34 * value
 
         points = [place(n / 10, loss(name, n / 10)) for n in range(4, 125) if loss(name, n / 10) < 5.4]
-        parts += [line(points, colour, 2.4), line([(left, 50), (left, 236), (left + 216, 236)])]
+        parts += [line(points, color, 2.4), line([(left, 50), (left, 236), (left + 216, 236)])]
         ends = [best - min(best, 3.2), best + 3.2]
         parts.append(line([place(e, loss(name, best) - price * (e - best)) for e in ends], GREY, 1.4))
         x, y = place(best, loss(name, best))
         parts += [dot(x, y, 5, DARK), line([(x, y), (x, 236)], GREY, 1, 'stroke-dasharray="3 3"')]
-        parts += [text(left + 110, 74, name, "", "start", colour), text(left + 216, 254, "bytes", "small", "end")]
+        parts += [text(left + 110, 74, name, "", "start", color), text(left + 216, 254, "bytes", "small", "end")]
         parts += [text(x, 254, "its share", "small", "middle")]
     parts += [text(40, 44, "expected loss = effect × error", "small")]
     parts += [text(20, 280, "The slopes are the same: a byte moved from one head to the other would cost", "small")]
@@ -224,11 +224,11 @@ def memory() -> None:
         (466, newest, far, BLUE, "older tokens", f"{far:g} bits"),
         (340, found.heavy_hitters, far, RED, "heavy hitters", f"{far:g} bits, by attention"),
     ]
-    for right, tokens, bits, colour, name, precision in columns:
+    for right, tokens, bits, color, name, precision in columns:
         width, height = per_token * tokens, per_bit * bits
         at, anchor = (right, "end") if bits == 8 else (right - width / 2, "middle")
-        parts.append(box(right - width, floor - height, width, height, colour, 0.35 + 0.65 * (bits == 8), 2))
-        parts += [text(at, floor - height - 24, name, "", anchor, colour)]
+        parts.append(box(right - width, floor - height, width, height, color, 0.35 + 0.65 * (bits == 8), 2))
+        parts += [text(at, floor - height - 24, name, "", anchor, color)]
         parts += [text(at, floor - height - 8, precision, "small", anchor)]
         parts += [text(at, floor + 19, f"{tokens} tokens", "small", anchor)]
         parts += [arrow((right - width / 2, floor + 26), (right - width / 2, floor + 46))]

@@ -34,7 +34,7 @@ WIDE = {"head_dim": 256, "value_dim": 256, "window": 17, "sinks": 2, "tiers": [T
 
 
 def layer_of(seed, head_dim, value_dim, window, sinks, tiers, features, heavy_hitters=0):
-    """Calibrated on falling variances off centre; a head for each of ``tiers``."""
+    """Calibrated on falling variances off center; a head for each of ``tiers``."""
     heads, generator = len(tiers), torch.Generator().manual_seed(seed)
     kind = "prf" if features else "none"
     layer = LinearAttention(

@@ -121,8 +121,8 @@ def padding(kind, batch, length, generator):
     return weight
 
 
-def naive_normaliser(a: Tensor, b: Tensor, log_weight: Tensor) -> Tensor:
-    """The log-normaliser [B, H, L] of causal attention, every pair written out."""
+def naive_normalizer(a: Tensor, b: Tensor, log_weight: Tensor) -> Tensor:
+    """The log-normalizer [B, H, L] of causal attention, every pair written out."""
     b = b.repeat_interleave(a.shape[1] // b.shape[1], dim=1)
     logits = torch.logsumexp(a.unsqueeze(-2) + b.unsqueeze(-3), dim=-1) + log_weight[:, None, None, :]
     later = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool).triu(1)

@@ -1,4 +1,4 @@
-"""Codes: exact arithmetic, errors as the theory of quantisers has them, bytes as counted."""
+"""Codes: exact arithmetic, errors as the theory of quantizers has them, bytes as counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
 
 def vectors(heads=2, length=256, dim=32, seed=0, batch=1, fall=8.0):
-    """Correlated, off centre, of falling variance."""
+    """Correlated, off center, of falling variance."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(heads, dim, dim, generator=generator) * torch.exp(-torch.arange(dim) / fall)
     middle = 3 * torch.randn(heads, 1, dim, generator=generator)
@@ -158,11 +158,11 @@ def test_products_with_the_turn_are_exact():
 
 def relative_error(coder, x, tier, of=None):
     found = PLAIN.chain(coder, x)[tier] - x
-    centred = x - x.mean((0, 2), keepdim=True)
+    centered = x - x.mean((0, 2), keepdim=True)
     of = torch.eye(x.shape[-1]) if of is None else of
     return (
         torch.einsum("bhli,hij,bhlj->", found, of.expand(x.shape[1], -1, -1), found)
-        / torch.einsum("bhli,hij,bhlj->", centred, of.expand(x.shape[1], -1, -1), centred)
+        / torch.einsum("bhli,hij,bhlj->", centered, of.expand(x.shape[1], -1, -1), centered)
     ).item()
 
 

@@ -9,7 +9,7 @@ from math import isqrt
 import pytest
 import torch
 from arithmetic import sum_error
-from forms import KernelCalls, Opaque, error, everything, naive_normaliser, naive_state, needs_kernels, sample, threads
+from forms import KernelCalls, Opaque, error, everything, naive_normalizer, naive_state, needs_kernels, sample, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,10 +90,10 @@ def test_the_linear_kernel_is_the_oracle(seed, shape, length, with_maps, count):
     value, log_weight = s.harmless_value, s.log_weight.double()
     empty = FeatureState.empty(*b.shape[:2], b.shape[-1], value.shape[-1])
     with threads(count):
-        out, normaliser, state = compiled.linear_attention(query, TokenBuffer(key, value, s.log_weight), empty, maps)
+        out, normalizer, state = compiled.linear_attention(query, TokenBuffer(key, value, s.log_weight), empty, maps)
     assert error(out, naive_attention(a, b, value.double(), weight=s.weight), s.value) < TOLERANCE
     torch.testing.assert_close(
-        normaliser.double(), naive_normaliser(a, b, log_weight), rtol=sum_error(8), atol=TOLERANCE
+        normalizer.double(), naive_normalizer(a, b, log_weight), rtol=sum_error(8), atol=TOLERANCE
     )
     assert_states_agree(State(state), State(naive_state(b, value.double(), log_weight)), s.value)
 

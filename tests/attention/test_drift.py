@@ -23,20 +23,20 @@ def drift(form, a, b, value, after_each=lambda state: state):
     steps = b.shape[-2]
     for i in range(steps):
         here = slice(i, i + 1)
-        out, normaliser, state = form(a[:, :, here], b[:, :, here], value[:, :, here], state=state)
+        out, normalizer, state = form(a[:, :, here], b[:, :, here], value[:, :, here], state=state)
         state = after_each(state)
         if (i + 1) % (steps // 10) == 0:
-            seen[i] = out, normaliser, state.log_mass
+            seen[i] = out, normalizer, state.log_mass
     of_output = of_mass = 0.0
     wide, values = b.double(), value.double()
-    for i, (out, normaliser, log_mass) in seen.items():
+    for i, (out, normalizer, log_mass) in seen.items():
         expected_mass = wide[:, :, : i + 1].logsumexp(-2)
         mean = torch.softmax(wide[:, :, : i + 1], dim=-2).mT @ values[:, :, : i + 1]
         logits = a[:, :, i : i + 1].double() + expected_mass.unsqueeze(-2)
         expected = torch.softmax(logits, dim=-1) @ mean
         of_output = max(of_output, float(((out - expected).abs() / expected).max()))
         of_mass = max(of_mass, float((log_mass - expected_mass).abs().max()))
-        of_mass = max(of_mass, float((normaliser - logits.logsumexp(-1)).abs().max()))
+        of_mass = max(of_mass, float((normalizer - logits.logsumexp(-1)).abs().max()))
     return of_output, of_mass
 
 
@@ -76,7 +76,7 @@ def in_float32(state):
 @DECODING
 def test_many_tiny_keys_are_not_lost_beside_a_huge_one(form):
     of_output, of_mass = drift(form, *one_huge_key_then_many_tiny_ones())
-    assert max(of_output, of_mass) < sum_error(1, LEVEL)  # the normaliser, in float32, is rounded twice
+    assert max(of_output, of_mass) < sum_error(1, LEVEL)  # the normalizer, in float32, is rounded twice
 
 
 @DECODING

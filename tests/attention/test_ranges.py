@@ -38,10 +38,10 @@ def assert_right(form, a, b, value, tolerance=ROUNDING):
     """Values are positive, so that a relative error means something in every row and number."""
     assert max(a.abs().max(), b.abs().max()) <= REACH
     empty = FeatureState.empty(1, 2, a.shape[-1], value.shape[-1])
-    out, normaliser, state = form(a, b, value, state=empty)
+    out, normalizer, state = form(a, b, value, state=empty)
     expected = naive_attention(a.double(), b.double(), value.double())
     assert ((out - expected).abs() / expected).max() < tolerance
-    assert torch.isfinite(normaliser).all()
+    assert torch.isfinite(normalizer).all()
     shares = torch.softmax(b.double(), dim=-2)
     mean = shares.mT @ value.double()
     assert ((state.mean - mean).abs() / mean).max() < tolerance
@@ -175,9 +175,9 @@ def test_rows_that_see_nothing_are_zero_and_no_others(options, way):
 def test_states_of_padding_alone_stay_empty(form):
     a, b, _ = log_features()
     value = torch.zeros(1, 2, LENGTH, 4)
-    out, normaliser, state = form(a, torch.full_like(b, LOG_ZERO), value, state=FeatureState.empty(1, 2, 16, 4))
+    out, normalizer, state = form(a, torch.full_like(b, LOG_ZERO), value, state=FeatureState.empty(1, 2, 16, 4))
     assert (out == 0).all()
-    assert (normaliser < LOG_ZERO / 2).all()
+    assert (normalizer < LOG_ZERO / 2).all()
     assert (state.log_mass < LOG_ZERO / 2).all()
     assert (state.mean == 0).all()
     # ... and what comes later is not held back by them.

@@ -134,7 +134,7 @@ def test_a_memory_of_fewer_tokens_than_were_read_answers_at_the_places_of_the_te
 
 
 @torch.no_grad()
-def test_a_quantised_cache_has_coded_the_context_when_it_is_asked(tiny, modules, writer, tokenizer):
+def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(tiny, modules, writer, tokenizer):
     pytest.importorskip("optimum.quanto")
     model = tiny.llama(vocab_size=len(tokenizer), head_dim=64, max_position_embeddings=256)
     (context,) = writer.contexts("multi-key", "pass codes", 200, 1, seed=0)

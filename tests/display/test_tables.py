@@ -21,7 +21,7 @@ from dofla.plans.hybrid import TOKEN_SHARE
 
 @dataclass
 class Fruit(Result):
-    """A result with a name that must be escaped, a long one, and colours."""
+    """A result with a name that must be escaped, a long one, and colors."""
 
     count: int
 
@@ -56,7 +56,7 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_a_result_is_text_without_colours_and_a_page_without_holes():
+def test_a_result_is_text_without_colors_and_a_page_without_holes():
     lines = str(Fruit(12)).splitlines()
     assert lines[0] == "what there <was>"
     assert lines[1].split() == ["fruit", "count"]
@@ -72,7 +72,7 @@ def test_a_result_is_text_without_colours_and_a_page_without_holes():
     ]
 
 
-def test_a_terminal_gets_colours():
+def test_a_terminal_gets_colors():
     console = Console(file=StringIO(), force_terminal=True, width=80)
     console.print(Fruit(12))
     assert "\x1b[36m━━" in console.file.getvalue()

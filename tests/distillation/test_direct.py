@@ -1,4 +1,4 @@
-"""The direct loss: the next-token loss of the linearised model, whose gradient reaches the feature maps alone."""
+"""The direct loss: the next-token loss of the linearized model, whose gradient reaches the feature maps alone."""
 
 from __future__ import annotations
 

@@ -448,8 +448,8 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
     assert equal(feature_maps(student), before)
 
 
-def test_a_model_that_is_not_linearised_is_refused(tiny):
-    with pytest.raises(DoflaError, match="not linearised"):
+def test_a_model_that_is_not_linearized_is_refused(tiny):
+    with pytest.raises(DoflaError, match="not linearized"):
         distill(tiny.llama(), tiny.tokens(WINDOWS, LENGTH))
 
 

@@ -191,7 +191,7 @@ def test_merged_factors_answer_as_factors_beside_the_weights(tiny):
 
 
 @every_choice
-def test_an_adapter_holds_what_was_learnt(tiny, tmp_path, weights):
+def test_an_adapter_holds_what_was_learned(tiny, tmp_path, weights):
     model, tokens = tiny.llama(), tiny.tokens(WINDOWS, LENGTH)
     model.save_pretrained(tmp_path / "base")
     model.config._name_or_path = str(tmp_path / "base")
@@ -247,7 +247,7 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path,
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert equal(base_weights(student), before)
-    with pytest.raises(DoflaError, match="not linearised"):
+    with pytest.raises(DoflaError, match="not linearized"):
         dofla.merge_lora(tiny.llama(), path.parent)
 
 
@@ -382,7 +382,7 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
 
 def test_students_it_cannot_train_are_refused(tiny, monkeypatch):
     tokens = tiny.tokens(WINDOWS, LENGTH)
-    with pytest.raises(DoflaError, match="not linearised"):
+    with pytest.raises(DoflaError, match="not linearized"):
         distill_end_to_end(tiny.llama(), tokens)
     with pytest.raises(DoflaError, match="nothing to train"):
         distill_end_to_end(student_of(tiny, keep_softmax=True), tokens)

@@ -298,8 +298,8 @@ def test_a_bad_option_is_one_line_and_leaves_the_model_alone(tiny, options, mess
     assert everything(model) == before
 
 
-def test_a_linearised_model_is_refused_and_stays_so(tiny):
+def test_a_linearized_model_is_refused_and_stays_so(tiny):
     student = dofla.linearize(tiny.llama(), budget=BUDGET)
-    with pytest.raises(DoflaError, match="linearised already"):
+    with pytest.raises(DoflaError, match="linearized already"):
         measured(tiny, model=student)
     assert is_linearized(student)

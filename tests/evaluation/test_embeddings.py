@@ -33,7 +33,7 @@ def test_spearman_knows_order_only():
 
 
 def pooled(model, batch):
-    """Mean over the real tokens, normalised, one text at a time."""
+    """Mean over the real tokens, normalized, one text at a time."""
     with torch.no_grad():
         hidden = model(**batch).last_hidden_state
     mask = batch.get("attention_mask", torch.ones(hidden.shape[:2])).bool()

@@ -207,8 +207,8 @@ def test_training_shows_in_the_figures(tiny):
     assert after.kl < before.kl
 
 
-def test_a_model_that_is_not_linearised_is_refused(tiny):
-    with pytest.raises(DoflaError, match="not linearised"):
+def test_a_model_that_is_not_linearized_is_refused(tiny):
+    with pytest.raises(DoflaError, match="not linearized"):
         dofla.evaluate(tiny.llama(), tiny.tokens(2, LENGTH))
 
 

@@ -82,5 +82,5 @@ def test_what_is_unknown_or_nothing_is_refused(tiny, tokenizer, student):
         probe(student, tokenizer, windows, wanted=["recall", "poetry"])
     with pytest.raises(DoflaError, match="wanted: nothing"):
         probe(student, tokenizer, windows, wanted=[])
-    with pytest.raises(DoflaError, match="not linearised"):
+    with pytest.raises(DoflaError, match="not linearized"):
         probe(tiny.llama(), tokenizer, windows)

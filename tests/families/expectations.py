@@ -25,7 +25,7 @@ MESSAGES: dict[str, str] = {
     _BESIDE: "(it shares its entry of the cache with a recurrent layer|it has no entry of its own in the cache)",
     _TWICE: "it is called more than once in a pass",
     _BOTH_WAYS: "is bidirectional",
-    _BOUNDED: "no layer is left to linearise",
+    _BOUNDED: "no layer is left to linearize",
     _BIAS: "a position bias is added to its scores",
     _CODEBOOKS: "reads several tokens at each place",
     _MASK: "its mask is neither causal nor bidirectional",

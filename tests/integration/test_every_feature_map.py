@@ -1,4 +1,4 @@
-"""With any feature map a linearised model generates, pads, trains and is saved as with any other."""
+"""With any feature map a linearized model generates, pads, trains and is saved as with any other."""
 
 from dataclasses import replace
 from functools import cache
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import dofla
 from dofla.feature_maps import FEATURE_MAPS
-from dofla.feature_maps.standardised import StandardisedMap
+from dofla.feature_maps.standardized import StandardizedMap
 from dofla.integration.checkpoint import WEIGHTS, feature_map_tensors
 from dofla.storage.checksums import CHECKSUMS
 
@@ -159,7 +159,7 @@ def test_distillation_trains_the_parameters_and_leaves_other_buffers(name):
     history = dofla.distill(model, tokens(8, 24), steps=4, batch_size=2)
     assert torch.isfinite(history.losses).all()
     trained = set(FEATURE_MAPS[name].learning_rates)
-    if issubclass(FEATURE_MAPS[name], StandardisedMap):
+    if issubclass(FEATURE_MAPS[name], StandardizedMap):
         trained |= {f"{side}_{what}" for side in ("query", "key") for what in ("mean", "std")}
     for key, tensor in feature_map_tensors(model).items():
         assert torch.equal(tensor, before[key]) == (key.rpartition(".")[2] not in trained), key

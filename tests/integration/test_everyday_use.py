@@ -56,7 +56,7 @@ def test_a_streamer_shows_the_text_that_comes_out(tokenizer):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_a_classifier_can_be_linearised_and_padding_does_not_matter(family):
+def test_a_classifier_can_be_linearized_and_padding_does_not_matter(family):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(teacher(family).config).eval()
     dofla.linearize(model, plan_for(model, "ragged"))

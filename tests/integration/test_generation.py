@@ -1,4 +1,4 @@
-"""A linearised model generates as any model does: with the cache as without, alone as in a batch."""
+"""A linearized model generates as any model does: with the cache as without, alone as in a batch."""
 
 import copy
 

@@ -41,7 +41,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def base(hub):
-    """The name of a llama teacher on the hub, with a licence."""
+    """The name of a llama teacher on the hub, with a license."""
     model = teacher("llama")
     model.push_to_hub("owner/base")
     card = hub.repositories["owner/base"]["README.md"].decode()
@@ -251,7 +251,7 @@ def test_what_is_not_on_the_hub_is_refused_in_one_line(hub, name, match):
 
 
 def test_a_plain_model_of_the_hub_is_no_student(base):
-    with pytest.raises(dofla.DoflaError, match="owner/base is neither an adapter nor a linearised checkpoint"):
+    with pytest.raises(dofla.DoflaError, match="owner/base is neither an adapter nor a linearized checkpoint"):
         dofla.load(base)
 
 

@@ -194,7 +194,7 @@ def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
     assert "could not be read from here" in text_of(tmp_path)
 
 
-# Licence
+# License
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
         (None, {}, {}),
     ],
 )
-def test_the_licence_is_that_of_the_base_model(card, config, expected, base, tmp_path):
+def test_the_license_is_that_of_the_base_model(card, config, expected, base, tmp_path):
     if card is not None:
         (base / "README.md").write_text(card)
     (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | config))
@@ -225,12 +225,12 @@ def test_the_licence_is_that_of_the_base_model(card, config, expected, base, tmp
 
 
 @pytest.mark.parametrize("kind", ["adapter", "standalone"])
-def test_students_of_the_bundled_teacher_have_its_licence(kind, tmp_path):
+def test_students_of_the_bundled_teacher_have_its_license(kind, tmp_path):
     student = dofla.linearize(load_teacher("demo")[0], budget=4)
     assert front_matter(saved(student, tmp_path / "out", kind))["license"] == "apache-2.0"
 
 
-def test_a_licence_can_be_given(base, tmp_path):
+def test_a_license_can_be_given(base, tmp_path):
     model = student_of(base)
     dofla.note(model, license="cc-by-4.0")
     assert front_matter(saved(model, tmp_path / "out", "adapter"))["license"] == "cc-by-4.0"
@@ -336,7 +336,7 @@ def test_what_is_no_note_is_refused(options, match):
 
 
 def test_notes_on_what_is_no_student_are_refused(base, tmp_path):
-    with pytest.raises(dofla.DoflaError, match="not linearised"):
+    with pytest.raises(dofla.DoflaError, match="not linearized"):
         dofla.note(teacher("llama"), license="mit")
     with pytest.raises(dofla.DoflaError, match="is no student"):
         dofla.note(base, license="mit")
@@ -364,7 +364,7 @@ def test_a_damaged_record_is_refused_in_one_line(record, match, base, tmp_path):
 
 def test_an_adapter_without_a_record_and_one_of_a_later_version_open(base, tmp_path):
     folder = saved(student_of(base), tmp_path / "out", "adapter")
-    (folder / "record.json").write_text(json.dumps({"base_model": "owner/name", "colour": "green"}))
+    (folder / "record.json").write_text(json.dumps({"base_model": "owner/name", "color": "green"}))
     assert record_of(dofla.load(folder)).base_model == "owner/name"
     (folder / "record.json").unlink()
     assert record_of(dofla.load(folder)) == Record()

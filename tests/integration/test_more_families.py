@@ -181,7 +181,7 @@ def test_a_layer_whose_keys_another_reads_cannot_be_linear(tiny):
     assert [site.shares_keys for site in sites] == [False, True, True]
     shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
     with pytest.raises(
-        DoflaError, match=r"layers\.3\.self_attn cannot be linearised: it shares its keys.*keep_softmax"
+        DoflaError, match=r"layers\.3\.self_attn cannot be linearized: it shares its keys.*keep_softmax"
     ):
         dofla.linearize(model, dofla.Plan([dofla.LayerPlan(*shape, 8) for shape in shapes]))
     skipped = dofla.profile(model, tiny.tokens(4, 16)).skipped

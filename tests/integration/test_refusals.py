@@ -45,16 +45,16 @@ def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason)
     plan = plan_of_linear_layers(model)
     first = next(n for n, x in enumerate(plan.layers) if x.name == layer)
     plan.layers.insert(0, plan.layers.pop(first))
-    with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be linearised: .*{reason}.*keep_softmax"):
+    with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be linearized: .*{reason}.*keep_softmax"):
         dofla.linearize(model, plan)
 
 
 @pytest.mark.parametrize(
     ("family", "match"),
     [
-        ("gemma2", r"layer model\.layers\.1\.self_attn cannot be linearised: its logits are soft-capped"),
-        ("gpt_oss", r"layer model\.layers\.1\.self_attn cannot be linearised: its attention sinks are parameters"),
-        ("mistral_sliding", "no layer is left to linearise"),
+        ("gemma2", r"layer model\.layers\.1\.self_attn cannot be linearized: its logits are soft-capped"),
+        ("gpt_oss", r"layer model\.layers\.1\.self_attn cannot be linearized: its attention sinks are parameters"),
+        ("mistral_sliding", "no layer is left to linearize"),
     ],
 )
 def test_profiling_refuses_such_a_layer_too(family, match):
@@ -96,14 +96,14 @@ def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
 def test_where_all_windows_are_bounded_nothing_is_begun(make):
     model = teacher("mistral_sliding")
     before = model(tokens(2, 32)).logits
-    match = "MistralForCausalLM: no layer is left to linearise: .* unless it is opened with sliding_window=None"
+    match = "MistralForCausalLM: no layer is left to linearize: .* unless it is opened with sliding_window=None"
     with pytest.raises(dofla.DoflaError, match=match):
         make(model)
     assert not is_linearized(model)
     assert torch.equal(model(tokens(2, 32)).logits, before)
 
 
-def test_opened_without_its_window_such_a_model_is_linearised():
+def test_opened_without_its_window_such_a_model_is_linearized():
     config = copy.deepcopy(teacher("mistral_sliding").config)
     config.sliding_window = None
     model = compress(MistralForCausalLM(config).eval(), tokens(12, 32), budget=24, head_budgets="even")
@@ -114,7 +114,7 @@ def test_opened_without_its_window_such_a_model_is_linearised():
     ("change", "match"),
     [
         ({"keep_softmax": "model.layers.1.self_attn"}, r"keep_softmax is 'model.layers.1.self_attn': give a list of"),
-        ({"keep_softmax": [f"model.layers.{n}.self_attn" for n in range(2)]}, "no layer is left to linearise"),
+        ({"keep_softmax": [f"model.layers.{n}.self_attn" for n in range(2)]}, "no layer is left to linearize"),
         ({"ratio": 8}, "size is .* and ratio is 8: give one of them"),
     ],
 )
@@ -199,15 +199,15 @@ def test_a_family_with_its_own_attention_code_is_refused(family):
     assert model.config._attn_implementation == before
 
 
-def test_a_model_is_not_linearised_twice():
+def test_a_model_is_not_linearized_twice():
     model = own_student("llama")
-    with pytest.raises(dofla.DoflaError, match="linearised already"):
+    with pytest.raises(dofla.DoflaError, match="linearized already"):
         dofla.linearize(model, dofla.Plan([]))
 
 
-def test_a_model_that_is_not_linearised_has_nothing_to_restore():
+def test_a_model_that_is_not_linearized_has_nothing_to_restore():
     for function in (dofla.restore, lambda model: dofla.softmax(model).__enter__()):
-        with pytest.raises(dofla.DoflaError, match="not linearised"):
+        with pytest.raises(dofla.DoflaError, match="not linearized"):
             function(teacher("llama"))
 
 
@@ -280,7 +280,7 @@ def test_a_cache_that_something_else_has_filled_is_refused():
         student("llama")(ids, past_key_values=cache)
 
 
-def test_there_is_nothing_to_dequantise():
+def test_there_is_nothing_to_dequantize():
     with pytest.raises(dofla.DoflaError, match=r"dofla\.restore gives the original back"):
         own_student("llama").dequantize()
 

@@ -1,4 +1,4 @@
-"""Linearising can be undone, bit for bit, and suspended for a while."""
+"""Linearizing can be undone, bit for bit, and suspended for a while."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def test_the_attention_implementation_the_model_had_comes_back(implementation):
     assert model.config._attn_implementation == implementation
 
 
-def test_a_failed_linearisation_leaves_the_model_alone():
+def test_a_failed_linearization_leaves_the_model_alone():
     original, model = teacher("llama"), teacher("llama")
     plan = plan_for(model)
     plan.layers[1].head_dim = 7
@@ -100,7 +100,7 @@ def test_a_student_is_a_student_again_after_an_error_while_suspended():
     assert_close(outputs(model), before, rtol=0, atol=0)
 
 
-def test_a_model_can_be_linearised_again_after_restoring():
+def test_a_model_can_be_linearized_again_after_restoring():
     model = own_student("llama", "ragged")
     before = outputs(model)
     dofla.restore(model)

@@ -399,6 +399,6 @@ def test_an_adapter_is_not_written_over_anything_else(adapter, tmp_path):
 
 
 def test_an_adapter_of_a_softmax_model_is_refused(tmp_path):
-    with pytest.raises(dofla.DoflaError, match="not linearised"):
+    with pytest.raises(dofla.DoflaError, match="not linearized"):
         dofla.save_adapter(teacher("llama"), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

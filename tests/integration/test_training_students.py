@@ -1,4 +1,4 @@
-"""A linearised model trains as any other."""
+"""A linearized model trains as any other."""
 
 import pytest
 import torch

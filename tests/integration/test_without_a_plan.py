@@ -30,7 +30,7 @@ def logits(model, ids):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_is_linearised_without_a_plan_and_generates(family, dtype):
+def test_a_model_is_linearized_without_a_plan_and_generates(family, dtype):
     model, ids = teacher(family).to(dtype), tokens(2, 9)
     assert dofla.linearize(model, budget=16) is model
     plan = plan_of(model)
@@ -230,7 +230,7 @@ def test_the_others_come_back_also_after_an_error():
     assert everything(model) == everything_before
     assert torch.equal(logits(model, ids), whole)
     model.generate(ids, max_new_tokens=3, pad_token_id=0)
-    with pytest.raises(DoflaError, match="not linearised"), answering(teacher("llama"), {}):
+    with pytest.raises(DoflaError, match="not linearized"), answering(teacher("llama"), {}):
         pass
 
 

@@ -29,7 +29,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("how", WRAPPED)
-def test_a_wrapped_model_is_linearised_judged_and_restored(tiny, how):
+def test_a_wrapped_model_is_linearized_judged_and_restored(tiny, how):
     samples = tiny.tokens(6, 48)
     plain = compress(tiny.llama(), samples, budget=24)
     model = tiny.llama()

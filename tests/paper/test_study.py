@@ -69,7 +69,7 @@ def test_a_folder_without_a_study_of_its_own_gets_the_general_one(tmp_path):
     [
         ({"scale": "medium"}, ["medium", "full or small"]),
         ({"seeds": 0}, ["seeds is 0"]),
-        ({"changes": ["tasks.colour=red"]}, ["demo.yaml", "tasks", "colour"]),
+        ({"changes": ["tasks.color=red"]}, ["demo.yaml", "tasks", "color"]),
         ({"changes": ["budget"]}, ["--set", "budget"]),
     ],
 )

@@ -96,7 +96,7 @@ def test_leverage_equals_its_definition_and_averages_to_the_degrees_of_freedom(s
 
 @quick
 @given(seeds, lams)
-def test_optimal_density_is_normalised_and_no_density_has_a_smaller_supremum(seed, lam):
+def test_optimal_density_is_normalized_and_no_density_has_a_smaller_supremum(seed, lam):
     kernel = Finite(seed)
     arguments = kernel.log_features, kernel.gram, lam
     optimal = theory.optimal_log_density(*arguments)

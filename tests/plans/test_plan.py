@@ -214,7 +214,7 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
         ({"head_dim": "8"}, "head_dim is '8'"),
         ({"value_dim": None}, "value_dim is None"),
         ({"keep_softmax": "no"}, "keep_softmax is 'no'"),
-        ({"colour": "red"}, "colour"),
+        ({"color": "red"}, "color"),
         ({"name": "other"}, "wrong fields"),
     ],
 )

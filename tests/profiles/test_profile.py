@@ -458,10 +458,10 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
         dofla.profile(tiny.llama(), tiny.tokens(2, 8), **options)
 
 
-def test_a_linearised_model_is_refused(tiny):
+def test_a_linearized_model_is_refused(tiny):
     model = tiny.llama()
     dofla.linearize(model, tiny.plan(model))
-    with pytest.raises(DoflaError, match="linearised already"):
+    with pytest.raises(DoflaError, match="linearized already"):
         dofla.profile(model, tiny.tokens(2, 8))
 
 

@@ -1,14 +1,14 @@
 () => {
   const canvas = new OffscreenCanvas(1, 1),
     context = canvas.getContext("2d", { willReadFrequently: true });
-  const rgba = (colour) => {
+  const rgba = (color) => {
     context.clearRect(0, 0, 1, 1);
-    context.fillStyle = colour;
+    context.fillStyle = color;
     context.fillRect(0, 0, 1, 1);
     return [...context.getImageData(0, 0, 1, 1).data];
   };
-  const light = (colour) => {
-    const [r, g, b] = colour.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+  const light = (color) => {
+    const [r, g, b] = color.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const over = (top, under) => top.slice(0, 3).map((v, n) => (v * top[3] + under[n] * (255 - top[3])) / 255);
@@ -19,14 +19,14 @@
   const behind = (text) => {
     const box = text.getBoundingClientRect(),
       [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
-    let colour = ground(text.ownerSVGElement);
+    let color = ground(text.ownerSVGElement);
     for (const rect of text.ownerSVGElement.querySelectorAll("rect")) {
       const area = rect.getBoundingClientRect();
       const before = rect.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING;
       if (before && area.x <= x && x <= area.right && area.y <= y && y <= area.bottom)
-        colour = over(rgba(getComputedStyle(rect).fill), colour);
+        color = over(rgba(getComputedStyle(rect).fill), color);
     }
-    return colour;
+    return color;
   };
   const poor = [];
   let seen = 0;

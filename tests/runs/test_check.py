@@ -75,7 +75,7 @@ def test_layers_kept_softmax_and_refused_ones_count_whole(tiny):
 
     crossing = dofla.check(tiny.gpt2(add_cross_attention=True))
     assert not crossing.supported
-    assert "layer transformer.h.0.crossattention cannot be linearised: it is cross-attention" in crossing.reason
+    assert "layer transformer.h.0.crossattention cannot be linearized: it is cross-attention" in crossing.reason
     assert [x.becomes for x in crossing.layers] == ["compressed", "refused"] * 2
     assert crossing.cache
     assert "refused layers kept softmax" in str(crossing)

@@ -102,7 +102,7 @@ def test_lengths_are_given_in_every_way_that_generate_takes(pair, tiny):
     assert student.generate(text, do_sample=False, min_new_tokens=20).shape == (1, 110)  # transformers' own number
 
 
-def test_a_model_with_learnt_positions_goes_on_as_well(tiny):
+def test_a_model_with_learned_positions_goes_on_as_well(tiny):
     model = tiny.gpt2(n_positions=POSITIONS).double()
     student = dofla.linearize(model, tiny.plan(model, 4, window=3, sinks=2))
     dofla.keep_sessions(student)

@@ -20,7 +20,7 @@ def students():
     yield "hybrid", dofla.linearize(teacher("llama").double(), budget=24)
     yield "ragged", own_student("llama", "ragged").double()
     yield "beside_softmax", own_student("llama", "softmax_first").double()
-    yield "learnt_positions", own_student("gpt2", "eight_bits")
+    yield "learned_positions", own_student("gpt2", "eight_bits")
 
 
 STUDENTS = dict(students())

@@ -54,7 +54,7 @@ def test_more_than_a_state_has_room_for_is_read_as_if_in_several_calls(student, 
 
 
 @torch.no_grad()
-def test_a_model_with_learnt_positions_reads_on_as_well(tiny):
+def test_a_model_with_learned_positions_reads_on_as_well(tiny):
     model = tiny.gpt2(n_positions=POSITIONS).double()
     stream = dofla.Stream(dofla.linearize(model, tiny.plan(model, 4, window=3, sinks=2)))
     assert stream.overlap == POSITIONS // 4

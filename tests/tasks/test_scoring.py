@@ -94,7 +94,7 @@ def test_progress_counts_items_and_the_mode_is_kept(tiny, words, make_task):
     assert model.training
 
 
-def test_accuracy_error_and_normalisation(words):
+def test_accuracy_error_and_normalization(words):
     from dofla.tasks import TaskScores
 
     scores = TaskScores("t", [0, 1, 2], [0, 1, 1], [[-2.0, -3.0], [-1.0, -1.0], [-4.0, -9.0]], [[1, 2], [2, 2], [1, 3]])

@@ -5,7 +5,7 @@ d head size of queries and keys, dv head size of values. A pair (query i, key j)
 
     log K̂(i, j) = logsumexp_m( a[i, m] + b[j, m] ) + log weight[j]
 
-and attention is the average of the values under those weights, normalised over the visible keys.
+and attention is the average of the values under those weights, normalized over the visible keys.
 """
 
 from dofla.attention.affine import Affine

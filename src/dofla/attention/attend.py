@@ -1,4 +1,4 @@
-"""The one entrance: features for the far past, exact scores for a window and sinks, one joint normaliser."""
+"""The one entrance: features for the far past, exact scores for a window and sinks, one joint normalizer."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _attend_both_ways(
 def _far_both_ways(
     query: Tensor, tokens: TokenBuffer, features: Features, scaling: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-normaliser of the features of all keys ``window`` or more away."""
+    """Output and log-normalizer of the features of all keys ``window`` or more away."""
     a = features.log_query(query, scaling)
     b = features.log_key(tokens.key, scaling) + tokens.log_weight[:, None, :, None]
     value = accumulable(tokens.value)

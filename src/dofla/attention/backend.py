@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     Attributes:
         out: [B, H, L, dv], zeros of heads in no group; float32 if there are features behind any group's tiers.
         states: of each group, [B, bytes], uint8.
-        behind: of each group with features, the log-normaliser [B, H', L] of its heads' output and the tokens that left
+        behind: of each group with features, the log-normalizer [B, H', L] of its heads' output and the tokens that left
             its last tier; empty if there are none.
     """
 
@@ -92,7 +92,7 @@ class Backend(CodeOperations):
         """Causal attention of queries [B, H, L, d] to as many new tokens and to the past, through features.
 
         Returns:
-            Output [B, H, L, dv], which is that of the exact part as well; the log-normaliser [B, H, L] of the features
+            Output [B, H, L, dv], which is that of the exact part as well; the log-normalizer [B, H, L] of the features
             alone; and the state after.
         """
         a, b = features.log_query(accumulable(query), scaling), features.log_key(accumulable(tokens.key), scaling)
@@ -104,8 +104,8 @@ class Backend(CodeOperations):
         """:meth:`through_features` of log-features of queries [B, H, L, M] and keys [B, Hkv, L, M]."""
         b = b + tokens.log_weight[:, None, :, None]
         form = recurrent if a.shape[-2] == 1 else chunked
-        out, normaliser, after = form(a, b, accumulable(tokens.value), state=state)
-        return joined(out, normaliser, exact), normaliser, after
+        out, normalizer, after = form(a, b, accumulable(tokens.value), state=state)
+        return joined(out, normalizer, exact), normalizer, after
 
     def exact_attention(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor, unseen: int, scaling: float, neighbors: int
@@ -128,6 +128,6 @@ class Backend(CodeOperations):
         return None
 
 
-def joined(out: Tensor, normaliser: Tensor, exact: ExactPart | None) -> Tensor:
-    """Output of features [B, H, L, dv] and of an exact part, if there is one, under one normaliser."""
-    return out if exact is None else merge((out, normaliser), exact.attend())[0]
+def joined(out: Tensor, normalizer: Tensor, exact: ExactPart | None) -> Tensor:
+    """Output of features [B, H, L, dv] and of an exact part, if there is one, under one normalizer."""
+    return out if exact is None else merge((out, normalizer), exact.attend())[0]

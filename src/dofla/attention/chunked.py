@@ -8,7 +8,7 @@ from torch import Tensor
 from dofla.attention.constants import SMALLEST_TRUSTED_MASS
 from dofla.attention.state import FeatureState
 
-"""A row's normaliser is a sum of products that are at most 1; above this, what underflowed is below 1e-6 of it."""
+"""A row's normalizer is a sum of products that are at most 1; above this, what underflowed is below 1e-6 of it."""
 
 
 def chunked(
@@ -25,19 +25,19 @@ def chunked(
         chunk: tokens per chunk. Results do not depend on it beyond rounding.
 
     Returns:
-        Output [B, H, L, dv], log-normaliser [B, H, L] (LOG_ZERO where no key was visible, and the output zero), and
+        Output [B, H, L, dv], log-normalizer [B, H, L] (LOG_ZERO where no key was visible, and the output zero), and
         the state after the last token.
     """
     if not causal:
         for piece, values in zip(b.split(chunk, dim=-2), value.split(chunk, dim=-2), strict=True):
             state = state.absorb(piece, values)
         return *state.read(a), state
-    outputs, normalisers = [], []
+    outputs, normalizers = [], []
     for pieces in zip(a.split(chunk, dim=-2), b.split(chunk, dim=-2), value.split(chunk, dim=-2), strict=True):
-        out, normaliser, state = _one_chunk(*pieces, state)
+        out, normalizer, state = _one_chunk(*pieces, state)
         outputs.append(out)
-        normalisers.append(normaliser)
-    return torch.cat(outputs, dim=-2), torch.cat(normalisers, dim=-1), state
+        normalizers.append(normalizer)
+    return torch.cat(outputs, dim=-2), torch.cat(normalizers, dim=-1), state
 
 
 def _one_chunk(a: Tensor, b: Tensor, value: Tensor, state: FeatureState) -> tuple[Tensor, Tensor, FeatureState]:
@@ -66,6 +66,6 @@ def _one_chunk(a: Tensor, b: Tensor, value: Tensor, state: FeatureState) -> tupl
         return torch.cat([first[0], second[0]], -2), torch.cat([first[1], second[1]], -1), second[2]
 
     out = (pairs @ value + to_past @ state.mean) / mass.unsqueeze(-1)
-    normaliser = best.squeeze(-1) + mass.log()
+    normalizer = best.squeeze(-1) + mass.log()
     state = state.absorb_levelled(top, keys, value)
-    return out.view(batch, heads, length, -1), normaliser.view(batch, heads, length), state
+    return out.view(batch, heads, length, -1), normalizer.view(batch, heads, length), state

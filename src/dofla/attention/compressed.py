@@ -55,9 +55,9 @@ class CompressedHeads:
             return out, [FlatState(None, tokens) for tokens in states_after]
         far, groups = [state.features for state in before], query.shape[1] // key.shape[1]
         with_features = [n for n, layout in enumerate(self.layouts) if layout.features]
-        for n, (normaliser, left) in zip(with_features, behind, strict=True):
+        for n, (normalizer, left) in zip(with_features, behind, strict=True):
             heads = query_heads(self.layouts[n].heads, groups)
-            near, own = (select(out, heads), normaliser), select(query, heads)
+            near, own = (select(out, heads), normalizer), select(query, heads)
             piece, far[n] = _through_features(own, left, self.features[n], scaling, far[n], near, backend)
             write(piece, out, heads)
         return out.to(value.dtype), [FlatState(*parts) for parts in zip(far, states_after, strict=True)]

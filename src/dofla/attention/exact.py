@@ -42,7 +42,7 @@ class ExactPart:
         return replace(self, query=accumulable(self.query), near=near, sinks=sinks)
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Output [B, H, L, dv] and log-normaliser [B, H, L]."""
+        """Output [B, H, L, dv] and log-normalizer [B, H, L]."""
         rows = torch.arange(self.query.shape[-2], device=self.query.device)
         hidden = rows[None, :, None] < self.visible_from.unsqueeze(1)
         return exact_attention(self.query, self.near, self.window - 1, 0, self.sinks, hidden, self.scaling)
@@ -57,7 +57,7 @@ def exact_attention(
     sink_hidden: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of each query to a band of keys around it and to the sinks, under one normaliser.
+    """Softmax attention of each query to a band of keys around it and to the sinks, under one normalizer.
 
     Args:
         query: [B, H, L, d].
@@ -68,7 +68,7 @@ def exact_attention(
         scaling: scores are ``scaling · q·k``.
 
     Returns:
-        Output [B, H, L, dv] and log-normaliser [B, H, L]; zero and LOG_ZERO for a row that sees nothing.
+        Output [B, H, L, dv] and log-normalizer [B, H, L]; zero and LOG_ZERO for a row that sees nothing.
     """
     batch, heads, length, head_dim = query.shape
     kv_heads = near.key.shape[1]
@@ -94,18 +94,18 @@ def exact_attention(
         to_sinks = (to_sinks + sinks.log_weight[:, None, None, None, None, :]).masked_fill(hidden, LOG_ZERO)
         logits = torch.cat([logits, to_sinks], dim=-1)
 
-    normaliser = torch.logsumexp(logits, dim=-1)
+    normalizer = torch.logsumexp(logits, dim=-1)
     weights = torch.softmax(logits, dim=-1).flatten(3, 4)  # [B, Hkv, blocks, groups·block, span + s]
     out = weights[..., :span] @ v
     if sinks:
         out = out + weights[..., span:] @ accumulable(sinks.value).unsqueeze(2)
     out = out.view(batch, kv_heads, blocks, groups, block, -1).transpose(2, 3).reshape(batch, heads, blocks * block, -1)
-    normaliser = normaliser.transpose(2, 3).reshape(batch, heads, blocks * block)
-    seen = normaliser[..., :length] > LOG_ZERO / 2
-    return out[:, :, :length] * seen.unsqueeze(-1), normaliser[..., :length]
+    normalizer = normalizer.transpose(2, 3).reshape(batch, heads, blocks * block)
+    seen = normalizer[..., :length] > LOG_ZERO / 2
+    return out[:, :, :length] * seen.unsqueeze(-1), normalizer[..., :length]
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two attentions over disjoint sets of keys, each an output and a log-normaliser, made one."""
+    """Two attentions over disjoint sets of keys, each an output and a log-normalizer, made one."""
     share = torch.sigmoid(first[1] - second[1]).unsqueeze(-1)
     return share * first[0] + (1 - share) * second[0], torch.logaddexp(first[1], second[1])

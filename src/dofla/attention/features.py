@@ -1,4 +1,4 @@
-"""Causal attention to the past through features, and to exact parts beside it, under one normaliser."""
+"""Causal attention to the past through features, and to exact parts beside it, under one normalizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def causal_attention(
     near: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, FeatureState | None]:
     """Causal attention of queries [B, H, L, d] to as many new tokens and to the past through features, and to an exact
-    part under the same normaliser; ``near``, output and log-normaliser of attention to yet other tokens, joins them.
+    part under the same normalizer; ``near``, output and log-normalizer of attention to yet other tokens, joins them.
 
     Returns:
         Output [B, H, L, dv] and the state after; there is none without features.
@@ -33,8 +33,8 @@ def causal_attention(
         near, exact = beside if near is None else merge(near, beside), None
     if state is None:
         return query.new_zeros(*query.shape[:-1], tokens.value.shape[-1]) if near is None else near[0], None
-    out, normaliser, after = backend.through_features(query, tokens, features, scaling, state, exact)
-    return (out if near is None else merge((out, normaliser), near)[0]), after
+    out, normalizer, after = backend.through_features(query, tokens, features, scaling, state, exact)
+    return (out if near is None else merge((out, normalizer), near)[0]), after
 
 
 def segment(numbers: int, query: Tensor) -> int:

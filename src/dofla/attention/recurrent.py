@@ -15,10 +15,10 @@ def recurrent(
     if not causal:
         state = state.absorb(b, value)
         return *state.read(a), state
-    outputs, normalisers = [], []
+    outputs, normalizers = [], []
     for i in range(a.shape[-2]):
         state = state.absorb(b[:, :, i : i + 1], value[:, :, i : i + 1])
-        out, normaliser = state.read(a[:, :, i : i + 1])
+        out, normalizer = state.read(a[:, :, i : i + 1])
         outputs.append(out)
-        normalisers.append(normaliser)
-    return torch.cat(outputs, dim=-2), torch.cat(normalisers, dim=-1), state
+        normalizers.append(normalizer)
+    return torch.cat(outputs, dim=-2), torch.cat(normalizers, dim=-1), state

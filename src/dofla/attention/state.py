@@ -126,8 +126,8 @@ class FeatureState(_Tensors):
         grouped = a.reshape(batch, kv_heads, -1, features)
         logits = grouped + self.log_mass.to(a.dtype).unsqueeze(-2)
         out = torch.softmax(logits, dim=-1) @ self.mean
-        normaliser = torch.logsumexp(logits, dim=-1)
-        return out.view(batch, heads, length, value_dim), normaliser.view(batch, heads, length)
+        normalizer = torch.logsumexp(logits, dim=-1)
+        return out.view(batch, heads, length, value_dim), normalizer.view(batch, heads, length)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Results that show themselves as tables: in 80 columns of text, in a terminal's colours, in a notebook's HTML."""
+"""Results that show themselves as tables: in 80 columns of text, in a terminal's colors, in a notebook's HTML."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Result:
 
 
 def as_text(parts: Iterable[Part]) -> str:
-    """Without colours, in :data:`WIDTH` columns."""
+    """Without colors, in :data:`WIDTH` columns."""
     out = StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, markup=False, force_terminal=False, force_jupyter=False)
     for part in parts:

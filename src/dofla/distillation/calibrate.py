@@ -57,7 +57,7 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
     """Start what smooths the keys of a layer, and its maps, from a call of its teacher, unless they have been, or do
     not look at data.
 
-    A map standardises its inputs by its head's queries and keys. Where a window or sinks stand beside the features,
+    A map standardizes its inputs by its head's queries and keys. Where a window or sinks stand beside the features,
     their level is then set so that all far keys together weigh, in the mean over rows, what they weigh in softmax
     attention (rows count by that weight): a start that is off by a factor spends most of its training on that factor.
     """
@@ -65,12 +65,12 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
         layer.smoothing.calibrate(Moments.of(_real_vectors(call, call.key).cpu()))
     if not any(feature_map.wants_data for feature_map in layer.maps):
         return
-    _standardise(call, layer)
+    _standardize(call, layer)
     if layer.is_hybrid:
         _set_level(call, layer, call.random_rows(_ROWS, generator))
 
 
-def _standardise(call: AttentionCall, layer: LinearAttention) -> None:
+def _standardize(call: AttentionCall, layer: LinearAttention) -> None:
     queries, keys = layer.smoothed(call.query, call.key)
     for feature_map, (query, key, _) in zip(layer.maps, layer.split(queries, keys, keys), strict=True):
         groups = query.shape[1] // key.shape[1]
@@ -94,11 +94,11 @@ def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Non
     near = layer.seen_exactly(rows, call.key.shape[-2], **options)
     exact = call.log_weights(rows)
     approximate = student_log_scores(call, layer, rows)
-    # log_weights are scores less their normaliser, which the student's scores must lose as well.
+    # log_weights are scores less their normalizer, which the student's scores must lose as well.
     near_mass = exact.masked_fill(~near, LOG_ZERO).logsumexp(-1)
-    normaliser = approximate.masked_fill(~near, LOG_ZERO).logsumexp(-1) - near_mass
+    normalizer = approximate.masked_fill(~near, LOG_ZERO).logsumexp(-1) - near_mass
     wanted = exact.masked_fill(near, LOG_ZERO).logsumexp(-1)
-    found = approximate.masked_fill(near, LOG_ZERO).logsumexp(-1) - normaliser
+    found = approximate.masked_fill(near, LOG_ZERO).logsumexp(-1) - normalizer
     # Rows that see no far key, or nothing near, say nothing of the level.
     weight = wanted.exp() * ((wanted > LOG_ZERO / 2) & (near_mass > LOG_ZERO / 2)) * call.real_rows(rows)[:, None]
     difference = torch.where(weight > 0, wanted - found, 0)

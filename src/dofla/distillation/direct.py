@@ -1,4 +1,4 @@
-"""The gradients of one step, end to end: the next-token loss of the linearised model (the paper's ``direct``)."""
+"""The gradients of one step, end to end: the next-token loss of the linearized model (the paper's ``direct``)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def next_token_gradients(
     """Add the gradient of the next-token loss to all feature maps; returns the loss, a mean over ``batches`` in which
     a batch counts by its windows.
 
-    The graph goes through the whole linearised model, but only the feature maps are given gradients.
+    The graph goes through the whole linearized model, but only the feature maps are given gradients.
 
     Args:
-        student: a linearised causal language model.
+        student: a linearized causal language model.
         batches: of one step; padding is not predicted.
         processes: each adds the gradient of its share of every batch; the loss is that of all.
 

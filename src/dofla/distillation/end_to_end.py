@@ -1,4 +1,4 @@
-"""End-to-end distillation: the whole linearised model trained towards the teacher's next-token distribution."""
+"""End-to-end distillation: the whole linearized model trained towards the teacher's next-token distribution."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def distill_end_to_end(
     Afterwards the student is a stock model of the dtypes it had: low-rank updates are merged into its weights, in
     float32, and rounded to them; in bfloat16 that loses updates of less than a 512th of a weight. The original weights
     stay beside the new ones in memory, so that :func:`dofla.softmax` and all comparisons still take the teacher, and
-    :func:`dofla.restore` gives it back. :func:`dofla.save_adapter` saves what was learnt with the feature maps;
+    :func:`dofla.restore` gives it back. :func:`dofla.save_adapter` saves what was learned with the feature maps;
     ``save_pretrained`` saves the new weights alone, and a student opened from there takes *them* for its teacher's.
 
     A run that fails leaves the student as it was. In several processes (``torchrun``, ``accelerate launch``) each takes
@@ -84,9 +84,9 @@ def distill_end_to_end(
     but its share of the layers' frozen weights on its device, and the student ends in host memory.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
         tokens: windows to train on, N of L tokens.
-        steps: of the optimiser.
+        steps: of the optimizer.
         batch_size: windows per forward pass, and process.
         accumulate: forward passes per step, and process.
         weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
@@ -110,7 +110,7 @@ def distill_end_to_end(
         The history, whose one column is ``kl`` or ``embedding``; the loss of each step is that before it.
 
     Raises:
-        DoflaError: not linearised, or trained end to end already; a number or name out of range; nothing to train;
+        DoflaError: not linearized, or trained end to end already; a number or name out of range; nothing to train;
             fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
             other settings; a streamed model; another process that has ended; peft (for ``lora``) or accelerate (for
             several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
@@ -130,7 +130,7 @@ def distill_end_to_end(
     rates = _rates(weights, learning_rates or {})
     context = context_of(student, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
-        raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearises layers")
+        raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
     if student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     if is_streamed(student):

@@ -29,7 +29,7 @@ class LayerFidelity:
         head_kl: that of each KV head's queries.
         output_error: root mean square difference of the attention outputs, relative to the root mean square of the
             teacher's.
-        kernel_error: that of the kernel exp(scaling · q·k), not normalised, relative to its own; the geometric mean
+        kernel_error: that of the kernel exp(scaling · q·k), not normalized, relative to its own; the geometric mean
             over heads, as some heads' kernels are missed by orders of magnitude.
     """
 

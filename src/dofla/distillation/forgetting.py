@@ -34,7 +34,7 @@ def costs_of_heads(
     that head alone answered as softmax attention does.
 
     Args:
-        student: a linearised causal model.
+        student: a linearized causal model.
         parts: batches.
         report: called after each of them.
         last: tokens at the end of each window that count; default all.

@@ -29,7 +29,7 @@ def layerwise_gradients(
     a batch counts by its windows.
 
     Args:
-        student: a linearised model; it runs as its own teacher, without gradients.
+        student: a linearized model; it runs as its own teacher, without gradients.
         layers: those to train, by the name of their attention module.
         batches: of one step.
         loss: a name in :data:`dofla.distillation.LOSSES`.

@@ -59,12 +59,12 @@ def distill(
     checkpoint_every: int = 50,
     progress: Callable[[int, int, dict[str, float]], None] | bool = True,
 ) -> History:
-    """Train the feature maps of a linearised model (arXiv 2507.03340, section 4). Everything else stays frozen.
+    """Train the feature maps of a linearized model (arXiv 2507.03340, section 4). Everything else stays frozen.
 
     The losses ``softmax``, ``l2`` and ``output`` train each layer against its own softmax attention: the model runs
     once per batch with softmax attention and without gradients, and as each layer is reached, the loss of its feature
     maps on the teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory
-    holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearised model.
+    holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearized model.
 
     Coded tiers whose directions were not measured yet get them from the first windows. Maps that start
     from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
@@ -76,13 +76,13 @@ def distill(
     student that one process makes of batches that are as many times as large. The first writes and shows progress.
 
     Args:
-        student: a linearised model; it is its own teacher.
+        student: a linearized model; it is its own teacher.
         tokens: windows to train on.
         loss: a name in :data:`dofla.distillation.LOSSES`, or ``direct``.
-        epochs: passes over the tokens, unless ``steps`` says how many optimiser steps to take. The last step of a pass
+        epochs: passes over the tokens, unless ``steps`` says how many optimizer steps to take. The last step of a pass
             takes the windows that are left.
         batch_size: windows per forward pass, and process.
-        accumulate: forward passes per optimiser step.
+        accumulate: forward passes per optimizer step.
         rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
             all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
         learning_rates: by parameter name, over the feature map's own.
@@ -105,7 +105,7 @@ def distill(
             ``steps`` for each of its layers.
 
     Raises:
-        DoflaError: not linearised; unknown loss, schedule or parameter; ``direct`` for a model that predicts no
+        DoflaError: not linearized; unknown loss, schedule or parameter; ``direct`` for a model that predicts no
             next token, or is streamed; a number out of range; fewer windows than one step
             takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
             a run of other settings; another process that has ended.

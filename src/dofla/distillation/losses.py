@@ -26,7 +26,7 @@ LayerLoss = Callable[[AttentionCall, AttentionCall, LinearAttention, Tensor, Gat
 
 
 def student_log_scores(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
-    """Log of the student's unnormalised attention [B, H, R, L], LOG_ZERO where a key is not visible."""
+    """Log of the student's unnormalized attention [B, H, R, L], LOG_ZERO where a key is not visible."""
     scores = layer.log_scores(
         call.query[:, :, rows], call.key, rows, scaling=call.scaling, weight=call.weight, causal=call.causal
     )

@@ -29,7 +29,7 @@ class Objective:
     variance in the batch, mean over real tokens, plus 1 − the cosine of the mean-pooled states, mean over windows.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
         teacher: within its block ``student`` computes what the teacher does.
         last: tokens at the end of each window that count, where the next token is predicted; default all.
     """

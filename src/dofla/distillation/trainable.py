@@ -32,11 +32,11 @@ class Trainable:
 def trainable(student: PreTrainedModel, weights: str, lora_rank: int) -> Iterator[Trainable]:
     """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32.
 
-    When the block ends, what was learnt is in the student, a stock model of the dtypes it had: low-rank factors are
+    When the block ends, what was learned is in the student, a stock model of the dtypes it had: low-rank factors are
     merged into its weights. If it fails, the student is as before.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
         weights: ``lora``, factors beside every linear layer but the output layer; ``all`` weights; ``maps``, nothing
             but the feature maps.
         lora_rank: of the factors, which are drawn from the global generator.

@@ -57,7 +57,7 @@ def measure_curves(
     hidden states) by the head's own error is its ``effect``. That takes a forward pass per head and held-out window.
 
     Args:
-        model: the teacher; it is linearised in between, and restored.
+        model: the teacher; it is linearized in between, and restored.
         tokens: windows; the last ``held_out`` judge, the others train.
         budget: the middle of the sizes, in features per KV head.
         feature_map: of the students.

@@ -21,7 +21,7 @@ def embedding_figures(
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Agreement of mean-pooled, normalised embeddings; ``progress`` is called with (done, total) batches.
+    """Agreement of mean-pooled, normalized embeddings; ``progress`` is called with (done, total) batches.
 
     Returns:
         ``cosine`` (mean similarity between the teacher's and the student's embedding of the same input) and

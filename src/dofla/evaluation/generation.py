@@ -110,7 +110,7 @@ def generation_figures(
     distributions write equal texts. An end-of-text token ends nothing: packed text has them inside.
 
     Args:
-        student: a linearised causal language model; it is its own teacher.
+        student: a linearized causal language model; it is its own teacher.
         windows: text; prompts are the beginnings of its windows.
         prompts: how many at most; windows with too few real tokens are passed over.
         prompt_tokens: tokens of each prompt, 2 or more.

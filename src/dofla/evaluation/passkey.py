@@ -134,7 +134,7 @@ def passkey_figures(
     Each prompt is read once; keys are scored, and one is written, from copies of what the model then remembers.
 
     Args:
-        student: a linearised causal language model; it is its own teacher.
+        student: a linearized causal language model; it is its own teacher.
         tokenizer: the model's.
         lengths: of the prompts, in tokens.
         depths: where the key stands, from 0 (the beginning) to 1 (just before the question).

@@ -85,7 +85,7 @@ def loss_by_position(
     A position counts the real tokens before it in its window, from 0; padding on either side counts for nothing.
 
     Args:
-        student: a linearised language model; it is its own teacher.
+        student: a linearized language model; it is its own teacher.
         windows: held-out text, N windows of L tokens.
         batch_size: windows per forward pass.
         edges: where the bins begin, ascending from 0; the last bin has no end. Default: 0, 16, 32, 64, ...

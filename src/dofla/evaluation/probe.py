@@ -79,7 +79,7 @@ def probe(
     """Measure what a student can still do with its context, beside the softmax model it was.
 
     Args:
-        student: a linearised causal language model; it is its own teacher.
+        student: a linearized causal language model; it is its own teacher.
         tokenizer: the model's.
         windows: held-out text, for ``positions`` and ``generation``.
         wanted: some of :data:`PROBES`.
@@ -98,7 +98,7 @@ def probe(
         Figures that are fields, as far as wanted; ``print`` shows them as tables, ``to_dict()`` is for JSON.
 
     Raises:
-        DoflaError: if nothing known is wanted, or the model is no linearised causal language model; and what the
+        DoflaError: if nothing known is wanted, or the model is no linearized causal language model; and what the
             parts raise.
     """
     unknown = sorted(set(wanted) - set(PROBES))

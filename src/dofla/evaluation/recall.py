@@ -185,7 +185,7 @@ def recall_figures(
     """Measure how well teacher and student answer from the context, by its length and the depth of the answer.
 
     Args:
-        student: a linearised causal language model; it is its own teacher.
+        student: a linearized causal language model; it is its own teacher.
         source: of the prompts: :class:`WordPairs`, or any other :class:`RecallText`.
         lengths: of the prompts, in tokens.
         count: prompts per length.

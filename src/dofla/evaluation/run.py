@@ -165,10 +165,10 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | bool = True,
 ) -> Evaluation:
-    """Compare a linearised model with the softmax model it was. The figures stand on its model card when it is saved.
+    """Compare a linearized model with the softmax model it was. The figures stand on its model card when it is saved.
 
     Args:
-        student: a linearised model; it is its own teacher.
+        student: a linearized model; it is its own teacher.
         tokens: held-out windows.
         batch_size: windows per forward pass.
         fidelity_windows: how many of the windows the layers are compared on.
@@ -181,7 +181,7 @@ def evaluate(
         ``result.table(layers=True)`` adds a row per layer, ``to_dict()`` is for JSON.
 
     Raises:
-        DoflaError: not linearised; windows of one token; logits that are not finite.
+        DoflaError: not linearized; windows of one token; logits that are not finite.
     """
     windows = windows_for(student, tokens)
     plan = plan_of(student)

@@ -20,7 +20,7 @@ class DiJiang(AffineFeatureMap):
     The paper's weighted positive fixed features (theorem 3.3): z fixed, the weights alone trained.
     Departures: the paper prints ``exp(−|x|²)`` and ``z_m = Φ⁻¹(t_m) v_m``, one quantile along a direction of the
     sphere, whose lengths are not those of N(0, I); here every coordinate is a quantile, ``z_m = Φ⁻¹(u_m)`` with u a
-    scrambled Sobol sequence in the unit cube, and the square is halved, so that with alpha = 1, as initialised,
+    scrambled Sobol sequence in the unit cube, and the square is halved, so that with alpha = 1, as initialized,
     ``E[Phi(x)·Phi(y)]`` is the kernel ``exp(s x·y)``. Queries and keys share z and alpha.
 
     Attributes:

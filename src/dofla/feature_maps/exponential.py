@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dofla.attention import Affine
 from dofla.feature_maps.base import AffineFeatureMap
-from dofla.feature_maps.standardised import StandardisedMap
+from dofla.feature_maps.standardized import StandardizedMap
 
 START = 0.5
 """Size of the first log-features, in standard deviations of the inputs: small, so that no feature starts dead."""
 
 
-class Exponential(StandardisedMap, AffineFeatureMap):
-    """``Phi(q) = exp(W q̂ + b)``, ``Phi(k) = exp(V k̂ + c + log_scale)``, with q̂ and k̂ standardised.
+class Exponential(StandardizedMap, AffineFeatureMap):
+    """``Phi(q) = exp(W q̂ + b)``, ``Phi(k) = exp(V k̂ + c + log_scale)``, with q̂ and k̂ standardized.
 
     Unlike :class:`PRF` it has no term in |x|², which is what breaks PRF on heads with long vectors, and ties nothing.
 
@@ -26,7 +26,7 @@ class Exponential(StandardisedMap, AffineFeatureMap):
         query_bias, key_bias: b and c, [heads, M].
     """
 
-    learning_rates: ClassVar[dict[str, float]] = StandardisedMap.learning_rates | dict.fromkeys(
+    learning_rates: ClassVar[dict[str, float]] = StandardizedMap.learning_rates | dict.fromkeys(
         ("query", "key", "query_bias", "key_bias"), 0.02
     )
 
@@ -46,7 +46,7 @@ class Exponential(StandardisedMap, AffineFeatureMap):
         return self._side("query", dtype), self._side("key", dtype, self.log_scale)
 
     def _side(self, side: str, dtype: torch.dtype, level: Tensor | None = None) -> Affine:
-        """The standardisation folded in, as kernels want it."""
+        """The standardization folded in, as kernels want it."""
         weight = getattr(self, side) / getattr(self, f"{side}_std").unsqueeze(-2)
         bias = getattr(self, f"{side}_bias") - (weight @ getattr(self, f"{side}_mean").unsqueeze(-1)).squeeze(-1)
         return Affine(weight.to(dtype), (bias if level is None else bias + level).to(dtype))

@@ -14,7 +14,7 @@ from dofla.feature_maps.projections import identity_first, projected
 class Hedgehog(FeatureMap):
     """``Phi(x) = [softmax(W x √s), softmax(−W x √s)]``, W separate for queries and keys and for each head.
 
-    The paper's spiky features, both signs, each sign normalised over its features. W starts with the identity; below
+    The paper's spiky features, both signs, each sign normalized over its features. W starts with the identity; below
     2 d features it has no room for that, and starts with random orthonormal rows. Departures: an odd M leaves the
     last row of W without its negative; where a sign has one feature (M ≤ 2 for both) its softmax is 1, and the map
     then weighs all keys alike; x is scaled; there is no bias.

@@ -291,7 +291,7 @@ class LinearAttention(nn.Module):
     def log_scores(
         self, query: Tensor, key: Tensor, rows: Tensor, *, scaling: float, weight: Tensor | None, causal: bool
     ) -> Tensor:
-        """Log of the unnormalised attention weights of some rows, before masking: what the losses compare.
+        """Log of the unnormalized attention weights of some rows, before masking: what the losses compare.
 
         Args:
             query: queries of the rows [B, H, R, d].

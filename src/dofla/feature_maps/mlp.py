@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dofla.attention import accumulable
 from dofla.feature_maps.exponential import START
-from dofla.feature_maps.standardised import StandardisedMap
+from dofla.feature_maps.standardized import StandardizedMap
 
 HIDDEN = 32
 """Hidden units: weights, not state. Twice and four times as many were no better (``docs/research/features.md``)."""
 
 
-class MLP(StandardisedMap):
-    """``Phi(x) = exp(W x̂ + W₂ silu(W₁ x̂ + b₁) + b)``, x̂ standardised, apart for queries and keys and for each head.
+class MLP(StandardizedMap):
+    """``Phi(x) = exp(W x̂ + W₂ silu(W₁ x̂ + b₁) + b)``, x̂ standardized, apart for queries and keys and for each head.
 
     The features of keys are multiplied by ``exp(log_scale)``. W₂ starts small, so that the map starts as
     :class:`~dofla.feature_maps.exponential.Exponential`.
@@ -31,7 +31,7 @@ class MLP(StandardisedMap):
         query_out, key_out: W₂, [heads, M, 32].
     """
 
-    learning_rates: ClassVar[dict[str, float]] = StandardisedMap.learning_rates | {
+    learning_rates: ClassVar[dict[str, float]] = StandardizedMap.learning_rates | {
         f"{side}{part}": 0.02 for side in ("query", "key") for part in ("", "_bias", "_in", "_in_bias", "_out")
     }
 
@@ -61,7 +61,7 @@ class MLP(StandardisedMap):
 
     def _log_features(self, x: Tensor, side: str) -> Tensor:
         batch, heads, length, _ = x.shape
-        z = self.standardised(accumulable(x), side)
+        z = self.standardized(accumulable(x), side)
         weight, bias, inner, inner_bias, outer = (
             getattr(self, side + part).to(z.dtype) for part in ("", "_bias", "_in", "_in_bias", "_out")
         )

@@ -16,7 +16,7 @@ from dofla.feature_maps.projections import orthogonal_gaussian
 class PRF(AffineFeatureMap):
     """``Phi_m(x) = sqrt(alpha_m / M) · exp(z_m·x √s − s|x|²/2)`` for the kernel ``exp(s x·y)``, s the scaling.
 
-    Queries and keys share z and alpha. With z ~ N(0, I) and alpha = 1, as initialised, ``E[Phi(x)·Phi(y)]`` is the
+    Queries and keys share z and alpha. With z ~ N(0, I) and alpha = 1, as initialized, ``E[Phi(x)·Phi(y)]`` is the
     kernel exactly: an untrained PRF is Performer with orthogonal features. Training z and alpha is the paper's method.
     """
 

@@ -20,7 +20,7 @@ from dofla.integration.streaming.layers import in_memory
 from dofla.plans.plan import LayerPlan, Plan
 
 SOFTMAX = "_dofla_softmax_implementation"
-"""Attribute of a linearised model: the attention it ran with before."""
+"""Attribute of a linearized model: the attention it ran with before."""
 
 
 class AttachedLinearAttention(LinearAttention):
@@ -68,7 +68,7 @@ class AttachedLinearAttention(LinearAttention):
 
 
 def softmax_implementation(model: PreTrainedModel) -> str:
-    """The attention a model not yet linearised runs with. Ours in its place (asked for when loading, or taken over
+    """The attention a model not yet linearized runs with. Ours in its place (asked for when loading, or taken over
     with the config of a student) says nothing; then it is the model's default."""
     name = model.config._attn_implementation
     return model.get_correct_attn_implementation(None) if name == LINEAR else name

@@ -67,17 +67,17 @@ def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor],
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write only the feature maps and the plan, with a pointer to the base model, a record and a model card; and, of a
-    student that was trained end to end, the low-rank factors or weights it has learnt.
+    student that was trained end to end, the low-rank factors or weights it has learned.
 
     Args:
-        model: a linearised model. Its base model is named as on the hub where that is known: it was opened by that name
+        model: a linearized model. Its base model is named as on the hub where that is known: it was opened by that name
             or from the hub's cache, or :func:`dofla.note` was told. Otherwise its folder is named, with a warning
             unless that is in an installed package.
         folder: a new folder, or that of another adapter, which it replaces when everything is written; other files in
             it stay.
 
     Raises:
-        DoflaError: if the model is not linearised, or the folder holds something and no adapter.
+        DoflaError: if the model is not linearized, or the folder holds something and no adapter.
     """
     folder = Path(folder)
     replaced = (folder / ADAPTER).exists()
@@ -147,7 +147,7 @@ def load(
     model = load_any(path, base_model=base_model, trust_remote_code=trust_remote_code, **kwargs)
     if not is_linearized(model) and str(path) != DEMO:
         raise DoflaError(
-            f"{path} is neither an adapter nor a linearised checkpoint: it is a plain model, which dofla compress "
+            f"{path} is neither an adapter nor a linearized checkpoint: it is a plain model, which dofla compress "
             "(dofla.compress in Python) compresses"
         )
     return model
@@ -178,7 +178,7 @@ def load_any(
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Give a model, just linearised by the adapter's plan, the adapter's feature maps and record, and its weights if it
+    """Give a model, just linearized by the adapter's plan, the adapter's feature maps and record, and its weights if it
     has any.
 
     Raises:
@@ -196,17 +196,17 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
-    """Give a linearised model the low-rank updates that end-to-end distillation learnt; its feature maps stay.
+    """Give a linearized model the low-rank updates that end-to-end distillation learned; its feature maps stay.
 
     Args:
-        student: a linearised model with its original weights.
+        student: a linearized model with its original weights.
         path: the folder ``lora`` of a run of :func:`dofla.distill_end_to_end`, an adapter's, or the file in it.
 
     Returns:
         ``student`` itself. :func:`dofla.softmax` still makes it its teacher, :func:`dofla.restore` the original.
 
     Raises:
-        DoflaError: not linearised; weights that were trained already; a file that is missing, damaged, or of another
+        DoflaError: not linearized; weights that were trained already; a file that is missing, damaged, or of another
             model.
     """
     linear_layers(student)
@@ -243,7 +243,7 @@ def refuse_trained(model: PreTrainedModel) -> None:
     if is_trained(model):
         raise DoflaError(
             "the model's weights were trained end to end already: dofla.restore(model) gives the original back, "
-            "which can be linearised and trained anew"
+            "which can be linearized and trained anew"
         )
 
 

@@ -52,7 +52,7 @@ def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractC
     from disk layer by layer are taken as they are.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
         original: within its block ``student`` computes softmax attention.
     """
     if student.main_input_name != "input_ids" or is_streamed(student):
@@ -67,7 +67,7 @@ def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractC
                 if all(_fault(student, seed, padded) for seed in range(1, DRAWS)):
                     name = _first(student, padded)
                     raise DoflaError(
-                        f"layer {name} cannot be linearised: {fault}; keep it softmax, and those whose keys it reads "
+                        f"layer {name} cannot be linearized: {fault}; keep it softmax, and those whose keys it reads "
                         "(keep_softmax)"
                     )
                 return

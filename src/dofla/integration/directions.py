@@ -62,11 +62,11 @@ def measure_directions(
     """Calibrate the coders of all tiers (:class:`dofla.attention.Coder`) that have not been.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
         tokens, batch_size, context, progress: as for :func:`directions_of`.
 
     Raises:
-        DoflaError: the model is not linearised; as :func:`directions_of`.
+        DoflaError: the model is not linearized; as :func:`directions_of`.
     """
     new = [name for name, layer in linear_layers(student).items() if _is_new(layer)]
     if new:
@@ -75,7 +75,7 @@ def measure_directions(
 
 
 def give_directions(student: PreTrainedModel, directions: Mapping[str, Directions]) -> None:
-    """Calibrate the coders of a linearised model by what was measured of it, before or after it was linearised."""
+    """Calibrate the coders of a linearized model by what was measured of it, before or after it was linearized."""
     for name, layer in linear_layers(student).items():
         if _is_new(layer):
             directions[name].calibrate(layer)
@@ -91,7 +91,7 @@ def directions_of(
     context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Directions]:
-    """Measure the directions of layers, under softmax attention; the model may be linearised or not.
+    """Measure the directions of layers, under softmax attention; the model may be linearized or not.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
     linear layer of its module that runs after attention. Where that is none, all errors in values count alike.
@@ -169,7 +169,7 @@ def _weighing(output: nn.Module | None, heads: int, value_dim: int) -> Tensor | 
     """The quadratic forms [Hkv, dv, dv] that say what an error in a value does to the output."""
     weight = getattr(output, "weight", None)
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
-        return None  # quantised
+        return None  # quantized
     weight = weight.detach().double().cpu()
     weight = weight.T if isinstance(output, Conv1D) else weight  # [D, H · dv]
     if weight.shape[1] % (heads * value_dim):

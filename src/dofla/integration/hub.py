@@ -15,7 +15,7 @@ from dofla.errors import DoflaError
 from dofla.integration.model_card import README, by_hand
 
 _PATIENCE = 3
-"""Seconds; a card may go without a licence."""
+"""Seconds; a card may go without a license."""
 _LICENCE = ("license", "license_name", "license_link")
 _UNREACHABLE = (OfflineModeIsEnabled, HTTPError, OSError)
 
@@ -38,7 +38,7 @@ def origin(place: str) -> str:
     return hub_name(place)
 
 
-def licence_of(model: str) -> dict[str, str]:
+def license_of(model: str) -> dict[str, str]:
     """``license`` of a model's card, or of its config, with ``license_name`` and ``license_link`` if they are there.
 
     Args:

@@ -67,7 +67,7 @@ def _checked(model: PreTrainedModel, windows: TokenWindows | Images, context: in
     most = positions_of(model)
     if most is not None and context > most:
         raise DoflaError(f"context is {context}: the model has {most} positions")
-    # Rotary positions are relative: the teacher does not notice where a window stands. Others are learnt one by one.
+    # Rotary positions are relative: the teacher does not notice where a window stands. Others are learned one by one.
     if context > windows.length and not _is_rotary(model):
         raise DoflaError(f"context is {context}: {type(model).__name__} has no rotary positions; leave it out")
     return windows

@@ -31,7 +31,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
 
 
 def table_of_positions(model: PreTrainedModel) -> nn.Embedding | None:
-    """The one that a model has learnt, where its positions are not computed."""
+    """The one that a model has learned, where its positions are not computed."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
             return module

@@ -124,8 +124,8 @@ def profile(
             called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
 
     Raises:
-        DoflaError: no attention the interface reaches; a layer that cannot be linearised and is not in
-            ``keep_softmax``; NaN in the activations, with layer and batch; an unknown estimator or normalisation.
+        DoflaError: no attention the interface reaches; a layer that cannot be linearized and is not in
+            ``keep_softmax``; NaN in the activations, with layer and batch; an unknown estimator or normalization.
     """
     if estimator not in ESTIMATORS:
         raise DoflaError(f"unknown estimator {estimator!r}: choose one of {', '.join(ESTIMATORS)}")
@@ -136,7 +136,7 @@ def profile(
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")
     if is_linearized(model):
-        raise DoflaError("the model is linearised already: call dofla.restore(model) and profile the original")
+        raise DoflaError("the model is linearized already: call dofla.restore(model) and profile the original")
     windows = windows_for(model, tokens)
     parts = batches(windows, batch_size)
     sites, skipped = _choose(model, keep_softmax)

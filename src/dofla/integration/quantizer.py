@@ -2,7 +2,7 @@
 
 transformers lets a package register a "quantizer", which may change a model before its weights load. Ours attaches the
 feature maps that ``quantization_config`` in config.json lists, so that after ``import dofla`` a student's folder loads
-with ``AutoModelForCausalLM.from_pretrained`` into the stock class. Nothing is quantised.
+with ``AutoModelForCausalLM.from_pretrained`` into the stock class. Nothing is quantized.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DoflaConfig(QuantizationConfigMixin):
     """A plan, and the record that goes with it, as the ``quantization_config`` of a model's config.
 
     Attributes:
-        of_weights: what quantised the weights of a model that was linearised afterwards, whose place this has taken; a
+        of_weights: what quantized the weights of a model that was linearized afterwards, whose place this has taken; a
             model's body has the same config, and so knows it too. No file says it.
     """
 
@@ -70,12 +70,12 @@ class DoflaQuantizer(HfQuantizer):
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
         check_coders(model, "the checkpoint")
         switch_on(model)
-        # transformers forbids .half() and .to(dtype) on quantised models; this one is none.
+        # transformers forbids .half() and .to(dtype) on quantized models; this one is none.
         model.is_quantized = False  # type: ignore[assignment] # to torch, an attribute is a module
         model.config._is_quantized = False
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        raise DoflaError("a student has no weights that dofla has quantised: dofla.restore gives the original back")
+        raise DoflaError("a student has no weights that dofla has quantized: dofla.restore gives the original back")
 
     @property
     def is_compileable(self) -> bool:

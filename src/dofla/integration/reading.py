@@ -23,7 +23,7 @@ def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tok
         new_tokens: how many are to follow.
 
     Raises:
-        DoflaError: no tokens; a token that has no embedding; more tokens than positions, where these are learnt one by
+        DoflaError: no tokens; a token that has no embedding; more tokens than positions, where these are learned one by
             one. Rotary positions go on beyond those that training has seen, if not as well.
     """
     if input_ids.ndim != 2 or not input_ids.numel():

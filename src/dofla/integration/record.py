@@ -28,7 +28,7 @@ class Training:
 
     Attributes:
         how, text: what was trained, and on what, in a few words.
-        steps: of the optimiser.
+        steps: of the optimizer.
         command: that does it again, in Python or on the command line.
         positions: of the text that it has seen; None for images.
         weights: whether more than the feature maps was trained.
@@ -47,7 +47,7 @@ class Record:
     """All of it.
 
     Attributes:
-        base_model: name on the hub of the model that was linearised; empty if it has none.
+        base_model: name on the hub of the model that was linearized; empty if it has none.
         license: ``license`` of the base model's card, with ``license_name`` and ``license_link`` if it has them.
         model_class, dtype: of the student.
         datasets: names on the hub of what the student was trained on.

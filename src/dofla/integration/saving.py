@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.hub import has_own_card, licence_of
+from dofla.integration.hub import has_own_card, license_of
 from dofla.integration.model_card import README, by_hand, write_card
 from dofla.integration.quantizer import DoflaConfig
 from dofla.integration.record import Record
@@ -35,7 +35,7 @@ def completed_record(model: PreTrainedModel) -> Record:
     record.model_class, record.dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
     for place in (model.config._name_or_path, record.base_model):
         if place and not record.license:
-            record.license = licence_of(place)
+            record.license = license_of(place)
     return record
 
 
@@ -49,7 +49,7 @@ def _with_card(save: Callable) -> Callable:
         if (quantizer := self.config.quantization_config.of_weights) is not None:
             method = quantizer.quantization_config.quant_method
             raise DoflaError(
-                f"the weights are quantised ({getattr(method, 'value', method)}), which a checkpoint cannot say beside "
+                f"the weights are quantized ({getattr(method, 'value', method)}), which a checkpoint cannot say beside "
                 "its plan: dofla.save_adapter keeps what was measured or trained, dofla.load(adapter, "
                 "quantization_config=...) opens it again"
             )

@@ -34,7 +34,7 @@ def note(
     """Put on record what the student's model card is to say of it; saving the student writes record and card.
 
     Args:
-        student: a linearised model; or the folder of one, whose card is written anew at once.
+        student: a linearized model; or the folder of one, whose card is written anew at once.
         figures: what :func:`dofla.evaluate`, tasks, or a probe returned; or the JSON file that they were written to.
             They take the place of earlier ones of the same metric on the same text.
         command: that measures them again; default the command line of dofla that this process was started with, or
@@ -101,7 +101,7 @@ def push_adapter(
     A README.md there that a person has written stays. ``student.push_to_hub`` puts the whole model there instead.
 
     Args:
-        student: a linearised model whose base model is on the hub.
+        student: a linearized model whose base model is on the hub.
         name: of the repository, which is made if need be.
         private, token, commit_message, revision, create_pr: as for ``push_to_hub`` of transformers.
 
@@ -109,7 +109,7 @@ def push_adapter(
         The address of the commit.
 
     Raises:
-        DoflaError: not linearised, or its base model is not on the hub, as far as its name tells.
+        DoflaError: not linearized, or its base model is not on the hub, as far as its name tells.
     """
     plan, base = plan_of(student), base_of(student)
     if not hub_name(base):

@@ -131,7 +131,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
         if unsaid and not torch.allclose(own := model(**tokens)[0], out, rtol=0, atol=_SAME * own.abs().max()):
             raise DoflaError(
                 f"layer {unsaid[0]} does not say whether it is causal (is_causal), and is not: {type(model).__name__} "
-                "cannot be linearised"
+                "cannot be linearized"
             )
     if not sites:
         raise DoflaError(_unreachable(model))
@@ -150,19 +150,19 @@ def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -
         model(**tokens)  # if it fails by itself, it says so
         raise DoflaError(
             f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
-            "what to attend to (DeepSeek V3.2, ...) cannot be linearised"
+            "what to attend to (DeepSeek V3.2, ...) cannot be linearized"
         ) from error
 
 
 def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
-    """DoflaError if there are no ``layers`` to linearise."""
+    """DoflaError if there are no ``layers`` to linearize."""
     if layers:
         return
     config = model.config.get_text_config()
     opened = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
     way_out = ", unless it is opened with sliding_window=None" if opened else ""
     raise DoflaError(
-        f"{type(model).__name__}: no layer is left to linearise: all attend to bounded windows already{way_out}, share "
+        f"{type(model).__name__}: no layer is left to linearize: all attend to bounded windows already{way_out}, share "
         "their keys with others, or are in keep_softmax"
     )
 
@@ -170,7 +170,7 @@ def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
 def _unreachable(model: PreTrainedModel) -> str:
     return (
         f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
-        "models with their own attention code (GPT-J, BLOOM, Falcon, ...) cannot be linearised"
+        "models with their own attention code (GPT-J, BLOOM, Falcon, ...) cannot be linearized"
     )
 
 

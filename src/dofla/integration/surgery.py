@@ -53,7 +53,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
         ``model`` itself. :func:`restore` undoes it.
 
     Raises:
-        DoflaError: if the model is linearised already, the plan was made for another model, or the plan asks for a
+        DoflaError: if the model is linearized already, the plan was made for another model, or the plan asks for a
             layer that linear attention cannot express; if the student, tried on a few tokens, fails with a cache.
     """
     return tried(convert(model, even_plan(model, budget) if plan is None else plan, seed))
@@ -75,7 +75,7 @@ def tried(student: PreTrainedModel) -> PreTrainedModel:
 def convert(model: PreTrainedModel, plan: Plan, seed: int = 0) -> PreTrainedModel:
     """:func:`linearize` of a plan, without a trial: for students on the way, and such as were tried before."""
     if is_linearized(model):
-        raise DoflaError("the model is linearised already: call dofla.restore(model) first")
+        raise DoflaError("the model is linearized already: call dofla.restore(model) first")
     plan = renamed(plan, model)
     warn_of_slow_products(model)
     _check(plan, attention_sites(model))
@@ -138,7 +138,7 @@ def plan_by_site(
     context: int | None = None,
 ) -> Plan:
     """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
-    no layer, or if there is none to linearise."""
+    no layer, or if there is none to linearize."""
     sites, layers = attention_sites(model), []
     check_kept(sites, keep_softmax)
     for site in sites.values():
@@ -184,17 +184,17 @@ def is_linearized(model: PreTrainedModel) -> bool:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, AttachedLinearAttention]:
-    """The linear attention of each linearised module, by the module's name; DoflaError if there is none."""
+    """The linear attention of each linearized module, by the module's name; DoflaError if there is none."""
     if not is_linearized(model):
         raise DoflaError(
-            "the model is not linearised: run dofla compress first, or call dofla.compress(model, windows) or "
+            "the model is not linearized: run dofla compress first, or call dofla.compress(model, windows) or "
             "dofla.linearize(model, plan)"
         )
     return {m.name: m for m in model.modules() if isinstance(m, AttachedLinearAttention)}
 
 
 def plan_of(model: PreTrainedModel) -> Plan:
-    """The plan a linearised model was made by."""
+    """The plan a linearized model was made by."""
     linear_layers(model)
     return model.config.quantization_config.plan
 
@@ -207,7 +207,7 @@ def record_of(model: PreTrainedModel) -> Record:
 
 @contextmanager
 def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block the linearised model is its own teacher: softmax attention, and the weights it had before
+    """Within the block the linearized model is its own teacher: softmax attention, and the weights it had before
     end-to-end training if there was any."""
     linear_layers(model)
     stateful = model._is_stateful
@@ -240,7 +240,7 @@ def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> I
 
 
 def as_teacher(model: PreTrainedModel) -> AbstractContextManager:
-    """Within the block the model computes softmax attention, linearised or not."""
+    """Within the block the model computes softmax attention, linearized or not."""
     return softmax(model) if is_linearized(model) else nullcontext()
 
 
@@ -269,7 +269,7 @@ def refuse(site: AttentionSite) -> None:
     reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
     reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
     if reason:
-        raise DoflaError(f"layer {site.name} cannot be linearised: {reason}; keep it softmax (keep_softmax)")
+        raise DoflaError(f"layer {site.name} cannot be linearized: {reason}; keep it softmax (keep_softmax)")
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def selected_dimensions(bench: Bench) -> Table:
         [layer.name, Figure.of(dof, 1), *(count[n] for count in counts.values())]
         for n, (layer, dof) in enumerate(zip(profile.layers, largest, strict=True))
     ]
-    kind = f"λ = {bench.study.lam:.3g}, {profile.normalization} normalised, J = {profile.samples}"
+    kind = f"λ = {bench.study.lam:.3g}, {profile.normalization} normalized, J = {profile.samples}"
     return Table(
         "1",
         f"Table 1: selected dimensions, {bench.study.budget} on average",
@@ -87,10 +87,10 @@ def scale_of_dof(bench: Bench) -> Table:
     return Table(
         "scale",
         "What the scale of the Gram matrix and λ do",
-        ["normalisation", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", key],
+        ["normalization", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", key],
         rows,
         notes=[
-            "normalisation: unit trace; largest eigenvalue 1; divided by J; none, as printed in Algorithm 1",
+            "normalization: unit trace; largest eigenvalue 1; divided by J; none, as printed in Algorithm 1",
             "widest layer: its features under DoF at this study's budget; rank agreement: Spearman's correlation over "
             f"layers with λ = {bench.study.lam:.3g}, {profile.normalization}; {key}: of students trained with the "
             "softmax loss under that allocation, at equal cost",

@@ -4,7 +4,7 @@ Measured, over several seeds, for features drawn in each of :data:`METHODS`:
 
 - kernel: ‖K̂ − K‖ / ‖K‖ in L²(ρ⊗ρ), ρ the empirical distribution of all queries and keys together;
 - kl, tv: between rows of softmax attention and of its estimate (queries against keys, no mask), Kullback-Leibler
-  divergence in nats and total variation, means over the queries. This is what attention sees: K enters it normalised.
+  divergence in nats and total variation, means over the queries. This is what attention sees: K enters it normalized.
 
 Theory (`dofla.paper.theory`; arXiv 2507.03340, sections 2 and 3): the least error that any kernel of rank M has
 (Eckart and Young), what Theorem 3 guarantees for M draws from q_λ at its best λ and t, and the M it asks for at

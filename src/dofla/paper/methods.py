@@ -69,5 +69,5 @@ def over_heads() -> list[StudentSpec]:
 
 def scaled(normalization: str, exponent: int) -> StudentSpec:
     """DoF with another scale of the Gram matrix, and λ = 2^exponent."""
-    name = f"DoF, softmax, {normalization} normalised, 2^{exponent}"
+    name = f"DoF, softmax, {normalization} normalized, 2^{exponent}"
     return replace(trained("DoF", "softmax"), name=name, normalization=normalization, lam=2.0**exponent)

@@ -1,4 +1,4 @@
-"""Features drawn by leverage, for all heads of a linearised model: no training, one pass over the tokens."""
+"""Features drawn by leverage, for all heads of a linearized model: no training, one pass over the tokens."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def sample_features(
     others. If anything fails, no feature has changed.
 
     This is the estimate of K that Theorem 3 is about, and near K at the vectors it was drawn for. Attention sees K
-    normalised over keys, and there the rows of short queries count as much as those of long ones, which have nearly
+    normalized over keys, and there the rows of short queries count as much as those of long ones, which have nearly
     all the features: alone, without a window, such a student is usually no better than an untrained one.
 
     Args:
-        student: a linearised model all of whose linear layers use the ``prf`` map; changed in place.
+        student: a linearized model all of whose linear layers use the ``prf`` map; changed in place.
         tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
         lam: λ, relative to the trace of each head's operator.
         samples: J, vectors per KV head.
@@ -65,7 +65,7 @@ def sample_features(
         ``student`` itself.
 
     Raises:
-        DoflaError: not linearised; a layer with another feature map; NaN in the activations, with layer and batch;
+        DoflaError: not linearized; a layer with another feature map; NaN in the activations, with layer and batch;
             tokens that are all padding; a number out of range.
     """
     layers = linear_layers(student)

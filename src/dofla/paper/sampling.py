@@ -10,7 +10,7 @@ The proposal
 ------------
 φ(x; z)² is K(x, x) times the density of N(2√s·x, I) relative to N(0, I). As l_λ(z) ≤ (1/λ) (1/J) Σ_j φ(x_j; z)², the
 mixture of these Gaussians with shares proportional to K(x_j, x_j) has w ≤ tr Σ / λ everywhere: no candidate outweighs
-the others without limit, however long the vectors. (The centres √s·(x_i + x_j) of the products φ(x_i; z) φ(x_j; z)
+the others without limit, however long the vectors. (The centers √s·(x_i + x_j) of the products φ(x_i; z) φ(x_j; z)
 need no Gaussians of their own, since φ_i φ_j ≤ (φ_i² + φ_j²) / 2.) Shares proportional to the ridge leverage of the
 vectors, h_j = [Σ(Σ + λI)⁻¹]_jj with Σ_j h_j = N*_λ, are closer to q_λ still. The proposal `data` takes those, and
 N(0, I) for an eighth; on real heads the candidates from the Gaussians at the data weigh nearly the same, those from
@@ -23,7 +23,7 @@ The bias
 Over the choice, the mean of the estimate is N*_λ / Ñ times what importance sampling from r with all C candidates would
 give; Ñ, the mean of w, is their own estimate of N*_λ. With alpha = Ñ / l_λ the estimate would be unbiased for every C.
 With N*_λ, taken here, it is biased by a factor common to all pairs (x, y), which tends to one as C grows (about 1 %
-for `data` and C = 4096) and cancels when rows of attention are normalised. On real heads the errors of the two are
+for `data` and C = 4096) and cancels when rows of attention are normalized. On real heads the errors of the two are
 alike.
 
 What it is not

@@ -133,7 +133,7 @@ def degrees_of_freedom(gram: Tensor, lam: float) -> float:
 def log_leverage(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
     """Log of the leverage score l_λ(z) = ⟨φ(·; z), (Σ + λI)⁻¹ φ(·; z)⟩ in L²(ρ) (paper, Section 2).
 
-    Not normalised: its mean over the base distribution is `degrees_of_freedom(gram, lam)`, exactly.
+    Not normalized: its mean over the base distribution is `degrees_of_freedom(gram, lam)`, exactly.
 
     Args:
         log_features: [J, Z] log φ(x_j; z), on the scale of gram.
@@ -193,7 +193,7 @@ def max_leverage(log_features: Tensor, gram: Tensor, lam: float, log_density: Te
 def optimal_log_density(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
     """Log of q_λ(z) = l_λ(z) / N*_λ, relative to the base distribution: the density with the least N_{q,λ}.
 
-    Dividing by N*_λ normalises it exactly, because E_z[l_λ(z)] = N*_λ; and since N_{q,λ} ≥ E_q[l_λ / q] = N*_λ for
+    Dividing by N*_λ normalizes it exactly, because E_z[l_λ(z)] = N*_λ; and since N_{q,λ} ≥ E_q[l_λ / q] = N*_λ for
     every q, with equality for this one, no other density needs fewer features in Theorem 3 (paper, Section 2; Bach
     2017).
 
@@ -277,7 +277,7 @@ def kernel_error_bound(gram: Tensor, lam: float, t: float, max_leverage: float) 
 def integral_error_bound(gram: Tensor, lam: float, t: float, values: Tensor) -> float:
     """Bound on the squared error of the attention-weighted integral in L²(ρ), with M of `required_features`.
 
-    The integral is x ↦ ∫ K(x, y) v(y) dρ(y), attention before it is normalised; its squared error is
+    The integral is x ↦ ∫ K(x, y) v(y) dρ(y), attention before it is normalized; its squared error is
     (1/J) Σ_i |(1/J) Σ_j (K̂_ij − K_ij) v_j|², and
 
         t·(‖Σ‖_op + λ)·Σ_c ⟨v_c, (Σ + λI) v_c⟩,        c over the columns of v, with probability at least 1 − δ.

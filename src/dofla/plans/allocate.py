@@ -108,7 +108,7 @@ def allocate(
 
     Args:
         profile: of the teacher.
-        budget: the bytes of so many features per KV head, averaged over the layers that are linearised.
+        budget: the bytes of so many features per KV head, averaged over the layers that are linearized.
         strategy: ``hybrid``, a window, sinks and features in every layer alike; ``measured``, of each what the error
             curves say; or one of the paper's, a name in :data:`STRATEGIES`.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`; default that of the curves, ``mlp`` for hybrid
@@ -131,7 +131,7 @@ def allocate(
         A plan whose state is never larger than the budget's, and in which every KV head has at least one feature.
 
     Raises:
-        DoflaError: unknown strategy, feature map, normalisation, token_dtype or layer; λ ≤ 0; a budget too small for
+        DoflaError: unknown strategy, feature map, normalization, token_dtype or layer; λ ≤ 0; a budget too small for
             one feature per layer; ``measured`` without curves, or with those of another model or token_dtype; curves or
             context with another strategy.
     """

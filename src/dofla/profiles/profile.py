@@ -62,9 +62,9 @@ class SkippedLayer:
 
 @dataclass
 class Profile(Result):
-    """All layers that can be linearised, how they were measured, and of which model.
+    """All layers that can be linearized, how they were measured, and of which model.
 
-    ``profile.dof()`` and ``profile.dof_errors()`` are instant for any λ and any normalisation, since the eigenvalues
+    ``profile.dof()`` and ``profile.dof_errors()`` are instant for any λ and any normalization, since the eigenvalues
     are kept. ``str(profile)`` is a table of both.
     """
 

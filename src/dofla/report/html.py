@@ -19,7 +19,7 @@ LIMIT = 5_000_000
 _PARTS = {
     "styles": ("theme", "base", "answer", "charts", "plan", "layers", "attention", "texts", "repeat"),
     "scripts": (
-        *("tools", "colours", "scales", "charts", "heat", "maps", "plan"),
+        *("tools", "colors", "scales", "charts", "heat", "maps", "plan"),
         *("answer", "layers", "attention", "texts", "speed", "compared", "sizes", "repeat", "page"),
     ),
 }

@@ -73,7 +73,7 @@ def look_closer(run: RunRecord, workshop: Workshop, progress: Progress, *, speed
     for n, student in enumerate(students):
         parts = _Parts(lambda what, n=n: progress(n, len(students), what))
         record = student.record(LOOK)
-        with _linearised(workshop.model, student) as model:
+        with _linearized(workshop.model, student) as model:
             before = None if record else _before(model, student, run, workshop.validation())
             apply_adapter(model, student.adapter)
             if not (run.folder / LOOK).exists():
@@ -101,7 +101,7 @@ class _Parts:
 
 
 @contextmanager
-def _linearised(model: PreTrainedModel, student: StudentRecord) -> Iterator[PreTrainedModel]:
+def _linearized(model: PreTrainedModel, student: StudentRecord) -> Iterator[PreTrainedModel]:
     """The student as it was before it was trained."""
     convert(model, student.plan, seed=student.seed)
     try:
@@ -114,7 +114,7 @@ def _linearised(model: PreTrainedModel, student: StudentRecord) -> Iterator[PreT
 def _before(
     model: PreTrainedModel, student: StudentRecord, run: RunRecord, windows: TokenWindows
 ) -> dict[str, Any] | None:
-    """Errors of the student just linearised, on the first of the windows that it is evaluated on. Maps that start from
+    """Errors of the student just linearized, on the first of the windows that it is evaluated on. Maps that start from
     data take their scale from held-out text here, and tiers their directions, and not from training's."""
     starts = {spec.name: spec.start for spec in run.recipe.students}
     start = starts.get(student.name, "data")

@@ -67,7 +67,7 @@ class StudentRecord:
 
     @property
     def adapter(self) -> Path:
-        """The folder with what it has learnt; it may be missing."""
+        """The folder with what it has learned; it may be missing."""
         last = self.folder / "end_to_end" / "adapter"
         return last if last.exists() else self.folder / "adapter"
 

@@ -35,7 +35,7 @@ def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     repeated up to their length, which a state of constant size does not notice.
 
     Args:
-        student: a linearised model; it is its own teacher.
+        student: a linearized model; it is its own teacher.
         ids: tokens of any text, of one dimension; they are repeated as well.
 
     Returns:

@@ -55,18 +55,18 @@ def run_finetune(
     """
     view = view or View(quiet=True)
     with new_folder(out) as folder:
-        learnt, tested, source = train_and_test(task, test, tasks_folder, style=style)
-        learnt, tested = learnt.take(items, seed=seed), tested.take(test_items, seed=seed)
+        learned, tested, source = train_and_test(task, test, tasks_folder, style=style)
+        learned, tested = learned.take(items, seed=seed), tested.take(test_items, seed=seed)
         network, tokenizer = open_model(model, dtype, base_model)
-        settings = settings_for(network.config, learnt.name, lora=options.get("lora_rank") is not None)
+        settings = settings_for(network.config, learned.name, lora=options.get("lora_rank") is not None)
         if changes:
             settings = replace(settings, **changes, source=f"{settings.source}, but {', '.join(changes)}")
         numbers = {key: value for key, value in asdict(settings).items() if key != "source"}
-        with view.progress(f"finetune {learnt.name}") as progress:
-            result = finetune(network, tokenizer, learnt, tested, **numbers, **options, seed=seed, progress=progress)
+        with view.progress(f"finetune {learned.name}") as progress:
+            result = finetune(network, tokenizer, learned, tested, **numbers, **options, seed=seed, progress=progress)
         record = {
-            "task": {"name": learnt.name, "style": learnt.style, "files": source},
-            "items": {"train": len(learnt.items), "test": len(tested.items)},
+            "task": {"name": learned.name, "style": learned.style, "files": source},
+            "items": {"train": len(learned.items), "test": len(tested.items)},
             "model": {"path": model, "attention": "linear" if is_linearized(network) else "softmax"},
             "settings": asdict(settings) | options | {"dtype": dtype, "seed": seed},
             "accuracy": result.accuracy,
@@ -75,7 +75,7 @@ def run_finetune(
         }
         record["model"] |= describe(network)
         if is_linearized(network):
-            how, text = f"fine-tuned on {learnt.name}", f"{len(learnt.items)} items"
+            how, text = f"fine-tuned on {learned.name}", f"{len(learned.items)} items"
             command = command_line() or f"dofla.tasks.finetune.run_finetune({model!r}, {task!r}, ...)"
             record_of(network).training.append(Training(how, text, result.steps, command, weights=True))
         network.save_pretrained(folder / MODEL)

@@ -1,4 +1,4 @@
-"""Running a recipe: profile, then per student allocate, linearise, distil, evaluate; all into one folder.
+"""Running a recipe: profile, then per student allocate, linearize, distill, evaluate; all into one folder.
 
 The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
 """

@@ -28,14 +28,14 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
     that is a static one.
 
     Args:
-        student: a linearised causal model.
+        student: a linearized causal model.
         config: of torch.compile; default its own.
 
     Returns:
         ``student`` itself.
 
     Raises:
-        DoflaError: the model is not linearised, or writes no text; some of its layers are softmax, whose caches grow.
+        DoflaError: the model is not linearized, or writes no text; some of its layers are softmax, whose caches grow.
     """
     if not student.can_generate():
         raise DoflaError(f"{type(student).__name__} writes no text: there is no generate to compile")

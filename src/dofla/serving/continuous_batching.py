@@ -42,13 +42,13 @@ class ContinuousBatching:
     models whose positions depend on the length (``dynamic`` and ``longrope``), take their passes alone, in turn.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
 
     Attributes:
         rows: of the last pass that read tokens of several calls, how many.
 
     Raises:
-        DoflaError: the model is not linearised, or writes no text.
+        DoflaError: the model is not linearized, or writes no text.
     """
 
     def __init__(self, student: PreTrainedModel) -> None:

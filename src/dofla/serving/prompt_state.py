@@ -40,7 +40,7 @@ def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096,
     more of a prompt whose ``cache`` is given, and goes on. Logs a warning where it goes past the model's positions.
 
     Raises:
-        DoflaError: not linearised; no tokens, or such as the model cannot read; a chunk below 1; an encoder-decoder, or
+        DoflaError: not linearized; no tokens, or such as the model cannot read; a chunk below 1; an encoder-decoder, or
             a model with a cache of its own kind.
     """
     linear_layers(model)

@@ -66,7 +66,7 @@ class Sessions:
     Copies of the student have sessions of their own, which begin with nothing.
 
     Args:
-        student: a linearised model.
+        student: a linearized model.
         most: sessions that are remembered; what has not been gone on with for longest is forgotten.
         static: whether states stand in static caches, as a ``generate`` that was compiled wants them
             (:func:`dofla.compile_generate`).
@@ -75,7 +75,7 @@ class Sessions:
         read: how many tokens of the last prompt had to be read, its very last not counted.
 
     Raises:
-        DoflaError: the model is not linearised, or writes no text; ``most`` below 1.
+        DoflaError: the model is not linearized, or writes no text; ``most`` below 1.
     """
 
     def __init__(self, student: PreTrainedModel, most: int = 32, *, static: bool = False) -> None:

@@ -25,7 +25,7 @@ class Stream:
     before it are read again: what was told before these is gone, and memory stays as it is.
 
     Args:
-        student: a linearised causal language model.
+        student: a linearized causal language model.
         overlap: tokens read again into each new state; default a quarter of the positions, which makes reading cost a
             third more.
         positions: that may be used; default those that the student was made for, all that the model has if not fewer.
@@ -36,7 +36,7 @@ class Stream:
         tokens: read so far, since the stream began, each counted once.
 
     Raises:
-        DoflaError: not linearised; no positions known, or more than there are; an overlap that leaves no room; an
+        DoflaError: not linearized; no positions known, or more than there are; an overlap that leaves no room; an
             encoder-decoder, or a model with a cache of its own kind.
     """
 

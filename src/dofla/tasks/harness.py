@@ -73,7 +73,7 @@ def run_harness(
     """Multiple-choice tasks of the harness, zero-shot as each says itself, for a student and its teacher.
 
     Args:
-        model: a linearised model.
+        model: a linearized model.
         tasks: names; a group's or a tag's stands for all its tasks.
         include: folder with further tasks, as :func:`harness_folder` writes them.
         limit: items per task, the first ones.

@@ -34,7 +34,7 @@ def evaluate_tasks(
     """Compare a student with the softmax model it was on multiple-choice tasks.
 
     Args:
-        student: a linearised model; it is its own teacher.
+        student: a linearized model; it is its own teacher.
         tasks: tasks, names of JSONL files, or names lm-evaluation-harness knows.
         limit: items per task: drawn at random from a local task, the first of one of the harness.
         batch_size: choices per forward pass.

@@ -58,7 +58,7 @@ def _fitted(choice: str, before: str) -> str:
     """The choice without the capital of its first word, if that is an article or the like amid a sentence."""
     first, space, others = choice.partition(" ")
     starts_sentence = not before.strip() or before.rstrip()[-1] in ".!?"
-    return choice if starts_sentence or first not in _CAPITALISED else first.lower() + space + others
+    return choice if starts_sentence or first not in _CAPITALIZED else first.lower() + space + others
 
 
 def plain(item: Item) -> list[Request]:
@@ -66,7 +66,7 @@ def plain(item: Item) -> list[Request]:
     return [Request(item.question, f" {choice}") for choice in item.choices]
 
 
-_CAPITALISED = {"A", "An", "The", "He", "She", "It", "They", "My", "His", "Her", "Their"}
+_CAPITALIZED = {"A", "An", "The", "He", "She", "It", "They", "My", "His", "Her", "Their"}
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 STYLES: dict[str, Callable[[Item], list[Request]]] = {

@@ -56,7 +56,7 @@ def empty(b, value):
 
 
 def truth(a, b, value, weight=None):
-    """On the CPU: output [B, H, L, dv] and log-normaliser [B, H, L] in float64."""
+    """On the CPU: output [B, H, L, dv] and log-normalizer [B, H, L] in float64."""
     a, b, value = (t.double().cpu() for t in (a, b, value))
     out = naive_attention(a, b, value, weight=weight)
     b = b.repeat_interleave(a.shape[1] // b.shape[1], dim=1)
@@ -80,10 +80,10 @@ def check_state(got, expected, tolerance):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_float32_is_exact(shape):
     a, b, value = make(*shape)
-    out, normaliser, state = gpu.linear_attention(a, b, value, state=empty(b, value))
+    out, normalizer, state = gpu.linear_attention(a, b, value, state=empty(b, value))
     expected = truth(a, b, value)
     check(out, expected[0], 1e-4)
-    check(normaliser, expected[1], 1e-4)
+    check(normalizer, expected[1], 1e-4)
     doubles = [t.double().cpu() for t in (a, b, value)]
     check_state(state, empty(*doubles[1:]).map(torch.Tensor.double).absorb(*doubles[1:]), 1e-4)
 
@@ -93,8 +93,8 @@ def test_float32_is_exact(shape):
 def test_bfloat16_values_stay_close(shape):
     a, b, value = make(*shape)
     value = value.bfloat16()
-    out, normaliser, state = gpu.linear_attention(a, b, value, state=empty(b, value))
-    assert out.dtype == normaliser.dtype == state.mean.dtype == torch.float32
+    out, normalizer, state = gpu.linear_attention(a, b, value, state=empty(b, value))
+    assert out.dtype == normalizer.dtype == state.mean.dtype == torch.float32
     expected = truth(a, b, value)[0]
     assert (out.double().cpu() - expected).abs().max() / expected.abs().max() < 2e-2
 
@@ -115,11 +115,11 @@ def test_log_features_of_hundreds(order, length, dtype):
         b = (20 * b - 200).clamp(-300, 300)
         b[:, :, {"first": 0, "middle": length // 2, "last": -1}[order]] = 300
     value = (1 + value.abs()).to(dtype)  # bounded away from 0, so that the error is one of the weights
-    out, normaliser, state = gpu.linear_attention(a, b, value, state=empty(b, value))
+    out, normalizer, state = gpu.linear_attention(a, b, value, state=empty(b, value))
     expected = truth(a, b, value)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     assert ((out.double().cpu() - expected[0]).abs() / expected[0]).max() < tolerance
-    check(normaliser, expected[1], 1e-4 if dtype == torch.float32 else 2e-2)
+    check(normalizer, expected[1], 1e-4 if dtype == torch.float32 else 2e-2)
     assert torch.isfinite(state.mean).all()
     assert torch.isfinite(state.log_mass).all()
 
@@ -131,11 +131,11 @@ def test_any_split_into_calls_is_one_call(cuts, spread):
     state, pieces = empty(b, value), []
     for part in torch.tensor_split(torch.arange(141), cuts):
         part = slice(int(part[0]), int(part[-1]) + 1)
-        out, normaliser, state = gpu.linear_attention(a[:, :, part], b[:, :, part], value[:, :, part], state=state)
-        pieces.append((out, normaliser))
-    outs, normalisers = zip(*pieces, strict=True)
+        out, normalizer, state = gpu.linear_attention(a[:, :, part], b[:, :, part], value[:, :, part], state=state)
+        pieces.append((out, normalizer))
+    outs, normalizers = zip(*pieces, strict=True)
     check(torch.cat(outs, dim=-2), once[0], 1e-4)
-    check(torch.cat(normalisers, dim=-1), once[1], 1e-4)
+    check(torch.cat(normalizers, dim=-1), once[1], 1e-4)
     check_state(state, once[2], 1e-4)
 
 
@@ -149,10 +149,10 @@ def test_decoding_is_prefill_and_the_recurrent_form(shape):
     state, kept = start, start.copy()
     for i in range(60, 70):
         part = slice(i, i + 1)
-        out, normaliser, state = gpu.linear_attention(a[:, :, part], b[:, :, part], value[:, :, part], state=state)
+        out, normalizer, state = gpu.linear_attention(a[:, :, part], b[:, :, part], value[:, :, part], state=state)
         for other in (all_at_once, plain):
             check(out, other[0][:, :, i - 60 : i - 59], 1e-4)
-            check(normaliser, other[1][:, :, i - 60 : i - 59], 1e-4)
+            check(normalizer, other[1][:, :, i - 60 : i - 59], 1e-4)
     check_state(state, all_at_once[2], 1e-4)
     check_state(state, plain[2], 1e-4)
     assert torch.equal(start.mean, kept.mean)  # a state given is not changed
@@ -179,9 +179,9 @@ def test_padding(length, dtype):
     weight[0], weight[1, : length // 2] = 0, 0
     hidden = (weight == 0)[:, None, :, None].to(DEVICE)
     b, value = b + torch.where(hidden, LOG_ZERO, 0.0), value.masked_fill(hidden, 0).to(dtype)
-    out, normaliser, state = gpu.linear_attention(a, b, value, state=empty(b, value))
+    out, normalizer, state = gpu.linear_attention(a, b, value, state=empty(b, value))
     assert (out[0] == 0).all()
-    assert (normaliser[0] == LOG_ZERO).all()
+    assert (normalizer[0] == LOG_ZERO).all()
     assert (state.log_mass[0] == LOG_ZERO).all()
     assert (state.mean[0] == 0).all()
     check(out, truth(a, b, value, weight)[0], 1e-4 if dtype == torch.float32 else 2e-2)

@@ -145,7 +145,7 @@ def test_bfloat16():
         found = read(coded_tiers, text, device=DEVICE)
     assert called == ["select_survivors", "attend"]
     assert found[0].dtype == torch.bfloat16
-    off = torch.finfo(torch.bfloat16).eps * wanted[0].abs().max()  # rounded once, perhaps to a neighbour
+    off = torch.finfo(torch.bfloat16).eps * wanted[0].abs().max()  # rounded once, perhaps to a neighbor
     assert (found[0].float() - wanted[0].float()).abs().max() <= off
     for mine, plain in zip(found[1].tiers, wanted[1].tiers, strict=True):
         assert torch.equal(mine.key, plain.key)

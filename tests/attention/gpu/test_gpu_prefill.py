@@ -28,9 +28,9 @@ def test_squared_weights_are_those_of_plain_torch(dim, length, neighbors):
     distance = torch.arange(held, held + length)[:, None] - torch.arange(held + length)
     scores = scores.masked_fill((distance < 0) | ~real[:, None, None, None], LOG_ZERO)
     right = scores.softmax(-1).square().masked_fill(distance < neighbors, 0).sum((2, 3))
-    normaliser = scores.logsumexp(-1).flatten(1, 2).float()
+    normalizer = scores.logsumexp(-1).flatten(1, 2).float()
     with calls_of_kernels():
-        found = drawn(*(x.to(DEVICE) for x in (query, key, real, normaliser)), neighbors, SCALING)
+        found = drawn(*(x.to(DEVICE) for x in (query, key, real, normalizer)), neighbors, SCALING)
     # Products of ten bits (TF32): scores are off by 2^-10 of the sum of their terms.
     error = 2.0**-9 * float((query.abs().amax() * key.abs().amax()) * SCALING * dim**0.5)
     assert (found.cpu() - right).abs().max() <= error * right.max()

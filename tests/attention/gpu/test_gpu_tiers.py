@@ -56,10 +56,10 @@ def check(coded_tiers, line, rotated, evicted_at):
     from dofla.attention.gpu.tiers import attend
 
     going = None if evicted_at is None else evicted_at.to(DEVICE, torch.int32)
-    out, normaliser = (x.cpu().double() for x in attend(rotated.to(DEVICE), key, value, own.log_weight, going, SCALING))
+    out, normalizer = (x.cpu().double() for x in attend(rotated.to(DEVICE), key, value, own.log_weight, going, SCALING))
     coders = coded_tiers.key, coded_tiers.value
-    wanted, wanted_normaliser = PLAIN.attend(*coders, rotated.double(), line, 0, evicted_at, SCALING)
-    nobody = wanted_normaliser < LOG_ZERO / 2
+    wanted, wanted_normalizer = PLAIN.attend(*coders, rotated.double(), line, 0, evicted_at, SCALING)
+    nobody = wanted_normalizer < LOG_ZERO / 2
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019). Three
     # products of TF32, for one of float32, leave out up to 2⁻²⁰ of it, perhaps always the same way.
     keys = coded_tiers.key.decode(line.key, line.key_scale, 0)
@@ -68,8 +68,8 @@ def check(coded_tiers, line, rotated, evicted_at):
     of_weights = sum_error(4 * (len(line) + 3) ** 0.5 + 8)
     most = coded_tiers.value.decode(line.value, line.value_scale, 0).abs().max().item()
     assert (out - wanted).abs().max() < 2 * (of_scores + of_weights) * most
-    assert ((normaliser - wanted_normaliser).abs() * ~nobody).max() < of_scores + of_weights + sum_error(2, size)
-    assert (normaliser[nobody] == LOG_ZERO).all()
+    assert ((normalizer - wanted_normalizer).abs() * ~nobody).max() < of_scores + of_weights + sum_error(2, size)
+    assert (normalizer[nobody] == LOG_ZERO).all()
     assert (out[nobody] == 0).all()
     return nobody
 

@@ -123,7 +123,7 @@ def test_bfloat16():
     found, wanted = check(layer, text, None, before)
     assert found.dtype == torch.bfloat16
     off = (found.float() - wanted.float()).abs().max()
-    assert off <= torch.finfo(torch.bfloat16).eps * wanted.float().abs().max()  # rounded once, perhaps to a neighbour
+    assert off <= torch.finfo(torch.bfloat16).eps * wanted.float().abs().max()  # rounded once, perhaps to a neighbor
 
 
 def test_other_memories_are_read_as_longer_parts_are():

@@ -105,7 +105,7 @@ def test_names_are_recalled_over_a_distance(model, tokenizer):
     assert accuracy >= 0.9
 
 
-def test_the_teacher_has_learnt_its_stories(tokenizer):
+def test_the_teacher_has_learned_its_stories(tokenizer):
     figures = json.loads((teacher_path() / "training.json").read_text(encoding="utf-8"))["written"]
     print(f"validation loss on stories: {figures['stories_loss']:.3f} nats per token")
     assert figures["stories_loss"] < 0.4 * math.log(len(tokenizer))

@@ -68,12 +68,12 @@ def test_where_items_come_from(tasks):
     both = train_and_test("toy", folder=tasks)
     assert [len(part.items) for part in both[:2]] == [24, 24]
     for name in ("learn", "ask", str(tasks / "learn-train.jsonl")):
-        learnt, tested, said = train_and_test(name, folder=tasks)
-        assert len(learnt.items) + len(tested.items) == 24
-        assert not {item.id for item in learnt.items} & {item.id for item in tested.items}
+        learned, tested, said = train_and_test(name, folder=tasks)
+        assert len(learned.items) + len(tested.items) == 24
+        assert not {item.id for item in learned.items} & {item.id for item in tested.items}
         assert "a fifth held out" in said
-    learnt, tested, _ = train_and_test(str(tasks / "learn-train.jsonl"), tasks / "ask-test.jsonl")
-    assert (learnt.name, tested.name, len(tested.items)) == ("learn", "learn", 24)
+    learned, tested, _ = train_and_test(str(tasks / "learn-train.jsonl"), tasks / "ask-test.jsonl")
+    assert (learned.name, tested.name, len(tested.items)) == ("learn", "learn", 24)
 
 
 def test_a_split_depends_on_ids_alone(toy):

@@ -264,7 +264,7 @@ class Coder(nn.Module):
         return torch.cat(numbers, -2), torch.cat(units, -2)
 
     def _runs(self, tier: int) -> Iterator[tuple[slice, int]]:
-        """Neighbouring blocks of as many bits."""
+        """Neighboring blocks of as many bits."""
         first = 0
         for bits, run in groupby(self.bits[tier].tolist()):
             last = first + len(list(run))

@@ -77,7 +77,7 @@ class CodeOperations:
             unrounded: the rotated tokens of the line whose gradients those of the codes are, if any are needed.
 
         Returns:
-            Output [B, H, L, dv], rotated like the values, and log-normaliser [B, H, L].
+            Output [B, H, L, dv], rotated like the values, and log-normalizer [B, H, L].
         """
         length = rotated.shape[-2]
         tokens = decoded(key, value, line, tier, rotated.dtype, unrounded)

@@ -90,7 +90,7 @@ class CodedTiers(nn.Module):
             operations: those of the backend.
 
         Returns:
-            Output [B, H, L, dv] and log-normaliser [B, H, L]; what the tiers hold after; and the L tokens that leave
+            Output [B, H, L, dv] and log-normalizer [B, H, L]; what the tiers hold after; and the L tokens that leave
             the last one, or None.
         """
         rotated, query_integers = operations.rotate_queries(self.key, query)
@@ -117,9 +117,9 @@ class CodedTiers(nn.Module):
             moving = line[:length]
             if tier + 1 < len(self.counts):
                 moving = self.aged(moving, tier, operations)
-        out, normaliser = reduce(merge, parts)
+        out, normalizer = reduce(merge, parts)
         left = self.unrotate(moving, len(self.counts) - 1, rotated.dtype, unrounded) if behind else None
-        return (self.value.unrotate(out), normaliser), tuple(after), left
+        return (self.value.unrotate(out), normalizer), tuple(after), left
 
     def _attend_scored(
         self,
@@ -144,9 +144,9 @@ class CodedTiers(nn.Module):
             left.append(line.chosen(leaving))
             if passing is not None:
                 unrounded = replace(passing, key=chosen(passing.key, leaving), value=chosen(passing.value, leaving))
-        outputs, normalisers = zip(*out, strict=True)
+        outputs, normalizers = zip(*out, strict=True)
         moving = reduce(ScoredTokens.then, left).plain()
-        return (torch.cat(outputs, 2), torch.cat(normalisers, 2)), held, moving, unrounded
+        return (torch.cat(outputs, 2), torch.cat(normalizers, 2)), held, moving, unrounded
 
     def enter(self, tokens: TokenBuffer, operations: CodeOperations = PLAIN) -> CodedTokens:
         """Tokens as the first tier keeps them."""

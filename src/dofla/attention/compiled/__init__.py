@@ -71,7 +71,7 @@ def linear_attention(
         exact: the window and the sinks.
 
     Returns:
-        Output [B, H, L, dv], the log-normaliser [B, H, L] of the features alone, and the state after the last token.
+        Output [B, H, L, dv], the log-normalizer [B, H, L] of the features alone, and the state after the last token.
     """
     affine = [part for m in maps or (None, None) for part in _parts(m)]
     others, window, scaling = [], 0, 1.0
@@ -79,10 +79,10 @@ def linear_attention(
         near, sinks, window, scaling = exact.near, exact.sinks, exact.window, exact.scaling
         others = [exact.query, near.key, near.value, near.log_weight]
         others += [t.contiguous() for t in (sinks.key, sinks.value, sinks.log_weight, exact.visible_from)]
-    out, normaliser, mean, log_mass = torch.ops.dofla.linear_attention(
+    out, normalizer, mean, log_mass = torch.ops.dofla.linear_attention(
         query, tokens.key, tokens.value, tokens.log_weight, state.mean, state.log_mass, *affine, others, window, scaling
     )
-    return out, normaliser, FeatureState(mean, log_mass)
+    return out, normalizer, FeatureState(mean, log_mass)
 
 
 def _parts(affine: Affine | None) -> tuple[Tensor | None, Tensor | None, float, float]:

@@ -95,7 +95,7 @@ class Worker {
  private:
   void add_exact(const features::Tokens& tokens, const exact::Head& head, std::int64_t first) {
     if (!windows_) return;
-    const exact::Seen seen{tokens.out, tokens.normaliser, tokens.out_head, tokens.normaliser_head};
+    const exact::Seen seen{tokens.out, tokens.normalizer, tokens.out_head, tokens.normalizer_head};
     windows_->attend(head, seen, first, sizes_.groups, exact_->scaling);
   }
 
@@ -106,7 +106,7 @@ class Worker {
 };
 
 // query [B, H, L, M or d], key [B, Hkv, L, M or d], value [B, Hkv, L, dv], log_weight [B, L] and mean [B, Hkv, M, dv] in
-// float32, log_mass [B, Hkv, M] in float64. The log-normaliser is that of the features alone.
+// float32, log_mass [B, Hkv, M] in float64. The log-normalizer is that of the features alone.
 Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                         const at::Tensor& log_weight, const at::Tensor& mean, const at::Tensor& log_mass,
                         const std::optional<at::Tensor>& query_weight, const std::optional<at::Tensor>& query_bias,
@@ -122,7 +122,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
   std::optional<Exact> exact;
   if (!exact_part.empty()) exact.emplace(exact_part, window, scaling);
   const at::Tensor out = at::empty({batch, heads, length, sizes.value_dim}, query.options());
-  const at::Tensor normaliser = at::empty({batch, heads, length}, query.options());
+  const at::Tensor normalizer = at::empty({batch, heads, length}, query.options());
   const at::Tensor mean_after = mean.clone(at::MemoryFormat::Contiguous);
   const at::Tensor log_mass_after = log_mass.clone(at::MemoryFormat::Contiguous);
 
@@ -142,9 +142,9 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
     all.key_row = key.stride(2);
     all.value_row = value.stride(2);
     all.out = out.mutable_data_ptr<float>() + first * length * sizes.value_dim;
-    all.normaliser = normaliser.mutable_data_ptr<float>() + first * length;
+    all.normalizer = normalizer.mutable_data_ptr<float>() + first * length;
     all.out_head = length * sizes.value_dim;
-    all.normaliser_head = length;
+    all.normalizer_head = length;
     return all.part(chunk * kChunk, std::min(kChunk, length - chunk * kChunk), sizes.value_dim);
   };
   const auto state = [&](std::int64_t unit) {
@@ -165,7 +165,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
         }
       }
     });
-    return {out, normaliser, mean_after, log_mass_after};
+    return {out, normalizer, mean_after, log_mass_after};
   }
 
   // Too few heads to keep all threads busy: keep the state before each chunk, then all chunks are independent.
@@ -193,7 +193,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
       worker.attend(tokens(unit, chunk), state_before(place), head(unit), chunk * kChunk);
     }
   });
-  return {out, normaliser, mean_after, log_mass_after};
+  return {out, normalizer, mean_after, log_mass_after};
 }
 
 // Whether small products run here: torch's need AVX2 or better, and torch built with oneDNN.

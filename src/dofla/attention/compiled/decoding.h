@@ -43,8 +43,8 @@ class Decoder {
     return finite;
   }
 
-  // Output rows and log-normalisers [groups] of the query heads; rows of NaN if the token is not `finite`, or the query.
-  void attend(std::int64_t n, std::int64_t h, bool finite, const Vectors& out, float* normaliser) {
+  // Output rows and log-normalizers [groups] of the query heads; rows of NaN if the token is not `finite`, or the query.
+  void attend(std::int64_t n, std::int64_t h, bool finite, const Vectors& out, float* normalizer) {
     const Group& group = group_;
     const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
     for (std::int64_t g = 0; g < group.groups; ++g) {
@@ -63,7 +63,7 @@ class Decoder {
       for (std::int64_t i = 0; i < group.values.dim; ++i) row[i] *= scale;
       if (unsound_[g]) std::fill_n(row, group.values.dim, NAN);
       out.write(n, first + g, 0, row);
-      if (normaliser) normaliser[g] = seen ? best_[g] + std::log(whole_[g]) : kLogZero;
+      if (normalizer) normalizer[g] = seen ? best_[g] + std::log(whole_[g]) : kLogZero;
     }
   }
 
@@ -221,9 +221,9 @@ inline void decode(const std::vector<Job>& jobs) {
         const auto [which, n, h] = units[place];
         const auto& [group, result, own] = jobs[which];
         Decoder& decoder = mine.of(which, group);
-        float* normaliser = result.normaliser;
-        if (normaliser) normaliser += (n * group.keys.heads + h) * group.groups;
-        decoder.attend(n, h, decoder.code(n, h), result.out, normaliser);
+        float* normalizer = result.normalizer;
+        if (normalizer) normalizer += (n * group.keys.heads + h) * group.groups;
+        decoder.attend(n, h, decoder.code(n, h), result.out, normalizer);
         if (group.behind) decoder.leave(n, h, result.rows[0], result.rows[1]);
       }
     }

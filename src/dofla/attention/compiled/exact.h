@@ -31,8 +31,8 @@ struct Head {
 // What the features gave for the rows of a block, from its first on; out is changed.
 struct Seen {
   float* out;
-  const float* normaliser;
-  std::int64_t out_head, normaliser_head;
+  const float* normalizer;
+  std::int64_t out_head, normalizer_head;
 };
 
 // Does a block at a time. The scores of a row are in the columns of the near tokens of its 16 rows and in those of the
@@ -123,9 +123,9 @@ class Worker {
     mass = sum(score, columns_);
   }
 
-  // Two attentions over disjoint keys become one: each weighs as its normaliser.
+  // Two attentions over disjoint keys become one: each weighs as its normalizer.
   void merge(const Seen& seen, std::int64_t g, std::int64_t n, float best, float mass) {
-    const float far = seen.normaliser[g * seen.normaliser_head + n], top = std::max(far, best);
+    const float far = seen.normalizer[g * seen.normalizer_head + n], top = std::max(far, best);
     const float far_share = exp_of_negative(far - top), near_share = exp_of_negative(best - top);
     const float scale = 1.0f / (far_share + near_share * mass);
     float* __restrict to = seen.out + g * seen.out_head + n * s_.value_dim;

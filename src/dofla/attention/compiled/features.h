@@ -44,8 +44,8 @@ struct Tokens {
   Map query_map, key_map;
   const float *query, *key, *value, *log_weight;
   std::int64_t query_head, query_row, key_row, value_row;
-  float *out, *normaliser;
-  std::int64_t out_head, normaliser_head;
+  float *out, *normalizer;
+  std::int64_t out_head, normalizer_head;
 
   Tokens part(std::int64_t begin, std::int64_t count, std::int64_t value_dim) const {
     Tokens t = *this;
@@ -55,7 +55,7 @@ struct Tokens {
     t.value += begin * value_row;
     t.log_weight += begin;
     t.out += begin * value_dim;
-    t.normaliser += begin;
+    t.normalizer += begin;
     return t;
   }
 };
@@ -194,7 +194,7 @@ class Worker {
       float* __restrict to = tokens.out + g * tokens.out_head + i * value_dim;
 #pragma omp simd
       for (std::int64_t n = 0; n < value_dim; ++n) to[n] = from[n] * scale;
-      tokens.normaliser[g * tokens.normaliser_head + i] =
+      tokens.normalizer[g * tokens.normalizer_head + i] =
           best_[i] + std::log(mass_[i]) - penalty(tokens.query_map, vectors + i * tokens.query_row);
     }
     return true;

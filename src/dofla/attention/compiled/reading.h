@@ -39,7 +39,7 @@ class Reader {
     column_weight_.resize(stride_);
   }
 
-  // Output rows and log-normalisers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
+  // Output rows and log-normalizers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
   void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Result& result) {
     const std::int64_t rows = std::min(block_, group_.length - first);
     load(n, h, first, rows, sound);
@@ -76,8 +76,8 @@ class Reader {
       for (std::int64_t j = 0; j < value_dim_; ++j) to[j] = (to[j] + coded[row] * coder.mean[j]) * scale;
       if (unsound_[row]) std::fill_n(to, value_dim_, NAN);
       result.out.write(n, group_.heads[h] * group_.groups + g, first + i, to);
-      if (result.normaliser) {
-        result.normaliser[((n * group_.keys.heads + h) * group_.groups + g) * group_.length + first + i] =
+      if (result.normalizer) {
+        result.normalizer[((n * group_.keys.heads + h) * group_.groups + g) * group_.length + first + i] =
             seen ? best[row] + std::log(whole[row]) : kLogZero;
       }
     }

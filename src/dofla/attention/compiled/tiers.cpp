@@ -10,7 +10,7 @@ namespace {
 
 // query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv]; of each group the state before [B, bytes], the coders' rows of
 // constants and its sizes. Returns the output [B, H, L, dv], zeros of heads in no group; the states after; and of each group
-// with features behind its tiers the output's log-normaliser and the keys and the values that leave the last tier, with
+// with features behind its tiers the output's log-normalizer and the keys and the values that leave the last tier, with
 // their log-weights. If there is such a group, the output is float32. A vector that holds NaN or infinity, which codes
 // cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or a value those of its head from
 // its token on. Shapes are said once more in shapes.py, for torch.compile.

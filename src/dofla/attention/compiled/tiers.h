@@ -314,12 +314,12 @@ inline void leave(const Group& group, const Tokens& from, std::int64_t i, std::i
 }
 
 // What a call gives back of a group: rows of the layer's output, and the state after; for features behind the tiers also
-// the output's log-normaliser and the tokens that leave the last tier, with their log-weights.
+// the output's log-normalizer and the tokens that leave the last tier, with their log-weights.
 struct Result {
   Vectors out;
-  Tensors left;               // log-normaliser [B, H', L], keys and values [B, Hkv', L, .], log-weights [B, L]
+  Tensors left;               // log-normalizer [B, H', L], keys and values [B, Hkv', L, .], log-weights [B, L]
   std::vector<Vectors> rows;  // of the keys and the values
-  float* normaliser = nullptr;
+  float* normalizer = nullptr;
 
   Result(const Group& group, const at::Tensor& out) : out(out) {
     if (!group.behind) return;
@@ -329,7 +329,7 @@ struct Result {
     left.push_back(at::empty({group.batch, heads, length, group.keys.dim}, options));
     left.push_back(at::empty({group.batch, heads, length, group.values.dim}, options));
     left.push_back(at::empty({group.batch, length}, options));
-    normaliser = left[0].mutable_data_ptr<float>();
+    normalizer = left[0].mutable_data_ptr<float>();
     rows.emplace_back(left[1]);
     rows.emplace_back(left[2]);
   }

@@ -35,7 +35,7 @@ def attend_and_code(
 
     Returns:
         Output [B, H, L, dv], zeros of heads in no group; the states after; and of each group that has features behind
-        its tiers the log-normaliser [B, H', L] of its heads' output, and of the L tokens that leave the last tier the
+        its tiers the log-normalizer [B, H', L] of its heads' output, and of the L tokens that leave the last tier the
         keys, the values and the log-weights. If there are any, the output is float32. A vector that holds NaN or
         infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of a query its own row, of a key or
         a value those of its head from its token on.

@@ -78,23 +78,23 @@ def linear_attention(
         state: what came before.
 
     Returns:
-        Output [B, H, L, dv] and log-normaliser [B, H, L], both float32, and the state after the last token.
+        Output [B, H, L, dv] and log-normalizer [B, H, L], both float32, and the state after the last token.
     """
     a, b, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (a, b, value))
     state = state.map(torch.Tensor.contiguous)
     batch, heads, length, _ = a.shape
     out = torch.empty(batch, heads, length, value.shape[-1], dtype=torch.float32, device=a.device)
-    normaliser = torch.empty(batch, heads, length, dtype=torch.float32, device=a.device)
+    normalizer = torch.empty(batch, heads, length, dtype=torch.float32, device=a.device)
     after = state.map(torch.empty_like)
     with torch.cuda.device_of(a):  # Triton launches on the current device
-        (_decode if length == 1 else _prefill)(a, b, value, state, out, normaliser, after)
-    return out, normaliser, after
+        (_decode if length == 1 else _prefill)(a, b, value, state, out, normalizer, after)
+    return out, normalizer, after
 
 
 def _prefill(
-    a: Tensor, b: Tensor, value: Tensor, state: FeatureState, out: Tensor, normaliser: Tensor, after: FeatureState
+    a: Tensor, b: Tensor, value: Tensor, state: FeatureState, out: Tensor, normalizer: Tensor, after: FeatureState
 ) -> None:
-    """Fills ``out``, ``normaliser`` and ``after``."""
+    """Fills ``out``, ``normalizer`` and ``after``."""
     from dofla.attention.gpu import kernels
 
     batch, heads, length, features = a.shape
@@ -116,20 +116,20 @@ def _prefill(
     # What fits into the registers of sm_80 and sm_90: products in float32 take twice as many threads.
     block_m, block_v = _block(features, 32), _block(value_dim, 64)
     kernels.read_chunks[(batch * heads * chunks, _blocks(value_dim, block_v))](
-        *(a, b, value, means, log_masses, tops, untrusted, out, normaliser),
+        *(a, b, value, means, log_masses, tops, untrusted, out, normalizer),
         *(*a.stride()[:3], *b.stride()[:3], *value.stride()[:3], *sizes),
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v, "PRECISION": _PRECISION},
         num_warps=8 if value.dtype == torch.float32 else 4,
         num_stages=1,  # its loop is short; several stages would take more shared memory than most GPUs have
     )
-    _token_by_token(a, b, value, FeatureState(means, log_masses), out, normaliser, None, untrusted)
+    _token_by_token(a, b, value, FeatureState(means, log_masses), out, normalizer, None, untrusted)
 
 
 def _decode(
-    a: Tensor, b: Tensor, value: Tensor, state: FeatureState, out: Tensor, normaliser: Tensor, after: FeatureState
+    a: Tensor, b: Tensor, value: Tensor, state: FeatureState, out: Tensor, normalizer: Tensor, after: FeatureState
 ) -> None:
     """:func:`_prefill` of one token."""
-    _token_by_token(a, b, value, state, out, normaliser, after, None)
+    _token_by_token(a, b, value, state, out, normalizer, after, None)
 
 
 def _token_by_token(
@@ -138,7 +138,7 @@ def _token_by_token(
     value: Tensor,
     before: FeatureState,
     out: Tensor,
-    normaliser: Tensor,
+    normalizer: Tensor,
     after: FeatureState | None,
     only: Tensor | None,
 ) -> None:
@@ -155,7 +155,7 @@ def _token_by_token(
     block_v = _block(value_dim, max(2048 // block_m, 16))
     grid = batch * kv_heads * _blocks(length, CHUNK), _blocks(value_dim, block_v)
     kernels.token_by_token[grid](
-        *(a, b, value, before.mean, before.log_mass, only, out, normaliser),
+        *(a, b, value, before.mean, before.log_mass, only, out, normalizer),
         *((None, None) if after is None else (after.mean, after.log_mass)),
         *(*a.stride()[:3], *b.stride()[:3], *value.stride()[:3], heads, kv_heads, length, features, value_dim),
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v},

@@ -112,8 +112,8 @@ class Triton(Backend):
         if not gpu.usable(a, b, tokens.value, state.mean):  # features may train where queries do not
             return super().linear_attention(a, b, tokens, state, exact)
         b = b + tokens.log_weight[:, None, :, None]
-        out, normaliser, after = gpu.linear_attention(a, b, tokens.value, state=state)
-        return joined(out, normaliser, exact), normaliser, after
+        out, normalizer, after = gpu.linear_attention(a, b, tokens.value, state=state)
+        return joined(out, normalizer, exact), normalizer, after
 
     def exact_attention(
         self, query: Tensor, key: Tensor, value: Tensor, real: Tensor, unseen: int, scaling: float, neighbors: int
@@ -124,5 +124,5 @@ class Triton(Backend):
         from dofla.attention.gpu.drawn import drawn
         from dofla.attention.gpu.flash import flash_attention
 
-        out, normaliser = flash_attention(query, key, value, real, unseen, scaling)
-        return out, drawn(query, key.to(query.dtype), real, normaliser, neighbors, scaling)
+        out, normalizer = flash_attention(query, key, value, real, unseen, scaling)
+        return out, drawn(query, key.to(query.dtype), real, normalizer, neighbors, scaling)

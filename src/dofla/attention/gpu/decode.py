@@ -2,7 +2,7 @@
 Importing this file needs triton.
 
 The bits of a block are a ring, the last number's the lowest. So the window of a number, its own code with those before
-it in higher bits, is six neighbouring bits, from where its own code begins: two bytes have them, whatever the bits.
+it in higher bits, is six neighboring bits, from where its own code begins: two bytes have them, whatever the bits.
 """
 
 from __future__ import annotations

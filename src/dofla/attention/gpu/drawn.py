@@ -13,25 +13,25 @@ KEYS, QUERIES = 64, 64
 """Numbers of keys and queries in a block."""
 
 
-def drawn(query: Tensor, key: Tensor, real: Tensor, normaliser: Tensor, neighbors: int, scaling: float) -> Tensor:
+def drawn(query: Tensor, key: Tensor, real: Tensor, normalizer: Tensor, neighbors: int, scaling: float) -> Tensor:
     """The sum over queries of the squares of their weights [B, Hkv, P], float32.
 
     Args:
         query: [B, H, L, d], of the last L of the P tokens.
         key: [B, Hkv, P, d], in the dtype of the queries.
         real: [B, P], False for free slots.
-        normaliser: of each query over all keys that it sees [B, H, L], float32.
+        normalizer: of each query over all keys that it sees [B, H, L], float32.
         neighbors: queries right after a token, and its own, that do not count.
         scaling: of the scores.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    normaliser, real = normaliser.contiguous(), real.contiguous()
+    normalizer, real = normalizer.contiguous(), real.contiguous()
     batch, heads, length, dim = query.shape
     kv_heads, tokens = key.shape[1:3]
     out = torch.empty(batch, kv_heads, tokens, dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _drawn[(triton.cdiv(tokens, KEYS), batch * kv_heads)](
-            *(query, key, real, normaliser, out, *query.stride()[:3], *key.stride()[:3]),
+            *(query, key, real, normalizer, out, *query.stride()[:3], *key.stride()[:3]),
             *(kv_heads, heads // kv_heads, length, tokens, dim, neighbors, scaling),
             DIM=max(16, triton.next_power_of_2(dim)),
             KEYS=KEYS,
@@ -45,7 +45,7 @@ def _drawn(
     query,
     key,
     real,
-    normaliser,
+    normalizer,
     out,
     query_batch,
     query_head,
@@ -80,7 +80,7 @@ def _drawn(
     for group in range(groups):
         asking = head * groups + group
         rows = query + batch * query_batch + asking * query_head
-        levels = normaliser + (batch * kv_heads * groups + asking) * length
+        levels = normalizer + (batch * kv_heads * groups + asking) * length
         for start in range(first, length, QUERIES):
             place = start + row
             asks = place < length

@@ -104,7 +104,7 @@ def read_chunks(
     tops,  # [units, chunks, M]
     untrusted,  # [units, chunks], set where the results of the chunk are not to be trusted
     out,  # [B, H, L, dv], to be filled
-    normaliser,  # [B, H, L], to be filled
+    normalizer,  # [B, H, L], to be filled
     a_batch,
     a_head,
     a_token,
@@ -188,7 +188,7 @@ def read_chunks(
         total / mass[:, None],
         mask=is_token[:, None] & is_value[None, :],
     )
-    tl.store(normaliser + token + i, best + tl.log(mass), mask=is_token)
+    tl.store(normalizer + token + i, best + tl.log(mass), mask=is_token)
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def token_by_token(
     log_masses,  # [units, chunks, M]
     only,  # [units, chunks], the chunks to do; None for all
     out,  # [B, H, L, dv], to be filled
-    normaliser,  # [B, H, L], to be filled
+    normalizer,  # [B, H, L], to be filled
     mean_after,  # [units, chunks, M, dv], to be filled with the states after each chunk; None if nobody asks
     log_mass_after,  # [units, chunks, M]
     a_batch,
@@ -241,7 +241,7 @@ def token_by_token(
     b += batch * b_batch + kv_head * b_head + start * b_token
     value += batch * value_batch + kv_head * value_head + start * value_token
     out += (row * length + start) * value_dim
-    normaliser += row * length + start
+    normalizer += row * length + start
 
     average = tl.load(means + place, mask=in_state, other=0.0)
     level = tl.load(log_masses + unit_chunk * features + m, mask=is_feature, other=0.0)
@@ -254,7 +254,7 @@ def token_by_token(
         left, share = (past / mass).to(tl.float32), (new / mass).to(tl.float32)
         average = left[:, None] * average + share[:, None] * values[None, :]
         level = top + tl.log(mass)
-        query_row, out_row, normaliser_row = a, out, normaliser
+        query_row, out_row, normalizer_row = a, out, normalizer
         for _head in range(0, groups):
             query = tl.load(query_row + m, mask=is_feature, other=0.0).to(tl.float64) + level
             query = tl.where(is_feature, query, float("-inf"))
@@ -263,15 +263,15 @@ def token_by_token(
             total = tl.sum(weights, axis=0)
             seen = tl.sum(weights[:, None] * average, axis=0) / total
             tl.store(out_row + n, seen, mask=is_value)
-            tl.store(normaliser_row, (best + tl.log(total).to(tl.float64)).to(tl.float32))
+            tl.store(normalizer_row, (best + tl.log(total).to(tl.float64)).to(tl.float32))
             query_row += a_head
             out_row += length * value_dim
-            normaliser_row += length
+            normalizer_row += length
         a += a_token
         b += b_token
         value += value_token
         out += value_dim
-        normaliser += 1
+        normalizer += 1
     if mean_after is not None:
         tl.store(mean_after + place, average, mask=in_state)
         tl.store(log_mass_after + unit_chunk * features + m, level, mask=is_feature)

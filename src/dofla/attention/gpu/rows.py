@@ -72,7 +72,7 @@ def near(
     before,  # [B, row]
     constants,  # of the values' coder
     seen,  # [units, groups, VALUE_DIM], of the tier, rotated
-    normaliser,  # [units, groups]
+    normalizer,  # [units, groups]
     out,  # [B, heads of the layer, 1, VALUE_DIM], to be filled
     query_batch,
     query_head,
@@ -117,7 +117,7 @@ def near(
         tl.float32
     )
 
-    # What the tier answers, rotated back; who sees nothing there has its normaliser at _NOTHING.
+    # What the tier answers, rotated back; who sees nothing there has its normalizer at _NOTHING.
     total = tl.load(at(constants, MEAN, tl.float32) + head * VALUE_DIM + v, mask=is_value, other=0.0)
     back = at(constants, BACK, tl.float32) + (head * VALUE_DIM + v) * VALUE_DIM
     for begin in range(0, VALUE_DIM, 8):
@@ -125,7 +125,7 @@ def near(
         piece = tl.load(seen + place * VALUE_DIM + i)
         columns = tl.load(back[:, None] + i[None, :], mask=is_value[:, None], other=0.0)
         total += tl.sum(columns * piece[None, :], axis=1)
-    best = tl.load(normaliser + place)
+    best = tl.load(normalizer + place)
     mass = tl.where(best > _NOTHING, 1.0, 0.0)
     total *= mass
 

@@ -42,7 +42,7 @@ def attend(
         scaling: of the scores.
 
     Returns:
-        Output [B, H, L, dv], rotated like the values, and log-normaliser [B, H, L], float32.
+        Output [B, H, L, dv], rotated like the values, and log-normalizer [B, H, L], float32.
     """
     batch, heads, length, _ = rotated.shape
     kv_heads, tokens = key.codes.shape[1:3]
@@ -50,7 +50,7 @@ def attend(
     rotated = rotated if rotated.stride(-1) == 1 else rotated.contiguous()
     log_weight = log_weight.contiguous()
     out = rotated.new_empty(batch, heads, length, value.dim)
-    normaliser = rotated.new_empty(batch, heads, length)
+    normalizer = rotated.new_empty(batch, heads, length)
     rows, values = _block(length * groups, ROWS), _block(value.dim, VALUES)
     with torch.cuda.device_of(rotated):  # Triton launches on the current device
         _attend[(batch * kv_heads, _blocks(length * groups, rows), _blocks(value.dim, values))](
@@ -63,7 +63,7 @@ def attend(
                 log_weight,
                 evicted_at,
                 out,
-                normaliser,
+                normalizer,
             ),
             *(*rotated.stride()[:3], kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
             SHARED=log_weight.ndim == 2,
@@ -76,7 +76,7 @@ def attend(
             PRECISION=_PRECISION,
             num_stages=1,
         )
-    return out, normaliser
+    return out, normalizer
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _attend(
     log_weight,  # [B, S] if SHARED, or [units, S]
     evicted_at,  # [units, S] or None
     out,  # [B, H, L, dv], to be filled
-    normaliser,  # [B, H, L], to be filled
+    normalizer,  # [B, H, L], to be filled
     rotated_batch,
     rotated_head,
     rotated_token,
@@ -184,6 +184,6 @@ def _attend(
     mass = tl.where(mass == 0.0, 1.0, mass)  # who sees nothing gets zeros, and LOG_ZERO
     place = (batch * kv_heads * groups + head) * length + query
     if tl.program_id(2) == 0:
-        tl.store(normaliser + place, best + tl.log(mass), mask=is_row)
+        tl.store(normalizer + place, best + tl.log(mass), mask=is_row)
     here = is_row[:, None] & is_value[None, :]
     tl.store(out + place[:, None] * value_dim + n[None, :], total / mass[:, None], mask=here)

@@ -95,9 +95,9 @@ class Decoder:
             index, stays, _, evicted_at = select_survivors(
                 query_integers, real, known[0], score, self.newest, per_step, weights
             )
-            seen, normaliser = attend(rotated, *known, log_weights, evicted_at, scaling)
+            seen, normalizer = attend(rotated, *known, log_weights, evicted_at, scaling)
             rows.near[(units * groups,)](
-                *(query, *new, before, self.value.constants, seen, normaliser, out),
+                *(query, *new, before, self.value.constants, seen, normalizer, out),
                 *(*query.stride()[:2], *strides, *out.stride()[:2], row, heads, groups, scaling),
                 **self._of_near,
             )

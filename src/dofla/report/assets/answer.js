@@ -78,7 +78,7 @@ function bars(rows) {
       el(
         "div",
         { class: "track" },
-        el("div", { class: "fill", style: { width: `${(100 * row.value) / top}%`, background: row.colour } }),
+        el("div", { class: "fill", style: { width: `${(100 * row.value) / top}%`, background: row.color } }),
       ),
       el("span", {}, row.words),
     ]),
@@ -87,8 +87,8 @@ function bars(rows) {
 
 const both = (word, teacher, student, words) =>
   bars([
-    { name: "original", value: teacher, words: words(teacher), colour: "var(--teacher)" },
-    { name: word, value: student, words: words(student), colour: "var(--student)" },
+    { name: "original", value: teacher, words: words(teacher), color: "var(--teacher)" },
+    { name: word, value: student, words: words(student), color: "var(--student)" },
   ]);
 
 const overSeeds = ({ spread }, seeds) => (seeds.length > 1 ? ` ± ${digits(spread)} over ${seeds.length} seeds` : "");

@@ -1,7 +1,7 @@
 // A line chart: axes, lines with a band of error, marks, a cursor for pointer and keys, and its numbers as a table.
 
-// spec: title, words, x and y {label, kind, format, from, to}, lines [{name, colour, points [[x, y, error]], dash,
-// dots, thin, wide (to lie under another), unseen (only read, not drawn)}], marks [{x, words, colour}], rules [{y,
+// spec: title, words, x and y {label, kind, format, from, to}, lines [{name, color, points [[x, y, error]], dash,
+// dots, thin, wide (to lie under another), unseen (only read, not drawn)}], marks [{x, words, color}], rules [{y,
 // words}], height. Lines without points are left out; without any line there is no chart.
 function lineChart(given) {
   const lines = given.lines.filter((line) => line.points.some((point) => point[1] !== null));
@@ -15,9 +15,9 @@ function lineChart(given) {
     [
       ...spec.lines.filter((line) => line.name && !line.unseen),
       // Rules and marks are named here, as words inside a narrow chart would lie on its lines.
-      ...[...(spec.rules || []), ...(spec.marks || [])].map(({ words, colour, x }) => ({
+      ...[...(spec.rules || []), ...(spec.marks || [])].map(({ words, color, x }) => ({
         name: words,
-        colour: colour || "var(--ink)",
+        color: color || "var(--ink)",
         dash: "2 3",
         dots: false,
         upright: x !== undefined,
@@ -32,13 +32,13 @@ function lineChart(given) {
 }
 
 function sample(line) {
-  const style = { stroke: line.colour, "stroke-width": line.wide ? "7" : "2.5", opacity: line.wide ? ".4" : "1" };
+  const style = { stroke: line.color, "stroke-width": line.wide ? "7" : "2.5", opacity: line.wide ? ".4" : "1" };
   const ends = line.upright ? { x1: 13, x2: 13, y1: 0, y2: 10 } : { x1: 1, x2: 25, y1: 5, y2: 5 };
   return svg(
     "svg",
     { viewBox: "0 0 26 10", "aria-hidden": "true" },
     svg("line", { ...ends, style, "stroke-dasharray": line.dash }),
-    line.dots !== false && !line.wide && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.colour } }),
+    line.dots !== false && !line.wide && svg("circle", { cx: 13, cy: 5, r: 3.2, style: { fill: line.color } }),
   );
 }
 
@@ -113,11 +113,11 @@ function draw(spec, width, readout) {
       `${spec.x.label}  ·  ${spec.y.label}`,
     ),
   );
-  const dashed = (ends, colour) =>
-    picture.append(svg("line", { ...ends, style: { stroke: colour || "var(--ink)" }, "stroke-dasharray": "2 3" }));
+  const dashed = (ends, color) =>
+    picture.append(svg("line", { ...ends, style: { stroke: color || "var(--ink)" }, "stroke-dasharray": "2 3" }));
   for (const rule of spec.rules || []) dashed({ x1: left, x2: width - right, y1: y(rule.y), y2: y(rule.y) });
   for (const mark of spec.marks || [])
-    dashed({ x1: x(mark.x), x2: x(mark.x), y1: top, y2: height - bottom }, mark.colour);
+    dashed({ x1: x(mark.x), x2: x(mark.x), y1: top, y2: height - bottom }, mark.color);
   for (const line of spec.lines.filter((one) => !one.unseen)) {
     const points = line.points.filter((p) => p[1] !== null);
     if (points.some((p) => p[2])) {
@@ -125,7 +125,7 @@ function draw(spec, width, readout) {
       picture.append(
         svg("polygon", {
           points: [...edge(1), ...edge(-1).reverse()].join(" "),
-          style: { fill: line.colour, opacity: ".15" },
+          style: { fill: line.color, opacity: ".15" },
         }),
       );
     }
@@ -135,12 +135,12 @@ function draw(spec, width, readout) {
         fill: "none",
         "stroke-dasharray": line.dash,
         "stroke-linejoin": "round",
-        style: { stroke: line.colour, ...looks(line) },
+        style: { stroke: line.color, ...looks(line) },
       }),
     );
     if (line.dots !== false && !line.thin && !(line.wide && points.length > 1))
       picture.append(
-        ...points.map((p) => svg("circle", { cx: x(p[0]), cy: clamp(p[1]), r: 3.2, style: { fill: line.colour } })),
+        ...points.map((p) => svg("circle", { cx: x(p[0]), cy: clamp(p[1]), r: 3.2, style: { fill: line.color } })),
       );
   }
   cursor(picture, spec, x, { top, bottom: height - bottom, width }, readout);

@@ -1,4 +1,4 @@
-// Colours: ramps between stops, and black or white for what is written on them.
+// Colors: ramps between stops, and black or white for what is written on them.
 
 const RAMPS = {
   light: {
@@ -19,7 +19,7 @@ const RAMPS = {
 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const mixed = (a, b, part) => a.map((value, n) => Math.round(value + (b[n] - value) * part));
-const css = (colour) => `rgb(${colour.join(" ")})`;
+const css = (color) => `rgb(${color.join(" ")})`;
 const dark = () => document.documentElement.dataset.theme === "dark";
 const ramps = () => RAMPS[dark() ? "dark" : "light"];
 
@@ -35,8 +35,8 @@ function diverging(share) {
   return mixed(rgb(none), rgb(share < 0 ? less : more), Math.min(1, Math.abs(share)));
 }
 
-function inkOn(colour) {
-  const [r, g, b] = colour.map((value) =>
+function inkOn(color) {
+  const [r, g, b] = color.map((value) =>
     value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4,
   );
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";

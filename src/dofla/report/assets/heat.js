@@ -32,18 +32,18 @@ function heatMap(spec, width) {
     if (r % every === 0)
       picture.append(svg("text", { x: left - 7, y: (r + 0.5) * tall + 4, "text-anchor": "end" }, spec.names[r]));
     row.forEach((value, c) => {
-      const colour = value === null ? null : ramp("heat", value / spec.top);
+      const color = value === null ? null : ramp("heat", value / spec.top);
       picture.append(
-        svg("rect", { ...place(r, c), rx: gap > 1 ? 3 : 0, style: { fill: colour ? css(colour) : "var(--line)" } }),
+        svg("rect", { ...place(r, c), rx: gap > 1 ? 3 : 0, style: { fill: color ? css(color) : "var(--line)" } }),
       );
-      if (colour && wide > 30 && tall > 15) {
+      if (color && wide > 30 && tall > 15) {
         const text = svg(
           "text",
           {
             x: left + (c + 0.5) * wide,
             y: (r + 0.5) * tall + 4,
             "text-anchor": "middle",
-            style: { fill: inkOn(colour) },
+            style: { fill: inkOn(color) },
           },
           spec.format(value),
         );

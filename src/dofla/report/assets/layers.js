@@ -201,19 +201,19 @@ function lossChart({ loss, steps, curves }, names, layers) {
   const positive = own.every(([, values]) => values.every((value) => value > 0));
   const lines =
     own.length > 1
-      ? own.map(([, values]) => ({ points: points(values), colour: "var(--strong-line)", thin: true }))
+      ? own.map(([, values]) => ({ points: points(values), color: "var(--strong-line)", thin: true }))
       : [];
   lines.push({
     name: own.length > 1 ? "mean of layers" : LOSS_WORDS[loss] || loss,
     points: points(average),
-    colour: "var(--student)",
+    color: "var(--student)",
     dots: false,
   });
   if (own.length > 1)
     lines.push({
       name: `layer ${number.get(worst[0]) ?? worst[0]}, the largest`,
       points: points(worst[1]),
-      colour: "var(--third)",
+      color: "var(--third)",
       dash: "5 4",
       dots: false,
     });
@@ -236,7 +236,7 @@ function endToEndChart({ loss, steps, curves }) {
       {
         name: LOSS_WORDS[loss] || loss,
         points: values.map((value, n) => [steps[n], value]),
-        colour: "var(--student)",
+        color: "var(--student)",
         dots: false,
       },
     ],

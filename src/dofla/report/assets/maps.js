@@ -55,10 +55,10 @@ function mapFrame(name, size, look) {
       el("h3", { class: name === "difference" ? "" : name }, TITLES[name]),
       el("div", { class: "map-frame" }, canvas, over),
     ),
-    paint(colour) {
+    paint(color) {
       const context = canvas.getContext("2d"),
         image = context.createImageData(size, size);
-      for (let n = 0; n < size * size; n += 1) image.data.set([...colour(n), 255], 4 * n);
+      for (let n = 0; n < size * size; n += 1) image.data.set([...color(n), 255], 4 * n);
       context.putImageData(image, 0, 0);
     },
     cross(row, column) {
@@ -131,13 +131,13 @@ function strip(who, pieces, choose) {
     node: box,
     paint(row, share) {
       buttons.forEach((button, n) => {
-        const colour = mixed(
+        const color = mixed(
           rgb(dark() ? "#171b22" : "#ffffff"),
           rgb(ramps()[who === "teacher" ? "less" : "more"]),
           Math.sqrt(share(n)),
         );
-        button.style.background = css(colour);
-        button.style.color = inkOn(colour);
+        button.style.background = css(color);
+        button.style.color = inkOn(color);
         button.setAttribute("aria-pressed", String(n === row));
         button.tabIndex = n === row ? 0 : -1;
       });

@@ -1,7 +1,7 @@
 // The whole page: which student is shown, and which parts there are.
 
 const data = JSON.parse($("data").textContent);
-const redraw = {}; // what depends on the colours of the theme
+const redraw = {}; // what depends on the colors of the theme
 
 const NAV = {
   answer: "Answer",

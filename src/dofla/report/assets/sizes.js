@@ -52,10 +52,10 @@ function sizesChart(run) {
   if (new Set(worst.map((p) => p.bytes)).size < 2) return null; // one size: the table has it all
   const held = [...worst.map((p) => p.bytes), ...lengths.map((one) => one.cache)];
   const losses = [...worst.flatMap((p) => [p.loss_increase, p.kl]), target].filter((loss) => loss > 0);
-  const colour = (n) => RUN_COLOURS[n % RUN_COLOURS.length];
+  const color = (n) => RUN_COLOURS[n % RUN_COLOURS.length];
   const line = (one, n, what, looks) => ({
     name: `${what === "kl" ? "KL" : "loss increase"}, ${whole(one.length)} tokens`,
-    colour: colour(n),
+    color: color(n),
     points: one.worst.map((p) => [p.bytes, p[what], what === "loss_increase" ? p.error : 0]).filter(([, loss]) => loss > 0),
     ...looks,
   });
@@ -66,7 +66,7 @@ function sizesChart(run) {
     marks: lengths.map((one, n) => ({
       x: one.cache,
       words: `original’s cache, ${whole(one.length)} tokens`,
-      colour: colour(n),
+      color: color(n),
     })),
     rules: target ? [{ y: target, words: `target ${target}` }] : [],
     words: `${several ? "At each size the text that loses most. " : ""}Bands are 95 % intervals over windows.`,

@@ -36,12 +36,12 @@ function memoryChart(run, student) {
     lines: [
       {
         name: "original",
-        colour: "var(--teacher)",
+        color: "var(--teacher)",
         dash: "6 4",
         dots: false,
         points: lengths.map((n) => [n, n * token]),
       },
-      { name: student.word, colour: "var(--student)", dots: false, points: lengths.map((n) => [n, state + kept * n]) },
+      { name: student.word, color: "var(--student)", dots: false, points: lengths.map((n) => [n, state + kept * n]) },
     ],
     marks: from && from > 16 && from < last ? [{ x: from, words: `smaller from ${roughly(from)} tokens on` }] : [],
     words: from
@@ -69,8 +69,8 @@ function timeChart(run, student, what) {
   return lineChart({
     title: what === "write" ? "Writing one more token" : "Reading a text",
     lines: [
-      { name: "original", colour: "var(--teacher)", dash: "6 4", points: theirs },
-      { name: student.word, colour: "var(--student)", points: own },
+      { name: "original", color: "var(--teacher)", dash: "6 4", points: theirs },
+      { name: student.word, color: "var(--student)", points: own },
     ],
     marks: from !== null && from > first ? [{ x: from, words: `faster from ${roughly(from)} tokens on` }] : [],
     words,

@@ -76,7 +76,7 @@ function textCard({ prompt, teacher, student, agree }, word) {
 
 function positionChart({ bins, windows }, word) {
   const place = (bin) => Math.sqrt((bin.first + 1) * (bin.last + 1));
-  const line = (name, key, colour, wide) => ({ name, colour, wide, points: bins.map((bin) => [place(bin), bin[key]]) });
+  const line = (name, key, color, wide) => ({ name, color, wide, points: bins.map((bin) => [place(bin), bin[key]]) });
   const gaps = { name: "loss increase", unseen: true, points: bins.map((bin) => [place(bin), bin.loss_increase, bin.loss_increase_error]) };
   const gap = bins.at(-1).loss_increase - bins[0].loss_increase,
     late = bins.at(-1);
@@ -96,7 +96,7 @@ function positionChart({ bins, windows }, word) {
 }
 
 function recallChart({ text, points }, word) {
-  const line = (name, key, colour, wide) => ({ name, colour, wide, points: points.map((p) => [p.distance, p[key]]) });
+  const line = (name, key, color, wide) => ({ name, color, wide, points: points.map((p) => [p.distance, p[key]]) });
   return lineChart({
     title: "Recall by distance",
     lines: [

@@ -1,4 +1,4 @@
-// Small things that every part uses: elements, numbers in words, colours, theme, hints.
+// Small things that every part uses: elements, numbers in words, colors, theme, hints.
 
 const $ = (id) => document.getElementById(id);
 

@@ -131,7 +131,7 @@ def _order(stories: list[list[str]], tokenizer: PreTrainedTokenizerBase, seed: i
 
 
 def _swapped(sentence: str) -> list[str]:
-    """The sentence with two neighbouring words in each other's place, in all ways that differ from it. The last word
+    """The sentence with two neighboring words in each other's place, in all ways that differ from it. The last word
     keeps its place, as its full stop would tell."""
     words = sentence.split()
     ways = [[*words[:n], words[n + 1], words[n], *words[n + 2 :]] for n in range(len(words) - 2)]

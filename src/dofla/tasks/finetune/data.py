@@ -30,19 +30,19 @@ def train_and_test(
         DoflaError: no such file, or a damaged one; too few items to hold some out.
     """
     if task.endswith(ENDINGS):
-        learnt, tested = Path(task), None
+        learned, tested = Path(task), None
     else:
-        learnt, tested = (task_file(folder or ".", f"{task}-{part}") for part in ("train", "test"))
+        learned, tested = (task_file(folder or ".", f"{task}-{part}") for part in ("train", "test"))
     if test is not None:
         tested = Path(test)
-    if learnt is None and tested is None and folder is None and task in HUB:
+    if learned is None and tested is None and folder is None and task in HUB:
         return from_hub(task)
-    if learnt is None and (tested is None or test is not None):
+    if learned is None and (tested is None or test is not None):
         raise DoflaError(f"no {task}-train.jsonl or {task}-train.jsonl.gz in {folder or '.'}: give --tasks-folder")
-    if learnt is not None and tested is not None:
-        train = load_task(learnt, style=style)
-        return train, load_task(tested, name=train.name, style=train.style), f"{learnt} to learn, {tested} to test"
-    only = learnt or tested
+    if learned is not None and tested is not None:
+        train = load_task(learned, style=style)
+        return train, load_task(tested, name=train.name, style=train.style), f"{learned} to learn, {tested} to test"
+    only = learned or tested
     return *split(load_task(only, style=style)), f"{only}: a fifth held out to test, by the hash of the ids"
 
 

@@ -62,7 +62,7 @@ class FineTuneResult(Result):
         epochs: in order.
         kept: number of the epoch, from 1, whose weights the model holds.
         trained: number of weights that were trained.
-        steps: of the optimiser.
+        steps: of the optimizer.
     """
 
     epochs: list[Epoch]
@@ -120,13 +120,13 @@ def finetune(
     they hardly move; and frozen, they are still those that were measured and that stand in the adapter.
 
     Args:
-        model: a causal language model, linearised or not. It is left in float32, whatever it was loaded in: in
-            bfloat16 most of what was learnt would be rounded away.
+        model: a causal language model, linearized or not. It is left in float32, whatever it was loaded in: in
+            bfloat16 most of what was learned would be rounded away.
         tokenizer: the model's.
         train: items to learn.
         test: items to score after each epoch.
         learning_rate: at its peak.
-        batch_size: items per optimiser step.
+        batch_size: items per optimizer step.
         epochs: passes over ``train``.
         keep: ``best`` leaves the model with the weights of the first epoch with the highest accuracy, ``last`` with
             those of the last.

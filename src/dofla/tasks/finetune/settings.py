@@ -14,7 +14,7 @@ class Family(NamedTuple):
     Attributes:
         shape: entries of a config by which the model is known, whatever its folder is called.
         rates: learning rates, the best for the softmax original.
-        batch_sizes: items per optimiser step.
+        batch_sizes: items per optimizer step.
     """
 
     shape: dict[str, str | int]
@@ -42,7 +42,7 @@ OTHER_RATE, OTHER_BATCH_SIZE = 1e-5, 16
 small enough for a few hundred items to give enough steps."""
 
 OTHER_LORA_RATE = 1e-3
-"""Likewise for low-rank training: at 2e-4 a model of 135M parameters learnt next to nothing from eight steps."""
+"""Likewise for low-rank training: at 2e-4 a model of 135M parameters learned next to nothing from eight steps."""
 
 LORA_FACTOR = 10.0
 """LoRA's factors begin at a product of zero and are shared by few numbers, so they want larger steps than weights."""
@@ -54,7 +54,7 @@ class Settings:
 
     Attributes:
         learning_rate: at its peak.
-        batch_size: items per optimiser step.
+        batch_size: items per optimizer step.
         epochs: passes over the training items.
         keep: ``best`` or ``last``: the epoch whose accuracy and weights count.
         source: whose settings these are, for the record.

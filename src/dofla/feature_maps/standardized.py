@@ -1,4 +1,4 @@
-"""Feature maps that start from data: inputs standardised per head, the level of the features set, both measured."""
+"""Feature maps that start from data: inputs standardized per head, the level of the features set, both measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dofla.feature_maps.base import FeatureMap
 
 
-class StandardisedMap(FeatureMap):
+class StandardizedMap(FeatureMap):
     """Queries and keys enter as ``(x - mean) / std``, per coordinate, with statistics of the head's own vectors.
 
     The statistics are buffers and not folded into the weights: so Adam, whose steps are alike in all coordinates, sees
@@ -61,7 +61,7 @@ class StandardisedMap(FeatureMap):
     def shift(self, level: Tensor) -> None:
         self.log_scale.add_(level.unsqueeze(-1))
 
-    def standardised(self, x: Tensor, side: str) -> Tensor:
+    def standardized(self, x: Tensor, side: str) -> Tensor:
         """``x`` [B, H, L, d], H a multiple of ``heads``, as [B, heads, H / heads · L, d]."""
         batch, _, _, head_dim = x.shape
         x = x.reshape(batch, self.heads, -1, head_dim)

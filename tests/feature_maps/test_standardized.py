@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 from dofla.feature_maps.exponential import START
 
-standardised = pytest.mark.parametrize("name", ["exponential", "mlp"])
+standardized = pytest.mark.parametrize("name", ["exponential", "mlp"])
 
 
-def randomised(name):
+def randomized(name):
     """A map all of whose tensors hold something, the standard deviations something positive."""
     feature_map = make(name)
     with torch.no_grad():
@@ -34,9 +34,9 @@ def by_hand(feature_map, x, side, head):
     return y + part["log_scale"] if side == "key" else y
 
 
-@standardised
+@standardized
 def test_log_features_are_their_formula(name):
-    feature_map, x = randomised(name), vectors(2, 3, 4, 6, dtype=torch.float64)
+    feature_map, x = randomized(name), vectors(2, 3, 4, 6, dtype=torch.float64)
     queries = vectors(2, 6, 4, 6, seed=5, dtype=torch.float64)
     found = feature_map.double().log_key(x, SCALING)
     of_queries = feature_map.log_query(queries, SCALING)
@@ -46,7 +46,7 @@ def test_log_features_are_their_formula(name):
         assert_close(of_queries[b, h, i], by_hand(feature_map, queries[b, h, i], "query", h // 2))
 
 
-@standardised
+@standardized
 def test_calibrated_inputs_have_mean_0_and_deviation_1_in_every_coordinate(name):
     feature_map = make(name)
     query = vectors(3, 400, 6) * torch.tensor([0.1, 1.0, 2.0, 30.0, 5.0, 0.3]) + 7
@@ -55,14 +55,14 @@ def test_calibrated_inputs_have_mean_0_and_deviation_1_in_every_coordinate(name)
     feature_map.calibrate(query, key)
     assert not feature_map.wants_data
     for side, x in (("query", query), ("key", key)):
-        y = feature_map.standardised(x.unsqueeze(0), side)[0]
+        y = feature_map.standardized(x.unsqueeze(0), side)[0]
         assert_close(y.mean(1), torch.zeros(3, 6), atol=1e-2, rtol=0)
         assert_close(y.std(1, correction=0), torch.ones(3, 6), atol=2e-2, rtol=0)
     log_features = feature_map.log_key(key.unsqueeze(0), SCALING)
     assert log_features.std() < 2 * START
 
 
-@standardised
+@standardized
 def test_a_coordinate_that_never_moves_gives_finite_features(name):
     feature_map, x = make(name), vectors(3, 50, 6)
     x[..., 2] = 4.0
@@ -72,7 +72,7 @@ def test_a_coordinate_that_never_moves_gives_finite_features(name):
     assert torch.isfinite(feature_map.log_query(x.unsqueeze(0), SCALING)).all()
 
 
-@standardised
+@standardized
 def test_a_shift_multiplies_the_kernel_of_each_head(name):
     feature_map, x = make(name), vectors(1, 3, 4, 6)
     before, level = feature_map.log_key(x, SCALING), torch.tensor([0.5, -1.0, 0.0])
