@@ -112,6 +112,6 @@ def vllm(session: nox.Session) -> None:
     session.install(*(line for line in asked if not line.startswith("torch")))  # not torchvision and the like
     session.install("ninja", "lazy_loader", "wrapt", *(f"{name}=={pinned()[name]}" for name in TEST_TOOLS))
     session.install("--no-deps", "--editable", ".")
-    session.run("python", "-m", "pytest", "-m", "not long", *(session.posargs or ["tests/vllm"]))
+    session.run("python", "-m", "pytest", "-m", "not long", *(session.posargs or ["tests/vllm_plugin"]))
     if not session.posargs:
         session.run("python", "-m", "pytest", "-m", "not long", "tests/integration/test_generation.py")
