@@ -1,6 +1,6 @@
 // All models of all runs: a bar for each or, where most differ in bytes, their loss against the bytes.
 
-const RUN_COLOURS = ["var(--student)", "var(--teacher)", "var(--third)", "var(--care)", "var(--no)", "var(--use)"];
+const RUN_COLORS = ["var(--student)", "var(--teacher)", "var(--third)", "var(--care)", "var(--no)", "var(--use)"];
 const SHAPES = [
   (x, y) => `M${x - 5} ${y}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0`,
   (x, y) => `M${x - 5} ${y - 5}h10v10h-10z`,
@@ -93,7 +93,7 @@ function lossBars(points, several, shown, title, unit) {
 }
 
 const pointMark = (n, x, y) =>
-  svg("path", { d: SHAPES[n % SHAPES.length](x, y), style: { fill: RUN_COLOURS[n % RUN_COLOURS.length] } });
+  svg("path", { d: SHAPES[n % SHAPES.length](x, y), style: { fill: RUN_COLORS[n % RUN_COLORS.length] } });
 
 function comparedPicture(points, runs, shown, width, title, unit, readout) {
   const height = width > 640 ? 360 : 300,
@@ -151,7 +151,7 @@ function comparedPicture(points, runs, shown, width, title, unit, readout) {
         d: path,
         fill: "none",
         "stroke-dasharray": "3 4",
-        style: { stroke: RUN_COLOURS[runs.indexOf(run) % RUN_COLOURS.length], "stroke-width": "1.5" },
+        style: { stroke: RUN_COLORS[runs.indexOf(run) % RUN_COLORS.length], "stroke-width": "1.5" },
       }),
     );
   }

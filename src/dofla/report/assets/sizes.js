@@ -52,7 +52,7 @@ function sizesChart(run) {
   if (new Set(worst.map((p) => p.bytes)).size < 2) return null; // one size: the table has it all
   const held = [...worst.map((p) => p.bytes), ...lengths.map((one) => one.cache)];
   const losses = [...worst.flatMap((p) => [p.loss_increase, p.kl]), target].filter((loss) => loss > 0);
-  const color = (n) => RUN_COLOURS[n % RUN_COLOURS.length];
+  const color = (n) => RUN_COLORS[n % RUN_COLORS.length];
   const line = (one, n, what, looks) => ({
     name: `${what === "kl" ? "KL" : "loss increase"}, ${whole(one.length)} tokens`,
     color: color(n),
