@@ -13,7 +13,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-SECONDS = 180
+SECONDS = 300
 
 
 @contextmanager
@@ -41,7 +41,10 @@ def serving(folder, *options):
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:  # it may be compiling
+            server.kill()
 
 
 def ask(place, **body):

@@ -31,7 +31,8 @@ def test_a_pretrained_model_is_served(name, tmp_path):
     prompt = tokenizer(PROMPT * 12, return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     del model
-    with serving(tmp_path / "served", "--dtype", "float32", "--max-model-len", "1024") as place:
+    options = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]  # compiling takes minutes
+    with serving(tmp_path / "served", *options) as place:
         body = {"model": str(tmp_path / "served"), "prompt": PROMPT * 12, "max_tokens": 12, "temperature": 0}
         answer = json.loads(ask(place, **body))["choices"][0]["text"]
     assert answer == tokenizer.decode(written, skip_special_tokens=True)
