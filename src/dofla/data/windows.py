@@ -152,7 +152,7 @@ def batches(windows: TokenWindows | Images, batch_size: int) -> list[range]:
     return [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
 
 
-def predicted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def predicted(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """1 where a real token follows a real one [B, L - 1], which is where a loss counts."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return mask[:, 1:] * mask[:, :-1]

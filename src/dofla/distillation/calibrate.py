@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.attention import LOG_ZERO
+from dofla.attention import LOG_ZERO, KeySmoothing
 from dofla.attention.coding import Moments
 from dofla.data import Images, TokenWindows
 from dofla.distillation.losses import student_log_scores
@@ -27,14 +27,14 @@ def start_from_data(
 ) -> None:
     """Before training: tiers that have no directions yet get them from the first windows, then maps from a batch."""
     if any(layer.coded_tiers for layer in linear_layers(student).values()):
-        measure_directions(student, windows.take(WINDOWS))
+        measure_directions(student, windows.take(WINDOWS) if isinstance(windows, TokenWindows) else windows)
     calibrate(student, batches)
 
 
 def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Calibrate the layers that want to look at data (:func:`calibrate_layer`), in one softmax forward of each batch;
     all of one shape."""
-    layers = {n: x for n, x in linear_layers(student).items() if _wants_means(x) or any(m.wants_data for m in x.maps)}
+    layers = {n: x for n, x in linear_layers(student).items() if _new_smoothing(x) or any(m.wants_data for m in x.maps)}
     if not layers:
         return
     generator = torch.Generator().manual_seed(0)
@@ -61,8 +61,8 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
     their level is then set so that all far keys together weigh, in the mean over rows, what they weigh in softmax
     attention (rows count by that weight): a start that is off by a factor spends most of its training on that factor.
     """
-    if _wants_means(layer):
-        layer.smoothing.calibrate(Moments.of(_real_vectors(call, call.key).cpu()))
+    if smoothing := _new_smoothing(layer):
+        smoothing.calibrate(Moments.of(_real_vectors(call, call.key).cpu()))
     if not any(feature_map.wants_data for feature_map in layer.maps):
         return
     _standardize(call, layer)
@@ -78,8 +78,9 @@ def _standardize(call: AttentionCall, layer: LinearAttention) -> None:
         feature_map.calibrate(query, _real_vectors(call, key))
 
 
-def _wants_means(layer: LinearAttention) -> bool:
-    return layer.smoothing is not None and not layer.smoothing.is_calibrated
+def _new_smoothing(layer: LinearAttention) -> KeySmoothing | None:
+    """The smoothing of the layer's keys, unless it has been calibrated."""
+    return None if layer.smoothing is None or layer.smoothing.is_calibrated else layer.smoothing
 
 
 def _real_vectors(call: AttentionCall, x: Tensor) -> Tensor:
@@ -90,8 +91,8 @@ def _real_vectors(call: AttentionCall, x: Tensor) -> Tensor:
 
 def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> None:
     kv_heads = call.key.shape[1]
-    options = {"share": call.query.shape[1] // kv_heads, "weight": call.weight, "causal": call.causal}
-    near = layer.seen_exactly(rows, call.key.shape[-2], **options)
+    share = call.query.shape[1] // kv_heads
+    near = layer.seen_exactly(rows, call.key.shape[-2], share=share, weight=call.weight, causal=call.causal)
     exact = call.log_weights(rows)
     approximate = student_log_scores(call, layer, rows)
     # log_weights are scores less their normalizer, which the student's scores must lose as well.

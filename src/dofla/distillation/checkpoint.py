@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
@@ -23,6 +24,9 @@ from dofla.storage.tensors import read_tensors, write_tensors
 STATE, CURVES = "distill.safetensors", "losses.json"
 logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Parts = Mapping[str, nn.Module | nn.Parameter]
+"""The modules and parameters that are trained, by name."""
 
 
 class Checkpoint:
@@ -62,13 +66,11 @@ class Checkpoint:
             raise cannot_write(self.folder, error.errno) from error
         digest = hashlib.blake2b(digest_size=8)
         for data in windows.batch(range(len(windows))).values():
-            digest.update(data.cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
         self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows)}
         self.settings["data"] = digest.hexdigest()
 
-    def resume(
-        self, parts: Mapping[str, nn.Module | nn.Parameter], optimizer, columns: Sequence[str], name: str = ""
-    ) -> list[list[float]]:
+    def resume(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], name: str = "") -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
 
         Raises:
@@ -76,10 +78,10 @@ class Checkpoint:
         """
         if self.folder is None:
             return []
-        path = self._state(name)
+        path = _state(self.folder, name)
         self._seconds, self._started = 0.0, time.perf_counter()
         if not path.exists():
-            self._save(parts, optimizer, [], columns, name)
+            self._save(self.folder, parts, optimizer, [], columns, name)
             return []
         tensors, metadata = read_tensors(path, "remove it to start over")
         try:
@@ -114,19 +116,22 @@ class Checkpoint:
         return curve.tolist()
 
     def keep(
-        self,
-        parts: Mapping[str, nn.Module | nn.Parameter],
-        optimizer,
-        curve: list[list[float]],
-        columns: Sequence[str],
-        name: str = "",
+        self, parts: Parts, optimizer: Optimizer, curve: list[list[float]], columns: Sequence[str], name: str = ""
     ) -> None:
         """Every so many steps, and after the last, replace the state file and the readable curves, whose ``columns``
         are the layers or the one loss of all."""
         if self.folder is not None and (len(curve) % self.every == 0 or len(curve) == self.settings["steps"]):
-            self._save(parts, optimizer, curve, columns, name)
+            self._save(self.folder, parts, optimizer, curve, columns, name)
 
-    def _save(self, parts, optimizer, curve: list[list[float]], columns: Sequence[str], name: str) -> None:
+    def _save(
+        self,
+        folder: Path,
+        parts: Parts,
+        optimizer: Optimizer,
+        curve: list[list[float]],
+        columns: Sequence[str],
+        name: str,
+    ) -> None:
         if not is_first():
             return
         tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
@@ -136,18 +141,19 @@ class Checkpoint:
                 tensors[f"{key}:{moment}"] = optimizer.state[tensor].get(moment, torch.zeros_like(tensor))
         seconds = self._seconds + time.perf_counter() - self._started
         metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
-        write_tensors(self._state(name), tensors, metadata)
+        write_tensors(_state(folder, name), tensors, metadata)
         self._note(curve, columns)
-        write_json(self.folder / CURVES, {"loss": self.settings["loss"], "layers": self.curves}, sealed=True)
-
-    def _state(self, name: str) -> Path:
-        return (self.folder / STATE).with_stem(f"distill-{name}" if name else "distill")
+        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": self.curves}, sealed=True)
 
     def _note(self, curve: list[list[float]], columns: Sequence[str]) -> None:
         self.curves |= {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
 
 
-def _named_tensors(parts: Mapping[str, nn.Module | nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+def _state(folder: Path, name: str) -> Path:
+    return (folder / STATE).with_stem(f"distill-{name}" if name else "distill")
+
+
+def _named_tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             for key, tensor in part.state_dict(keep_vars=True).items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from dofla.data import TokenWindows
 from dofla.data.facts import Facts
 from dofla.distillation.forgetting import costs_of_heads
 from dofla.distillation.objective import Objective
-from dofla.distillation.retrieval import check_retrieval_heads, facts_for, with_retrieval_heads
+from dofla.distillation.retrieval import check_retrieval_heads, facts_for, needed_tokenizer, with_retrieval_heads
 from dofla.errors import DoflaError
 from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes, smallest_size
 from dofla.integration.consistency import check_consistency
@@ -78,7 +79,9 @@ class Compressor:
     ) -> None:
         check_prefill(prefill)
         self.prefill = prefill
-        self.model, self.windows = model, windows_for(model, windows)
+        if not isinstance(text := windows_for(model, windows), TokenWindows):
+            raise DoflaError("images leave no tokens in a cache: linearize their model instead")
+        self.model, self.windows = model, text
         self.keep_softmax, self.batch_size, self.context = keep_softmax, batch_size, context
         self.retrieval_heads, self.tokenizer = retrieval_heads, tokenizer
         self._directed: Callable[[int, int], None] | None = None
@@ -98,8 +101,10 @@ class Compressor:
 
     def plan(self, budget: float, head_budgets: HeadBudgets | None = None) -> Plan:
         """The plan of a size; DoflaError as :func:`dofla.compress`."""
-        options = {"keep_softmax": self.keep_softmax, "context": self.context}
-        return replace(compressed_plan(self.model, budget, head_budgets=head_budgets, **options), prefill=self.prefill)
+        plan = compressed_plan(
+            self.model, budget, head_budgets=head_budgets, keep_softmax=self.keep_softmax, context=self.context
+        )
+        return replace(plan, prefill=self.prefill)
 
     def make(self, budget: float, head_budgets: HeadBudgets | None = None) -> PreTrainedModel:
         """The model, compressed; by default all its KV heads have the same size."""
@@ -182,8 +187,14 @@ class Compressor:
     def directions(self) -> dict[str, Directions]:
         """Directions of keys and values that matter to coded tokens, by layer."""
         layers = [layer.name for layer in self.plan(_REFERENCE).layers if not layer.keep_softmax]
-        options = {"batch_size": self.batch_size, "context": self.context, "progress": self._directed}
-        return directions_of(self.model, self.windows, layers, **options)
+        return directions_of(
+            self.model,
+            self.windows,
+            layers,
+            batch_size=self.batch_size,
+            context=self.context,
+            progress=self._directed,
+        )
 
     def measure_directions(self, progress: Callable[[int, int], None] | None) -> None:
         """Measure :attr:`directions` now; ``progress`` is called with (done, total) after each batch."""
@@ -192,7 +203,8 @@ class Compressor:
 
     @cached_property
     def _facts(self) -> Facts:
-        return facts_for(self.model, self.windows, self.tokenizer, self.context)
+        tokenizer = needed_tokenizer(self.tokenizer, self.retrieval_heads)
+        return facts_for(self.model, self.windows, tokenizer, self.context)
 
     @property
     def _context(self) -> int | None:
@@ -222,20 +234,21 @@ class Compressor:
 
         windows = [len(text) for text, _ in self._halves]
         mean = {
-            name: sum(n * own[name] for n, own in zip(windows, costs, strict=True)) / sum(windows) for name in sizes
+            name: torch.stack([n * own[name] for n, own in zip(windows, costs, strict=True)]).sum(0) / sum(windows)
+            for name in sizes
         }
-        made_by = {"size": self.bytes(budget), "tokens": self.windows.tokens, "source": self.windows.source}
-        made_by["context"] = self._context
+        made_by: dict[str, Any] = {"size": self.bytes(budget), "tokens": self.windows.tokens}
+        made_by |= {"source": self.windows.source, "context": self._context}
         layers = split(mean)
         if even is not None:
             measured = sum(
                 self._held_out(budget, split(other), half, report)
                 for other, half in zip(reversed(costs), self._halves, strict=True)
             )
-            made_by["held_out"] = {"measured": measured / len(costs), "even": even / len(costs)}
+            held_out = made_by["held_out"] = {"measured": measured / len(costs), "even": even / len(costs)}
             if measured > even:
                 layers = {name: [1.0] * len(own) for name, own in layers.items()}
-                logger.warning(held_out_line(made_by["held_out"]))
+                logger.warning(held_out_line(held_out))
         of_all = {name: own.tolist() for name, own in mean.items()}
         return HeadBudgets(layers, of_all, describe(self.model)["name"], made_by)
 

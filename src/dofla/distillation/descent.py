@@ -33,7 +33,7 @@ class Descent:
         parameters: all of them.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], schedule: str, steps: int) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], schedule: str, steps: int) -> None:
         self.schedule, self.steps = SCHEDULES[schedule], steps
         self.rates = [group["lr"] for group in groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]

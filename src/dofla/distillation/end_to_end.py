@@ -131,7 +131,7 @@ def distill_end_to_end(
     context = context_of(student, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
-    if student.can_generate() and windows.length < 2:
+    if isinstance(windows, TokenWindows) and student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     if is_streamed(student):
         raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
@@ -139,11 +139,12 @@ def distill_end_to_end(
     if together.sharded and weights == "all":
         raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")
     batches = Batches(windows, batch_size, accumulate * together.count, seed, context)
-    settings = numbers | {"accumulate": batches.accumulate, "weights": weights, "learning_rates": rates}
+    settings: dict[str, Any] = numbers | {"accumulate": batches.accumulate, "weights": weights}
+    settings["learning_rates"] = rates
     settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "context": context}
 
-    student.to("cpu" if together.sharded else together.home)
+    student.to("cpu" if together.sharded else together.home)  # type: ignore[arg-type] # transformers wraps it
     with (
         together.named(),
         torch.enable_grad(),
@@ -154,7 +155,7 @@ def distill_end_to_end(
         torch.manual_seed(seed)
         with (
             trainable(student, weights, lora_rank) as part,
-            sharded(student, together.device) if together.sharded else nullcontext(),
+            sharded(student, together.home) if together.sharded else nullcontext(),
         ):
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
@@ -178,7 +179,7 @@ def distill_end_to_end(
                 descent.step(step)
                 curve.append([value])
                 checkpoint.keep(parts, descent.optimizer, curve, [loss.name])
-                if progress and is_first():
+                if callable(progress) and is_first():
                     progress(len(curve), steps, {loss.name: value})
             seconds = time.perf_counter() - started + checkpoint.earlier
     if folder is not None and weights == "lora" and is_first():
@@ -187,7 +188,7 @@ def distill_end_to_end(
     options = {name: value for name, value in settings.items() if name != "loss"}
     call = "dofla.distill_end_to_end(student, tokens"
     record_of(student).add_distillation(how, windows, call, options, weights=weights != "maps")
-    return History([settings["loss"]], torch.tensor(curve), seconds, settings)
+    return History([loss.name], torch.tensor(curve), seconds, settings)
 
 
 def _gradients(

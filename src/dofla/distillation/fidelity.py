@@ -64,8 +64,15 @@ def attention_fidelity(
         share = call.query.shape[1] // call.value.shape[1]
         values = accumulable(call.value).repeat_interleave(share, dim=1)
         exact = teacher.exp() @ values
-        options = {"scaling": call.scaling, "weight": call.weight, "causal": call.causal, "keeps_states": False}
-        out, _ = layers[call.name](call.query, call.key, call.value, **options)
+        out, _ = layers[call.name](
+            call.query,
+            call.key,
+            call.value,
+            scaling=call.scaling,
+            weight=call.weight,
+            causal=call.causal,
+            keeps_states=False,
+        )
         error = (accumulable(out[:, :, rows]) - exact) * real.unsqueeze(-1)
         exact = exact * real.unsqueeze(-1)
         sums[call.name] += torch.stack([error.square().sum(), exact.square().sum()]).double().cpu()

@@ -40,7 +40,7 @@ def costs_of_heads(
         last: tokens at the end of each window that count; default all.
     """
     layers = linear_layers(student)
-    costs = dict.fromkeys(layers, 0.0)
+    costs = {name: torch.zeros(len(layer.features), dtype=torch.float64) for name, layer in layers.items()}
     with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
         loss = Objective(student, part.teacher, last)
         tokens, rows = sum(map(loss.count, parts)), sum(len(batch["input_ids"]) for batch in parts)
@@ -77,8 +77,9 @@ def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tenso
             return smooth, None
         call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
         with torch.no_grad():
-            options = {"scaling": call.scaling, "weight": call.weight, "keeps_states": False}
-            own, _ = layers[call.name](call.query, key, value, **options)
+            own, _ = layers[call.name](
+                call.query, key, value, scaling=call.scaling, weight=call.weight, keeps_states=False
+            )
             own = own.transpose(1, 2).contiguous()  # as transformers' own attention functions return it
         out = own + (smooth - smooth.detach())
         out = out if out.requires_grad else out.requires_grad_()  # nothing before the first layer trains

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from dofla.distillation.losses import LOSSES
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.storage.processes import ALONE, Processes, alone
+from dofla.storage.processes import ALONE, Gather, Processes, alone
 
 
 def layerwise_gradients(
@@ -42,7 +42,8 @@ def layerwise_gradients(
     losses = dict.fromkeys(layers, 0.0)
     teacher: dict[str, AttentionCall] = {}
     sizes = [len(next(iter(batch.values()))) for batch in batches]
-    gather, parts = alone, 1.0
+    gather: Gather = alone
+    parts = 1.0
 
     def remember(call: AttentionCall) -> None:
         teacher[call.name] = call

@@ -124,13 +124,14 @@ def distill(
     together = processes()
     batches = Batches(windows, batch_size * together.count, accumulate, seed, context)
     steps = steps or epochs * batches.per_epoch
-    settings = {"loss": loss, "steps": steps, "batch_size": batches.batch_size, "accumulate": accumulate, "rows": rows}
-    settings |= {"seed": seed, "learning_rates": dict(learning_rates or {}), "schedule": schedule}
+    rates = dict(learning_rates or {})
+    settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
+    settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
     settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
-    groups = groups_of(layers, settings["learning_rates"])
+    groups = groups_of(layers, rates)
     checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
     if together.device is not None and not streamed:
-        student.to(together.device)
+        student.to(together.device)  # type: ignore[arg-type] # transformers wraps it
 
     started = time.perf_counter()
     curves: dict[str, list[float]] = {}
@@ -153,13 +154,13 @@ def distill(
                 descent.step(step)
                 curve.append(list(losses.values()))
                 checkpoint.keep(part, descent.optimizer, curve, columns, turn.name)
-                if progress and is_first():
+                if callable(progress) and is_first():
                     progress(turn.number * steps + len(curve), turn.count * steps, losses)
             curves |= {column: [losses[n] for losses in curve] for n, column in enumerate(columns)}
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     record_of(student).add_distillation(how, windows, "dofla.distill(student, tokens", settings)
-    losses = torch.tensor(list(zip(*curves.values(), strict=True)))
-    return History(list(curves), losses, time.perf_counter() - started + checkpoint.earlier, settings)
+    table = torch.tensor(list(zip(*curves.values(), strict=True)))
+    return History(list(curves), table, time.perf_counter() - started + checkpoint.earlier, settings)
 
 
 def _gradients(
@@ -178,10 +179,16 @@ def _gradients(
     if settings["loss"] == DIRECT:
         losses = next_token_gradients(student, batches, together)
     else:
-        options = {name: settings[name] for name in ("loss", "rows")}
-        options["own_inputs"] = step >= settings["steps"] * (1 - settings["own_inputs"])
-        generator = partial(generator_of, settings["seed"], step)
-        losses = layerwise_gradients(student, layers, batches, generator=generator, processes=together, **options)
+        losses = layerwise_gradients(
+            student,
+            layers,
+            batches,
+            loss=settings["loss"],
+            rows=settings["rows"],
+            generator=partial(generator_of, settings["seed"], step),
+            own_inputs=step >= settings["steps"] * (1 - settings["own_inputs"]),
+            processes=together,
+        )
     for name, value in losses.items():
         if not math.isfinite(value):
             what = "next-token loss" if settings["loss"] == DIRECT else f"loss of layer {name}"

@@ -71,7 +71,8 @@ def output_loss(
 
     The values tell which errors of attention matter; alone they leave rows undetermined whose values are alike.
     """
-    return sum(output_errors(teacher, call, layer, rows, gather))
+    divergences, errors = output_errors(teacher, call, layer, rows, gather)
+    return divergences + errors
 
 
 def output_errors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -41,13 +41,13 @@ class Objective:
         self.name = NEXT_TOKEN if student.can_generate() else EMBEDDING
         self.head_apart = self.name == NEXT_TOKEN and _head_stands_apart(student)
 
-    def count(self, batch: dict[str, Tensor]) -> int:
+    def count(self, batch: Mapping[str, Tensor]) -> int:
         """Real tokens of a batch that the mean is over (an encoder's windows, where none is padded: all are alike)."""
         if self.name == NEXT_TOKEN:
             return int(self._counted(batch).sum())
         return int(batch["attention_mask"].sum()) if "attention_mask" in batch else len(next(iter(batch.values())))
 
-    def __call__(self, batch: dict[str, Tensor], tokens: int, windows: int) -> Tensor:
+    def __call__(self, batch: Mapping[str, Tensor], tokens: int, windows: int) -> Tensor:
         """The batch's part of the loss of a step that has ``tokens`` real ones (:meth:`count`) in ``windows``."""
         with torch.no_grad(), self.teacher():
             theirs = self._read(batch)
@@ -59,19 +59,19 @@ class Objective:
         cosine = (mean_pooled(ours, mask) * mean_pooled(theirs, mask)).sum(dim=-1)
         return error + (1 - cosine).sum() / windows
 
-    def _counted(self, batch: dict[str, Tensor]) -> Tensor:
+    def _counted(self, batch: Mapping[str, Tensor]) -> Tensor:
         """1 for each prediction that the mean is over [B, L - 1]."""
         real = predicted(batch)
         if self.last is not None:
             real[:, : max(real.shape[1] - self.last, 0)] = 0
         return real
 
-    def _read(self, batch: dict[str, Tensor]) -> Tensor:
+    def _read(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Hidden states [B, L, d], or logits [B, L, V] where the head cannot be applied to some positions alone."""
         if self.name == EMBEDDING:
-            return run_body(self.student, batch).last_hidden_state.float()
+            return run_body(self.student, batch)["last_hidden_state"].float()
         if self.head_apart:
-            return run_body(self.student, batch).last_hidden_state
+            return run_body(self.student, batch)["last_hidden_state"]
         return self.student(**fed(self.student, batch), use_cache=False).logits
 
     def _divergence(self, ours: Tensor, theirs: Tensor, real: Tensor) -> Tensor:

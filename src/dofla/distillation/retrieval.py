@@ -42,8 +42,7 @@ def check_retrieval_heads(
         raise DoflaError(f"retrieval_heads is {heads}: give how many KV heads are to hold every token, or 0")
     if heads == 0:
         return
-    if tokenizer is None:
-        raise DoflaError(f"retrieval_heads is {heads}: give the tokenizer too, to tell facts among the text")
+    needed_tokenizer(tokenizer, heads)
     head_budgets = {layer.name: [1.0] * layer.kv_heads for layer in even.layers if not layer.keep_softmax}
     places = [(name, head) for name, own in head_budgets.items() for head in range(len(own))]
     if heads > len(places):
@@ -51,11 +50,18 @@ def check_retrieval_heads(
     plan(HeadBudgets(head_budgets, full_heads=_by_layer(places[:heads])))
 
 
+def needed_tokenizer(tokenizer: PreTrainedTokenizerBase | None, heads: int) -> PreTrainedTokenizerBase:
+    """The tokenizer, to find so many heads with; DoflaError if there is none."""
+    if tokenizer is None:
+        raise DoflaError(f"retrieval_heads is {heads}: give the tokenizer too, to tell facts among the text")
+    return tokenizer
+
+
 def facts_for(
     model: PreTrainedModel, windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, context: int | None
 ) -> Facts:
     """The facts among the windows' text by which retrieval heads are found; DoflaError as :meth:`Facts.among`."""
-    return Facts.among(windows, tokenizer, min(FAR, context or positions_of(model)))
+    return Facts.among(windows, tokenizer, min(FAR, context or positions_of(model) or FAR))
 
 
 def with_retrieval_heads(

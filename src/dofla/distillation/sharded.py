@@ -56,7 +56,7 @@ def sharded(student: PreTrainedModel, device: torch.device) -> Iterator[None]:
             _put(student, name, layer)
         for parameter, data in plain.items():
             parameter.data = data
-        student.to("cpu")
+        student.to("cpu")  # type: ignore[arg-type] # transformers wraps it
 
 
 class _Entrance(nn.Module):
@@ -71,8 +71,8 @@ class _Entrance(nn.Module):
         return self.run(*args, **kwargs)
 
 
-def _fully_shard(device: torch.device) -> Callable[..., nn.Module]:
-    if torch.__version__ < (2, 7):
+def _fully_shard(device: torch.device) -> Callable[..., object]:
+    if torch.__version__ < "2.7":  # TorchVersion compares versions, not letters
         raise DoflaError(f"torch {torch.__version__} cannot leave what trains whole: FSDP needs torch 2.7 or newer")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -89,20 +89,22 @@ def _of_one_layer(student: PreTrainedModel, layers: Collection[str]) -> set[nn.P
     return {p for p, home in homes.items() if len(home) == 1 and "" not in home and p.ndim and not p.requires_grad}
 
 
-def _in_pieces(layer: nn.Module, apart: Collection[nn.Parameter], shard: Callable[..., nn.Module]) -> nn.Module:
+def _in_pieces(layer: nn.Module, apart: Collection[nn.Parameter], shard: Callable[..., object]) -> nn.Module:
     """A copy of the layer with its parameters ``apart`` sharded. The layer itself is not sharded, because
     ``fully_shard`` cannot undo what it does to modules and parameters."""
     own = {p: nn.Parameter(p.detach(), requires_grad=False) for p in layer.parameters() if p in apart}
-    return shard(_twin(layer, own), ignored_params={p for p in layer.parameters() if p not in apart})
+    twin = _twin(layer, own)
+    shard(twin, ignored_params={p for p in layer.parameters() if p not in apart})
+    return twin
 
 
 def _twin(module: nn.Module, own: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
     """The module and those within as objects of their own, with ``own`` parameters; they share everything else."""
     twin = copy.copy(module)
     vars(twin).update((key, value.copy()) for key, value in vars(module).items() if isinstance(value, dict))
-    twin._parameters.update((key, own.get(parameter, parameter)) for key, parameter in module._parameters.items())
+    twin._parameters.update((key, own.get(p, p)) for key, p in module._parameters.items() if p is not None)
     within = {child: _twin(child, own) for child in module.children()}
-    twin._modules.update((key, within.get(child)) for key, child in module._modules.items())
+    twin._modules.update((key, within[child]) for key, child in module._modules.items() if child is not None)
     return twin
 
 

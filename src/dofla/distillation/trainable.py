@@ -47,7 +47,11 @@ def trainable(student: PreTrainedModel, weights: str, lora_rank: int) -> Iterato
     layers = linear_layers(student).values()
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
     flags = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
-    parts = {"lora": partial(_low_rank, rank=lora_rank), "maps": _nothing_else, "all": _all}
+    parts: dict[str, Callable[[PreTrainedModel], AbstractContextManager[Trainable]]] = {
+        "lora": partial(_low_rank, rank=lora_rank),
+        "maps": _nothing_else,
+        "all": _all,
+    }
     try:
         with parts[weights](student) as part:
             student.requires_grad_(False)
@@ -111,7 +115,9 @@ def layers_made_again(student: PreTrainedModel, on: bool) -> Iterator[None]:
     before = [{name: getattr(layer, name, None) for name in names} for layer in layers]
     for layer in layers:
         layer.gradient_checkpointing, layer.training = True, True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(  # type: ignore[assignment] # to torch, an attribute is a module
+            checkpoint, use_reentrant=False
+        )
     try:
         yield
     finally:

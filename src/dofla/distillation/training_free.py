@@ -57,9 +57,15 @@ def measure_head_budgets(
     Raises:
         DoflaError: as :func:`dofla.compress`; a model that predicts no tokens; a streamed one.
     """
-    options = {"keep_softmax": keep_softmax, "batch_size": batch_size, "context": context}
-    options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    compressor = Compressor(model, windows, **options)
+    compressor = Compressor(
+        model,
+        windows,
+        keep_softmax=keep_softmax,
+        batch_size=batch_size,
+        context=context,
+        retrieval_heads=retrieval_heads,
+        tokenizer=tokenizer,
+    )
     return _measured(compressor, compressor.budget(size, ratio), progress=progress)
 
 
@@ -125,9 +131,16 @@ def compress(
             f"retrieval_heads is {retrieval_heads}: they are found when head budgets are measured, "
             "so leave head_budgets out, or give the result of dofla.measure_head_budgets with them"
         )
-    options = {"keep_softmax": keep_softmax, "batch_size": batch_size, "context": context}
-    options |= {"retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    compressor = Compressor(model, windows, **options, prefill=prefill)
+    compressor = Compressor(
+        model,
+        windows,
+        keep_softmax=keep_softmax,
+        batch_size=batch_size,
+        context=context,
+        retrieval_heads=retrieval_heads,
+        tokenizer=tokenizer,
+        prefill=prefill,
+    )
     return _made(compressor, compressor.budget(size, ratio), head_budgets, progress=progress)
 
 
@@ -137,22 +150,23 @@ def _made(
     budget: float,
     head_budgets: HeadBudgets | str,
     *,
-    progress: Callable[[str, int, int], None] | None,
+    progress: Callable[[str, int, int], None] | bool,
 ) -> PreTrainedModel:
     if head_budgets == "measured":
         return compressor.make(budget, _measured(compressor, budget, progress=progress))
     given = head_budgets if isinstance(head_budgets, HeadBudgets) else None
     compressor.plan(budget, given)  # its errors come first
-    compressor.measure_directions(progress and partial(progress, "directions"))
+    compressor.measure_directions(partial(progress, "directions") if callable(progress) else None)
     return tried(compressor.make(budget, given))
 
 
 @reports_progress("head budgets", Bar.stage)
 def _measured(
-    compressor: Compressor, budget: float, *, progress: Callable[[str, int, int], None] | None
+    compressor: Compressor, budget: float, *, progress: Callable[[str, int, int], None] | bool
 ) -> HeadBudgets:
+    report = progress if callable(progress) else None
     compressor.check_head_budgets(budget)
-    compressor.measure_directions(progress and partial(progress, "directions"))
+    compressor.measure_directions(report and partial(report, "directions"))
     compressor.check_consistency(budget)
     done, total = count(1), compressor.passes
-    return compressor.head_budgets(budget, lambda: progress and progress("head budgets", next(done), total))
+    return compressor.head_budgets(budget, lambda: report and report("head budgets", next(done), total))

@@ -72,6 +72,7 @@ def measure_curves(
     Raises:
         DoflaError: as :func:`dofla.distill`; a budget or held-out windows below 1; too few windows.
     """
+    report = progress if callable(progress) else None
     windows = windows_for(model, tokens)
     if budget < 1:
         raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
@@ -96,14 +97,14 @@ def measure_curves(
             with evaluation_mode(student):
                 errors = attention_fidelity(student, judging, batch_size=batch_size, seed=seed)
             if (share, level) == (TOKEN_SHARE, 1.0):
-                effects = _effects(student, judging, {n: e.head_kl for n, e in errors.items()}, progress)
+                effects = _effects(student, judging, {n: e.head_kl for n, e in errors.items()}, report)
         finally:
             restore(model)
         for name, found in errors.items():
             spent = plan[name].state_bytes(model.dtype.itemsize) // plan[name].kv_heads
             points.setdefault(name, []).append(Point(share, spent, found.head_kl))
-        if progress:
-            progress("sizes", done, len(grid))
+        if report is not None:
+            report("sizes", done, len(grid))
     token_dtype = next(x.token_dtype for x in plan.layers if not x.keep_softmax)
     made_by = {"budget": budget, "feature_map": feature_map, "token_dtype": token_dtype}
     made_by |= {"steps": steps, "batch_size": batch_size, "rows": rows}
@@ -137,7 +138,7 @@ def _effects(
 def _answer(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities of the next token, or an encoder's last hidden states: [1, L, V or D]."""
     if not model.can_generate():
-        return run_body(model, batch).last_hidden_state.float()
+        return run_body(model, batch)["last_hidden_state"].float()
     inputs = fed(model, {k: v.to(model.device) for k, v in batch.items()})
     logits = model(**inputs, use_cache=False).logits
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
