@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ from dofla.integration.recorder import mean_pooled, run_body
 from dofla.integration.surgery import softmax
 
 
+class EmbeddingFigures(TypedDict):
+    """The result of :func:`embedding_figures`."""
+
+    cosine: float
+    spearman: float
+
+
 @torch.no_grad()
 def embedding_figures(
     student: PreTrainedModel,
@@ -20,7 +28,7 @@ def embedding_figures(
     *,
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, float]:
+) -> EmbeddingFigures:
     """Agreement of mean-pooled, normalized embeddings; ``progress`` is called with (done, total) batches.
 
     Returns:
@@ -43,7 +51,7 @@ def embedding_figures(
 
 
 def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    return mean_pooled(run_body(model, batch).last_hidden_state.float(), batch.get("attention_mask"))
+    return mean_pooled(run_body(model, batch)["last_hidden_state"].float(), batch.get("attention_mask"))
 
 
 def spearman(x: Tensor, y: Tensor) -> float:

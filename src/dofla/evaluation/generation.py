@@ -145,12 +145,10 @@ def generation_figures(
     count = torch.full((len(ids),), float(new_tokens), dtype=torch.float64)
     texts = {}
     for name in TEXTS:
-        losses: list[float | None] = []
-        for who in ("teacher_loss", "student_loss"):
-            loss = seen[f"{name} {who}"]
-            losses += [loss.mean().item(), ratio_error(loss.sum(dim=1), count)]
+        losses = (seen[f"{name} {who}"] for who in ("teacher_loss", "student_loss"))
+        teacher, ours = ((loss.mean().item(), ratio_error(loss.sum(dim=1), count)) for loss in losses)
         repeats = seen[f"{name} repeated"].mean().item() if new_tokens >= NGRAM else None
-        texts[name] = Continuation(*losses, repeats)
+        texts[name] = Continuation(*teacher, *ours, repeats)
     prefix = seen["token"].cumprod(dim=1)
     agreement = Agreement(*(shares.mean(dim=0).tolist() for shares in (seen["forced"], seen["token"], prefix)))
     return Generation(len(ids), prompt_tokens, new_tokens, texts, agreement, prefix.sum(dim=1).mean().item())
@@ -168,7 +166,7 @@ def check_room(model: PreTrainedModel, tokens: int) -> None:
 def last_logits(model: PreTrainedModel, ids: Tensor, keep: int, **options: Any) -> Tensor:
     """Logits [B, keep, V] after the last ``keep`` tokens of ``ids`` [B, L]; the others, which can be large, are not
     computed where the model can leave them out."""
-    if model._supports_logits_to_keep():
+    if model._supports_logits_to_keep():  # type: ignore[operator] # of their GenerationMixin
         # As places, not as a number: a slice is not contiguous, and its product with a vocabulary many times slower.
         options["logits_to_keep"] = torch.arange(ids.shape[1] - keep, ids.shape[1], device=ids.device)
     return finite(model(ids, **options).logits[:, -keep:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from dofla.integration.surgery import softmax
 _POSITIONS_AT_A_TIME = 8
 
 
+class LanguageFigures(TypedDict):
+    """The result of :func:`next_token_figures`."""
+
+    tokens: int
+    teacher_loss: float
+    student_loss: float
+    loss_increase: float
+    loss_increase_interval: list[float]
+    kl: float
+    top1_agreement: float
+
+
 @torch.no_grad()
 def next_token_figures(
     student: PreTrainedModel,
@@ -24,7 +37,7 @@ def next_token_figures(
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, float | list[float]]:
+) -> LanguageFigures:
     """Loss of teacher and student, loss increase, divergence and agreement, per token.
 
     Returns:

@@ -178,13 +178,13 @@ def passkey_figures(
 def _answers(model: PreTrainedModel, ids: Tensor, keys: Tensor) -> Tensor:
     """(accuracy, loss, greedy) [B, 3] for prompts [B, L] and keys [B, choices, T], the right ones first."""
     cache, last = read_prompt(model, ids[:, :-1]), ids[:, -1:]
-    losses = []
+    of_each = []
     for key in keys.unbind(dim=1):
         # One key at a time, from a copy: a state cannot be rolled back, and all keys at once would need as many caches.
         tokens = torch.cat([last, key[:, :-1]], dim=1)
         logits = finite(model(tokens, past_key_values=copy.deepcopy(cache), use_cache=True).logits)
-        losses.append(-logits.log_softmax(dim=-1).gather(-1, key.unsqueeze(-1))[..., 0].mean(dim=1))
+        of_each.append(-logits.log_softmax(dim=-1).gather(-1, key.unsqueeze(-1))[..., 0].mean(dim=1))
     written = decode(model, cache, last, keys.shape[2])
-    losses = torch.stack(losses, dim=1)
+    losses = torch.stack(of_each, dim=1)
     greedy = (written == keys[:, 0]).all(dim=1)
     return torch.stack([(losses.argmin(dim=1) == 0).double(), losses[:, 0].double(), greedy.double()], dim=1).cpu()

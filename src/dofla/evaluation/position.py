@@ -157,7 +157,8 @@ def _positions(batch: dict[str, Tensor]) -> Tensor:
 
 def _bin(sums: Tensor, first: int, last: int) -> PositionBin:
     tokens, teacher, student = sums.unbind(dim=-1)
-    figures: list[float | None] = []
-    for totals in (teacher, student, student - teacher):
-        figures += [(totals.sum() / tokens.sum()).item(), ratio_error(totals, tokens)]
-    return PositionBin(first, last, int(tokens.sum()), *figures)
+    theirs, ours, increase = (
+        ((totals.sum() / tokens.sum()).item(), ratio_error(totals, tokens))
+        for totals in (teacher, student, student - teacher)
+    )
+    return PositionBin(first, last, int(tokens.sum()), *theirs, *ours, *increase)

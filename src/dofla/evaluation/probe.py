@@ -106,17 +106,29 @@ def probe(
         raise DoflaError(f"wanted: {', '.join(unknown) or 'nothing'}; choose from {', '.join(PROBES)}")
     strategy = plan_of(student).made_by.get("strategy")
     check_room(student, windows.length)
-    found: dict[str, Any] = {}
-    options = {"batch_size": batch_size, "progress": progress}
+    report = progress if callable(progress) else None
+    positions = generation = recall = passkey = None
     with evaluation_mode(student):
         if "positions" in wanted:
-            found["positions"] = loss_by_position(student, windows, **options)
+            positions = loss_by_position(student, windows, batch_size=batch_size, progress=report)
         if "generation" in wanted:
-            sizes = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-            found["generation"] = generation_figures(student, windows, seed=seed, **sizes, **options)
-        sizes = {"lengths": lengths, "count": count, "seed": seed}
+            generation = generation_figures(
+                student,
+                windows,
+                prompts=prompts,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                batch_size=batch_size,
+                seed=seed,
+                progress=report,
+            )
         if "recall" in wanted:
-            found["recall"] = recall_figures(student, recall_text or WordPairs(tokenizer), **sizes, **options)
+            text = recall_text or WordPairs(tokenizer)
+            recall = recall_figures(
+                student, text, lengths=lengths, count=count, batch_size=batch_size, seed=seed, progress=report
+            )
         if "passkey" in wanted:
-            found["passkey"] = passkey_figures(student, tokenizer, **sizes, **options)
-    return Probe(describe(student), strategy, windows.source, seed, **found)
+            passkey = passkey_figures(
+                student, tokenizer, lengths=lengths, count=count, batch_size=batch_size, seed=seed, progress=report
+            )
+    return Probe(describe(student), strategy, windows.source, seed, positions, generation, recall, passkey)

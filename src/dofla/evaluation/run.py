@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, batches
 from dofla.display import Part, Result, as_text, factor, figure, reports_progress, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
-from dofla.evaluation.embeddings import embedding_figures
-from dofla.evaluation.language import next_token_figures
+from dofla.evaluation.embeddings import EmbeddingFigures, embedding_figures
+from dofla.evaluation.language import LanguageFigures, next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
@@ -22,16 +22,6 @@ from dofla.integration.surgery import describe, plan_of, record_of
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
-_LANGUAGE = (
-    "tokens",
-    "teacher_loss",
-    "student_loss",
-    "loss_increase",
-    "loss_increase_interval",
-    "kl",
-    "top1_agreement",
-)
-_EMBEDDINGS = ("cosine", "spearman")
 _ENDLESS = 1e4
 """Nats: the divergence of attention that does not see some token at all is astronomical as computed."""
 
@@ -87,7 +77,11 @@ class Evaluation(Result):
         """The figures to decide by, and a sentence about them; with ``layers``, a row per layer as well."""
         length = "" if self.length is None else f" of {self.length} tokens"
         yield f"{self.windows} windows{length}: {self.source}\n"
-        yield from self._language() if self.loss_increase is not None else self._embeddings()
+        data = self.to_dict()
+        if "language" in data:
+            yield from self._language(data["language"], data["length"], data["softmax_bytes"])
+        else:
+            yield from self._embeddings(data["embeddings"])
         if layers:
             yield ""
             yield self._layers()
@@ -97,33 +91,32 @@ class Evaluation(Result):
         the original's, and the KL of its attention, where that is finite."""
         return as_text(self.parts(layers))
 
-    def _language(self) -> Iterator[Part]:
-        both = table("", "original", "compressed", "")
-        before, after = self.softmax_bytes, self.state_bytes
-        losses = self.teacher_loss, self.student_loss
+    def _language(self, figures: LanguageFigures, length: int, before: int) -> Iterator[Part]:
+        both, after = table("", "original", "compressed", ""), self.state_bytes
+        losses = figures["teacher_loss"], figures["student_loss"]
+        increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
         both.add_row("loss, nats per token", *map(figure, losses))
         both.add_row("perplexity", *(figure(math.exp(loss)) if loss < 20 else "over 10^8" for loss in losses))
-        both.add_row(f"cache at {self.length} tokens", size(before), size(after), factor(before, after))
+        both.add_row(f"cache at {length} tokens", size(before), size(after), factor(before, after))
         yield both
         yield ""
-        low, high = self.loss_increase_interval
         shown = table("", "", show_header=False)
         shown.columns[1].justify = "left"
-        interval = f"95 % interval {figure(low)} to {figure(high)}"
-        shown.add_row("loss increase, nats per token", f"{figure(self.loss_increase)} ({interval})")
-        ends = " to ".join(map(perplexity, self.loss_increase_interval))
-        shown.add_row("perplexity increase", f"{perplexity(self.loss_increase)} ({ends})")
-        shown.add_row("KL divergence, nats per token", figure(self.kl))
-        shown.add_row("same likeliest token", f"{100 * self.top1_agreement:.1f} %")
+        ends = " to ".join(map(figure, interval))
+        shown.add_row("loss increase, nats per token", f"{figure(increase)} (95 % interval {ends})")
+        ends = " to ".join(map(perplexity, interval))
+        shown.add_row("perplexity increase", f"{perplexity(increase)} ({ends})")
+        shown.add_row("KL divergence, nats per token", figure(figures["kl"]))
+        shown.add_row("same likeliest token", f"{100 * figures['top1_agreement']:.1f} %")
         yield shown
-        yield f"\n{verdict(self.loss_increase, self.loss_increase_interval, factor(before, after), self.length)}"
+        yield f"\n{verdict(increase, interval, factor(before, after), length)}"
 
-    def _embeddings(self) -> Iterator[Part]:
+    def _embeddings(self, figures: EmbeddingFigures) -> Iterator[Part]:
         shown = table("", "", show_header=False)
-        shown.add_row("cosine of embeddings", figure(self.cosine))
-        shown.add_row("rank correlation of similarities", figure(self.spearman))
+        shown.add_row("cosine of embeddings", figure(figures["cosine"]))
+        shown.add_row("rank correlation of similarities", figure(figures["spearman"]))
         yield shown
-        yield f"\n{embedding_words(min(self.cosine, self.spearman))}"
+        yield f"\n{embedding_words(min(figures['cosine'], figures['spearman']))}"
 
     def _layers(self) -> Part:
         # Attention that no longer sees some token diverges without end: the column would say nothing.
@@ -137,8 +130,10 @@ class Evaluation(Result):
         """Plain data, for JSON: the seven figures from ``tokens`` on are under ``language``, the last two under
         ``embeddings``; what is not known of such a model is left out."""
         data: dict[str, Any] = {"model": self.model, "source": self.source, "windows": self.windows}
-        section, names = ("language", _LANGUAGE) if self.loss_increase is not None else ("embeddings", _EMBEDDINGS)
-        data[section] = {name: getattr(self, name) for name in names}
+        section, kind = (
+            ("embeddings", EmbeddingFigures) if self.loss_increase is None else ("language", LanguageFigures)
+        )
+        data[section] = {name: getattr(self, name) for name in kind.__annotations__}
         data["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
         if self.length is not None:
             data |= {"length": self.length, "softmax_bytes": self.softmax_bytes}
@@ -185,19 +180,19 @@ def evaluate(
     """
     windows = windows_for(student, tokens)
     plan = plan_of(student)
-    of_text = isinstance(windows, TokenWindows)
-    some = windows.take(fidelity_windows) if of_text else windows
+    text = windows if isinstance(windows, TokenWindows) else None
+    some = windows if text is None else text.take(fidelity_windows)
     first, then = (len(batches(x, batch_size)) for x in (windows, some))
 
     def after(before: int) -> Callable[[int, int], None] | None:
-        return (lambda done, _: progress(before + done, first + then)) if progress else None
+        return (lambda done, _: progress(before + done, first + then)) if callable(progress) else None
 
     with evaluation_mode(student):
-        options = {"batch_size": batch_size, "progress": after(0)}
-        if of_text and student.can_generate():
-            figures = next_token_figures(student, windows, seed=seed, **options)
+        figures: LanguageFigures | EmbeddingFigures
+        if text is not None and student.can_generate():
+            figures = next_token_figures(student, text, batch_size=batch_size, seed=seed, progress=after(0))
         else:
-            figures = embedding_figures(student, windows, **options)
+            figures = embedding_figures(student, windows, batch_size=batch_size, progress=after(0))
         layers = attention_fidelity(student, some, batch_size=batch_size, seed=seed, progress=after(first))
     result = Evaluation(
         model=describe(student),
@@ -205,10 +200,10 @@ def evaluate(
         windows=len(windows),
         layers=layers,
         state_bytes=plan.state_bytes(student.dtype)
-        + (plan.kept_softmax_bytes(windows.length, student.dtype) if of_text else 0),
+        + (0 if text is None else plan.kept_softmax_bytes(text.length, student.dtype)),
         strategy=plan.made_by.get("strategy"),
-        length=windows.length if of_text else None,
-        softmax_bytes=plan.softmax_bytes(windows.length, student.dtype) if of_text else None,
+        length=None if text is None else text.length,
+        softmax_bytes=None if text is None else plan.softmax_bytes(text.length, student.dtype),
         **figures,
     )
     record_of(student).add_figures(result.to_dict())

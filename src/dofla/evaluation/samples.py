@@ -56,7 +56,7 @@ def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int)
     special, places = set(tokenizer.all_special_ids), range(len(ids) - size + 1)
     whole = [n for n in places if not special.intersection(ids[n + 1 : n + size])]
     documents = (n for n in whole if ids[n] in special)
-    sentences = (n for n in whole if n and tokenizer.decode([ids[n - 1]]).rstrip().endswith((".", "!", "?")))
+    sentences = (n for n in whole if n and str(tokenizer.decode([ids[n - 1]])).rstrip().endswith((".", "!", "?")))
     return next(documents, next(sentences, 0))
 
 
@@ -67,15 +67,26 @@ def continuations(
     until they first differ."""
     rows = []
     for ids, new_tokens in prompts:
-        beginning = ids[None].to(student.device)
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
-        options["attention_mask"] = torch.ones_like(beginning)
+        padding = tokenizer.pad_token_id or 0
         with softmax(student):
-            teacher = student.generate(beginning, **options)[0, len(ids) :]
-        ours = student.generate(beginning, **options)[0, len(ids) :]
+            teacher = _continuation(student, ids, new_tokens, padding)
+        ours = _continuation(student, ids, new_tokens, padding)
         shared = min(len(teacher), len(ours))
         differ = (teacher[:shared] != ours[:shared]).nonzero()
         texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, teacher, ours)]
         agree = int(differ[0]) if len(differ) else shared
         rows.append(dict(zip(("prompt", "teacher", "student"), texts, strict=True)) | {"agree": agree})
     return rows
+
+
+def _continuation(model: PreTrainedModel, ids: Tensor, new_tokens: int, padding: int) -> Tensor:
+    """The likeliest tokens after ``ids`` [T], one by one."""
+    beginning = ids[None].to(model.device)
+    whole = model.generate(  # type: ignore[operator] # of their GenerationMixin
+        beginning,
+        attention_mask=torch.ones_like(beginning),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=padding,
+    )
+    return whole[0, len(ids) :]
