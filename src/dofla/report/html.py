@@ -53,8 +53,9 @@ def write_page(path: str | Path, data: dict[str, Any]) -> Path:
 
 def page(data: dict[str, Any]) -> bytes:
     """The page as UTF-8."""
+    assets = PackageLoader("dofla.report", "assets")
     environment = Environment(
-        loader=PackageLoader("dofla.report", "assets"),
+        loader=assets,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -65,10 +66,7 @@ def page(data: dict[str, Any]) -> bytes:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     parts = {
-        kind: [_asset(environment, f"{name}.{_ENDINGS[kind]}") for name in names] for kind, names in _PARTS.items()
+        kind: [Markup(assets.get_source(environment, f"{name}.{_ENDINGS[kind]}")[0]) for name in names]
+        for kind, names in _PARTS.items()
     }
     return environment.get_template("page.html.j2").render(data=data, json=Markup(text), **parts).encode("utf-8")
-
-
-def _asset(environment: Environment, name: str) -> Markup:
-    return Markup(environment.loader.get_source(environment, name)[0])

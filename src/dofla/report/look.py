@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def look_closer(run: RunRecord, workshop: Workshop, progress: Progress, *, speed
     """
     students = missing(run, speed)
     for n, student in enumerate(students):
-        parts = _Parts(lambda what, n=n: progress(n, len(students), what))
+        parts = _Parts(partial(progress, n, len(students)))
         record = student.record(LOOK)
         with _linearized(workshop.model, student) as model:
             before = None if record else _before(model, student, run, workshop.validation())
@@ -150,8 +151,8 @@ def _of_student(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
     if model.can_generate():
         options = run.recipe.evaluate
         parts(record, "texts", lambda: side_by_side(model, tokenizer, workshop.prompts(**_CONTINUED)))
-        some, size = windows.take(_POSITION_WINDOWS), {"batch_size": options.batch_size}
-        parts(record, "positions", lambda: _positions(model, tokenizer, some, **size))
+        some = windows.take(_POSITION_WINDOWS)
+        parts(record, "positions", lambda: _positions(model, tokenizer, some, options.batch_size))
         parts(record, "recall", lambda: _recall(model, workshop))
     return record
 
@@ -174,9 +175,9 @@ def _compared(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
 
 
 def _positions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: TokenWindows, **options: Any
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: TokenWindows, batch_size: int
 ) -> dict[str, Any]:
-    return probe(model, tokenizer, windows, wanted=["positions"], **options).positions.to_dict()
+    return probe(model, tokenizer, windows, wanted=["positions"], batch_size=batch_size).to_dict()["positions"]
 
 
 def _recall(model: PreTrainedModel, workshop: Workshop) -> dict[str, Any]:
@@ -186,7 +187,14 @@ def _recall(model: PreTrainedModel, workshop: Workshop) -> dict[str, Any]:
     # The bundled teacher knows one way of being told facts, and is asked one at a time.
     own = workshop.recipe.validation.source == "demo"
     lengths = [n for n in _RECALL_LENGTHS if n <= windows.length] or [windows.length]
-    options = {"lengths": lengths, "count": _RECALL_PROMPTS * (2 if own else 1)}
-    options["recall_text"] = Villagers(tokenizer) if own else None
-    batch_size = workshop.recipe.evaluate.batch_size
-    return probe(model, tokenizer, windows, wanted=["recall"], batch_size=batch_size, **options).recall.to_dict()
+    found = probe(
+        model,
+        tokenizer,
+        windows,
+        wanted=["recall"],
+        recall_text=Villagers(tokenizer) if own else None,
+        lengths=lengths,
+        count=_RECALL_PROMPTS * (2 if own else 1),
+        batch_size=workshop.recipe.evaluate.batch_size,
+    )
+    return found.to_dict()["recall"]

@@ -88,7 +88,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase | None, ids: list[int]) -> li
         return [f" {number}" for number in ids]
     texts, before = [], ""
     for n in range(1, len(ids) + 1):
-        now = tokenizer.decode(ids[:n]).rstrip("\N{REPLACEMENT CHARACTER}")
+        now = str(tokenizer.decode(ids[:n])).rstrip("\N{REPLACEMENT CHARACTER}")
         texts.append(now[len(before) :])
         before = now
     return texts

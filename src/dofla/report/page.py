@@ -125,7 +125,7 @@ def _head_bytes(layer: LayerPlan, itemsize: int) -> list[int]:
 
 def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> dict[str, Any]:
     first, own = student.evaluations[0], student.record(LOOK)
-    probed, tasks = student.record("probe.json"), student.record("tasks.json")
+    probed, tasks = student.record("probe.json"), _tasks(student.record("tasks.json"))
     per_token, itemsize = _per_token(student)
     kept = student.plan.kept_softmax_bytes(1, torch.int8) * itemsize
     state = sum(layer.state_bytes(itemsize) for layer in student.plan.layers)
@@ -134,7 +134,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
     speed = own.get("speed")
     maps = own.get("maps")
     crossings = {what: _crossing(speed, what) for what in ("read", "write")}
-    data = {
+    data: dict[str, Any] = {
         "name": student.name,
         "word": _word(student),
         "seeds": [x.get("seed", 0) for x in student.evaluations],
@@ -153,19 +153,19 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "texts": own.get("texts"),
         "agreed": _agreed(probed, own),
         "positions": probed.get("positions") or own.get("positions"),
-        "recall": {"text": recall["text"], "points": recalled} if recalled else None,
-        "tasks": _tasks(tasks),
+        "recall": {"text": recall["text"], "points": recalled} if recall and recalled else None,
+        "tasks": tasks,
         "speed": speed,
         "crossings": crossings,
         "left_out": own.get("left_out", {}) if own else _all_left_out(run, student),
         "commands": _student_commands(run, student),
     }
-    answers, language = data["tasks"], student.is_language_model
+    language = student.is_language_model
     figures = Figures(
         language=language,
         increase=student.lost,
         interval=_interval(student),
-        length=first.get("length"),
+        length=first["length"] if language else 0,
         state_bytes=state,
         token_bytes=per_token - kept,
         kept_bytes=kept,
@@ -174,7 +174,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         timed=speed is not None,
         recall=_recall(recalled),
         forgets_from=forgets_from(recalled),
-        tasks=answers and (answers["teacher"], answers["student"]),
+        tasks=None if tasks is None else (tasks["teacher"], tasks["student"]),
     )
     return data | {"smaller_from": figures.smaller_from, "verdict": verdict(figures)}
 
@@ -235,7 +235,7 @@ def _layers(student: StudentRecord, own: dict[str, Any], itemsize: int) -> list[
     for layer in layers:
         for when, found in (("before", before), ("after", after)):
             errors = found.get(layer["name"])
-            layer[when] = errors and {key: _short(errors[key]) for key in ("kl", "output_error")}
+            layer[when] = {key: _short(errors[key]) for key in ("kl", "output_error")} if errors else None
     return layers
 
 

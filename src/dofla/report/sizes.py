@@ -32,7 +32,7 @@ def sizes_data(folder: str | Path) -> dict[str, Any]:
             "made": found.made_from,
             "lengths": [_length(found, length, folder) for length in sorted(found.cache)],
         }
-        data = {
+        data: dict[str, Any] = {
             "name": folder.resolve().name,
             "model": {"title": model_title(found.model["name"]), **found.model},
             "profile": None,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from dofla.integration.cache import LinearCacheLayer
 from dofla.integration.positions import positions_of
@@ -44,16 +46,17 @@ def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
         would take long; ``threads``.
     """
     text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(student.device)
+    whose: dict[str, Callable[[PreTrainedModel], AbstractContextManager[object]]]
     whose = {"teacher": softmax, "student": nullcontext}
     record: dict[str, Any] = {who: {"read": []} for who in whose}
-    read = read_prompt if student.can_generate() else (lambda model, x: run_body(model, {"input_ids": x}))
+    read: Callable[[PreTrainedModel, Tensor], object] = read_prompt if student.can_generate() else _run
     lengths = _lengths(student, 0)
     for length in lengths:
         for who, attention in whose.items():
             with attention(student):
                 if length == lengths[0]:
                     read(student, text[:, :length])  # warms up
-                seconds = _best(2, lambda length=length: read(student, text[:, :length]))
+                seconds = _best(2, partial(read, student, text[:, :length]))
             record[who]["read"].append([length, seconds])
         if max(record[who]["read"][-1][1] for who in whose) > _PATIENCE:
             break
@@ -68,6 +71,10 @@ def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     return record | {"threads": torch.get_num_threads()}
 
 
+def _run(model: PreTrainedModel, ids: Tensor) -> object:
+    return run_body(model, {"input_ids": ids})
+
+
 def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
     most = min(LAST, (positions_of(model) or LAST) - spare)
     doubled = [FIRST * 2**n for n in range(int(math.log2(LAST // FIRST)) + 1)]
@@ -80,18 +87,21 @@ def _writing(model: PreTrainedModel, text: Tensor, length: int) -> float:
     return _best(_STEPS, lambda: model(text[:, :1], past_key_values=cache, use_cache=True))
 
 
-def _stretch(cache: DynamicCache, length: int) -> None:
+def _stretch(cache: Cache, length: int) -> None:
     """Change a cache as if the context were ``length`` tokens long. Layers with a sliding window have their size
     already."""
     for entry in cache.layers:
         if isinstance(entry, LinearCacheLayer):
             entry.tokens = length
-        elif not entry.is_sliding:
-            times = math.ceil(length / entry.keys.shape[-2])
-            entry.keys, entry.values = (x.repeat(1, 1, times, 1)[:, :, :length] for x in (entry.keys, entry.values))
+        elif isinstance(entry, DynamicLayer) and not entry.is_sliding:
+            entry.keys, entry.values = (_repeated(x, length) for x in (entry.keys, entry.values))
 
 
-def _best(times: int, work: Callable[[], Any]) -> float:
+def _repeated(x: Tensor | None, length: int) -> Tensor | None:
+    return None if x is None else x.repeat(1, 1, math.ceil(length / x.shape[-2]), 1)[:, :, :length]
+
+
+def _best(times: int, work: Callable[[], object]) -> float:
     """Seconds that ``work`` takes at best, when done a few times."""
     best, spent = math.inf, 0.0
     for _ in range(times):
@@ -116,7 +126,7 @@ def crossing(teacher: Iterable[Sequence[float]], student: Iterable[Sequence[floa
         Tokens, by a power law between two lengths; the shortest length if it is faster from there on, None if it is
         not at the longest.
     """
-    ours = dict(map(tuple, student))
+    ours = {pair[0]: pair[1] for pair in student}
     both = [(n, math.log(seconds / ours[n])) for n, seconds in teacher if n in ours]
     if not both or both[-1][1] <= 0:
         return None

@@ -32,7 +32,7 @@ class Figures:
     Attributes:
         increase: of the loss, in nats per token; plays no part for an encoder.
         interval: of the increase, 95 %; of an encoder, the smaller of cosine and rank correlation, twice.
-        length: of the windows that it was evaluated on, in tokens.
+        length: of the windows that it was evaluated on, in tokens; plays no part for an encoder.
         state_bytes: per sequence, beyond what layers kept softmax hold in both.
         token_bytes: by which the original's cache grows per token, beyond that too.
         kept_bytes: by which the cache of layers kept softmax grows per token.
@@ -49,7 +49,7 @@ class Figures:
     language: bool
     increase: float
     interval: Sequence[float]
-    length: int | None
+    length: int
     state_bytes: int
     token_bytes: int
     kept_bytes: int
@@ -85,13 +85,14 @@ def _language(x: Figures) -> dict[str, Any]:
     if x.forgets_from is not None:
         words.append(f"Facts stated {x.forgets_from:,} or more tokens before are lost.")
     if x.timed:
-        faster = x.faster_from is not None
         words.append(
-            f"It writes faster from {_round(x.faster_from)} tokens on." if faster else "It does not write faster here."
+            "It does not write faster here."
+            if x.faster_from is None
+            else f"It writes faster from {_round(x.faster_from)} tokens on."
         )
     if x.tasks is not None:
-        original, ours = (f"{100 * share:.1f} %" for share in x.tasks)
-        words.append(f"Tasks: {ours} right, the original {original}.")
+        before, after = (f"{100 * share:.1f} %" for share in x.tasks)
+        words.append(f"Tasks: {after} right, the original {before}.")
     measured = {"speed": x.timed, "tasks": x.tasks is not None, "recall": x.recall is not None}
     return _said(kind, " ".join(words), measured)
 
