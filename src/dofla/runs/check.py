@@ -187,7 +187,7 @@ def check(
     """
     if sizes and ratio is not None:
         raise DoflaError(f"sizes are given and ratio is {ratio:g}: give one of them")
-    bytes_asked = list(dict.fromkeys(map(parse_size, sizes)))
+    asked: list[int | None] = list(dict.fromkeys(map(parse_size, sizes))) or [None]
     opened = unwrapped(model) if isinstance(model, nn.Module) else _from_config(model, trust_remote_code)
     if is_linearized(opened):
         raise DoflaError("the model is compressed or linearized already: dofla.restore(model) gives the original back")
@@ -209,21 +209,21 @@ def check(
         check_kept(sites, keep_softmax)
         found.layers = [_layer(site, keep_softmax) for site in sites.values()]
         try:
-            options = {"context": context, "keep_softmax": keep_softmax}
-            budgets = [budget_of(opened, asked, ratio, **options) for asked in bytes_asked or [None]]
-            compressed_plan(opened, budgets[0], **options)
+            budgets = [budget_of(opened, x, ratio, context=context, keep_softmax=keep_softmax) for x in asked]
+            compressed_plan(opened, budgets[0], context=context, keep_softmax=keep_softmax)
         except DoflaError as error:
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
             kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
             found.cache = [
                 CacheSize(tokens, *_bytes(tokens, sites, plan), plan.made_by["size"])
-                for plan in _plans(opened, bytes_asked or [None], ratio, context, kept)
+                for plan in _plans(opened, asked, ratio, context, kept)
                 for tokens in LENGTHS
             ]
     found.supported = found.reason is None
     if found.cache:
-        dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype or torch.float32
+        dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         slow = opened.device.type == "cpu" and dtype in HALF and half_is_slow()
         found.seconds = calibration_seconds(operations, torch.float32 if slow else dtype, opened.device)
     return found
@@ -233,10 +233,10 @@ def _plans(
     model: PreTrainedModel, sizes: list[int | None], ratio: float | None, context: int | None, kept: list[str]
 ) -> Iterator[Plan]:
     """The plan of each size that has room for a token of each kind."""
-    options = {"context": context, "keep_softmax": kept}
     for asked in sizes:
         with suppress(DoflaError):  # which is the reason already
-            yield compressed_plan(model, budget_of(model, asked, ratio, **options), **options)
+            budget = budget_of(model, asked, ratio, context=context, keep_softmax=kept)
+            yield compressed_plan(model, budget, context=context, keep_softmax=kept)
 
 
 def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -310,7 +310,7 @@ def _bytes(tokens: int, sites: Mapping[str, AttentionSite], plan: Plan) -> tuple
     return softmax, rest + plan.state_bytes(torch.bfloat16)
 
 
-def _count(parameters: int) -> str:
+def _count(parameters: float) -> str:
     for unit in ("", " K", " M"):
         if parameters < 1000:
             return f"{parameters:.3g}{unit}"

@@ -131,8 +131,10 @@ class Frontier(Result):
         """The size, a multiple of ``unit`` bytes, that should just meet the target, by a power law between the last
         that misses it and the first that does not; None if there are no such two, or none between them that would make
         a difference."""
-        tried, high = self.at(length), self.smallest(length)
-        low = next((x for x in reversed(tried) if high is not None and x.size < high.size), None)
+        high = self.smallest(length)
+        if self.target is None or high is None:
+            return None
+        low = next((x for x in reversed(self.at(length)) if x.size < high.size), None)
         if low is None:
             return None
         part = math.log(low.loss / self.target) / math.log(low.loss / max(high.loss, self.target / 100))
@@ -249,8 +251,11 @@ def frontier(
             without windows, or with two sets of one length; windows longer than ``context``; a target that is not above
             0; ``out`` exists.
     """
-    options = {"batch_size": batch_size, "context": context, "retrieval_heads": retrieval_heads, "tokenizer": tokenizer}
-    compressor, sets = Compressor(model, windows, **options), _sets(texts)
+    report = progress if callable(progress) else None
+    compressor = Compressor(
+        model, windows, batch_size=batch_size, context=context, retrieval_heads=retrieval_heads, tokenizer=tokenizer
+    )
+    sets = _sets(texts)
     for own in sets.values():
         check_readable(model, own.input_ids, own.source)
     if sizes is not None and not len(sizes):
@@ -268,12 +273,12 @@ def frontier(
     found = Frontier([], {}, target, describe(model), made_from, sources)
 
     def measured() -> None:  # once for each size that head budgets are measured with
-        if progress:
-            progress("head budgets", (next(passes) - 1) % compressor.passes + 1, compressor.passes)
+        if report is not None:
+            report("head budgets", (next(passes) - 1) % compressor.passes + 1, compressor.passes)
 
     with new_folder(out) if out is not None else nullcontext() as folder:
         tried, passes, unit = 0, count(1), compressor.bytes(1)
-        compressor.measure_directions(progress and partial(progress, "directions"))
+        compressor.measure_directions(report and partial(report, "directions"))
         while (size := _next(found, order, unit)) is not None:
             budget = size / unit
             with compressor.made(budget, compressor.head_budgets(budget, measured)) as compressed:
@@ -285,8 +290,8 @@ def frontier(
                     home.mkdir(parents=True)
                     write_adapter(compressed, home)
             tried += 1
-            if progress:
-                progress("sizes", tried, max(tried, len(order)))
+            if report is not None:
+                report("sizes", tried, max(tried, len(order)))
         if folder is not None:
             for size in {x.size for x in found.points} - set(found.kept):
                 shutil.rmtree(folder / ADAPTERS / str(size))
@@ -327,8 +332,8 @@ def _evaluated(
     for (text, length), windows in sets.items():
         with evaluation_mode(compressed):
             figures = next_token_figures(compressed, windows, batch_size=batch_size)
-        known = {name: figures[name] for name in ("loss_increase", "loss_increase_interval", "kl")}
-        yield Point(size, held, text, length, **known)
+        increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
+        yield Point(size, held, text, length, increase, interval, figures["kl"])
 
 
 def _next(found: Frontier, order: Sequence[int], unit: int = 1) -> int | None:

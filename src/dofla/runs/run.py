@@ -53,7 +53,8 @@ def run(
 def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, Any]]:
     claim(folder, RECIPE, recipe.to_dict())
     workshop = Workshop(recipe, folder, view)
-    rows, names, profiled = [], [x.name for x in recipe.students], False
+    rows: list[dict[str, Any]] = []
+    names, profiled = [x.name for x in recipe.students], False
     for student in recipe.students:
         if student.strategy != COMPRESSED and not profiled:  # the first that degrees of freedom say something of
             view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -24,6 +25,10 @@ from dofla.runs.view import View
 logger = logging.getLogger(__name__)
 
 
+class _Options(TypedDict, total=False):
+    dtype: torch.dtype
+
+
 def windows_of(
     spec: DataSpec,
     model: PreTrainedModel,
@@ -40,9 +45,20 @@ def windows_of(
     """
     if spec.source == "demo":
         return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
-    options = {k: getattr(spec, k) for k in ("length", "windows", "split", "holdout", "padded", "text_field")}
-    with view.progress("sample text") if view and spec.source == "self" else nullcontext() as bar:
-        windows = token_windows(spec.source, tokenizer, model=model, seed=seed, progress=bar, **options)
+    with view.progress("sample text") if view and spec.source == "self" else nullcontext(False) as bar:
+        windows = token_windows(
+            spec.source,
+            tokenizer,
+            model=model,
+            length=spec.length,
+            windows=spec.windows,
+            split=spec.split,
+            holdout=spec.holdout,
+            padded=spec.padded,
+            text_field=spec.text_field,
+            seed=seed,
+            progress=bar,
+        )
     check_readable(model, windows.input_ids, windows.source)
     logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
     return windows
@@ -62,7 +78,9 @@ def load_teacher(
     path, place = resolve_model(name), device_of(device)
     logger.info("loading %s", path)
     model = load_model(path, stream=stream, **_options(dtype, place))
-    return model if device is None else model.to(place), load_tokenizer(path)
+    if device is not None:
+        model.to(place)  # type: ignore[arg-type] # transformers wraps it
+    return model, load_tokenizer(path)
 
 
 def open_student(
@@ -101,7 +119,9 @@ def _opened(
     base_model = None if base_model is None else resolve_model(base_model)
     model = load(path, base_model=base_model, **_options(dtype, place))
     tokenizer = load_tokenizer(path, resolve_model(model.config._name_or_path))
-    return model if device is None else model.to(place), tokenizer
+    if device is not None:
+        model.to(place)  # type: ignore[arg-type] # transformers wraps it
+    return model, tokenizer
 
 
 def device_of(name: str | None) -> torch.device:
@@ -122,7 +142,7 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _options(dtype: str | None, device: torch.device) -> dict[str, torch.dtype]:
+def _options(dtype: str | None, device: torch.device) -> _Options:
     if dtype is not None:
         return {"dtype": dtype_of(dtype)}
     if device.type == "cpu" and half_is_slow():

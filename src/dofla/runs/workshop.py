@@ -142,14 +142,18 @@ class Workshop:
         left_out = "".join(f"-without-{name}" for name in sorted(spec.keep_softmax))
         path = self.folder / f"head-budgets-{size}{context}{full_heads}{left_out}.json"
         if not path.exists():
-            options = {"keep_softmax": spec.keep_softmax, "batch_size": self.recipe.profile.batch_size}
-            options |= {
-                "context": spec.context,
-                "retrieval_heads": spec.retrieval_heads or 0,
-                "tokenizer": self.tokenizer,
-            }
             with self.view.progress(f"head budgets, {size} bytes") as bar:
-                measured = measure_head_budgets(self.model, self._few(), size, progress=bar.stage, **options)
+                measured = measure_head_budgets(
+                    self.model,
+                    self._few(),
+                    size,
+                    context=spec.context,
+                    retrieval_heads=spec.retrieval_heads or 0,
+                    tokenizer=self.tokenizer,
+                    keep_softmax=spec.keep_softmax,
+                    batch_size=self.recipe.profile.batch_size,
+                    progress=bar.stage,
+                )
             measured.save(path)
         processes().wait()
         return HeadBudgets.load(path)
@@ -164,9 +168,13 @@ class Workshop:
         if spec.strategy == COMPRESSED:
             size = self._size(spec, budget)
             head_budgets = self.head_budgets(spec, size) if spec.head_budgets == "measured" else None
-            options = {"keep_softmax": spec.keep_softmax, "context": spec.context}
+            features = budget_of(self.model, size, context=spec.context, keep_softmax=spec.keep_softmax)
             return compressed_plan(
-                self.model, budget_of(self.model, size, **options), head_budgets=head_budgets, **options
+                self.model,
+                features,
+                head_budgets=head_budgets,
+                keep_softmax=spec.keep_softmax,
+                context=spec.context,
             )
         measured = self.profile()
         skipped = {x.name for x in measured.skipped}
@@ -189,13 +197,12 @@ class Workshop:
 
     def _size(self, spec: StudentSpec, budget: int) -> int:
         """Bytes of a compressed cache: the student's size or ratio, the recipe's, or those of a budget in features."""
-        unit, known = feature_bytes(self.model, spec.keep_softmax), spec
-        if (spec.size, spec.ratio, spec.budget) == (None, None, None):
-            known = self.recipe
+        unit = feature_bytes(self.model, spec.keep_softmax)
+        known = self.recipe if (spec.size, spec.ratio, spec.budget) == (None, None, None) else spec
         if (known.size, known.ratio) == (None, None):
             return budget * unit
-        options = {"context": spec.context, "keep_softmax": spec.keep_softmax}
-        return round(budget_of(self.model, known.size, known.ratio, **options) * unit)
+        features = budget_of(self.model, known.size, known.ratio, context=spec.context, keep_softmax=spec.keep_softmax)
+        return round(features * unit)
 
     def home(self, spec: StudentSpec, seed: int) -> Path:
         """The student's folder."""
@@ -245,8 +252,13 @@ class Workshop:
     def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.strategy == COMPRESSED:
             with self.view.progress(f"directions of {spec.name}, seed {seed}") as bar:
-                options = {"batch_size": self.recipe.profile.batch_size, "context": spec.context, "progress": bar}
-                measure_directions(self.model, self._few(), **options)
+                measure_directions(
+                    self.model,
+                    self._few(),
+                    batch_size=self.recipe.profile.batch_size,
+                    context=spec.context,
+                    progress=bar,
+                )
         elif spec.start not in ("data", "random"):
             raise DoflaError(f"student {spec.name}: start is {spec.start!r}: choose data or random")
         if not spec.trained:
@@ -277,7 +289,7 @@ class Workshop:
         write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
 
     @contextmanager
-    def _progress(self, label: str, home: Path) -> Iterator[Progress]:
+    def _progress(self, label: str, home: Path) -> Iterator[Progress | bool]:
         """Yield the function to report a training's progress to, on the view and on the recipe's trackers."""
         run = "-".join(home.relative_to(self.folder / "students").parts)
         logs = self.folder / "track"

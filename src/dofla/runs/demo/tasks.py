@@ -93,14 +93,17 @@ def _sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, opening
     longest = max(map(len, tokens))
     ids = torch.tensor([[tokenizer.eos_token_id] * (longest - len(part)) + part for part in tokens])
     mask = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in tokens])
-    options = {"do_sample": True, "temperature": _TEMPERATURE, "top_k": 0, "top_p": 1.0, "max_new_tokens": _NEW_TOKENS}
     with as_teacher(model), evaluation_mode(model), torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(seed)
-        out = model.generate(
+        out = model.generate(  # type: ignore[operator] # of their GenerationMixin
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             pad_token_id=tokenizer.eos_token_id,
-            **options,
+            do_sample=True,
+            temperature=_TEMPERATURE,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=_NEW_TOKENS,
         )
     return [" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
 
