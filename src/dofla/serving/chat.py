@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -100,12 +101,12 @@ class Conversation:
             options["past_key_values"] = self._cache = self._grown(ids)
         written, interrupted = _Written(self.tokenizer, show), False
         try:
-            self.model.generate(ids, streamer=written, **options)
+            self.model.generate(ids, streamer=written, **options)  # type: ignore[operator] # of their GenerationMixin
         except KeyboardInterrupt:
             written.end()
             self._cache, interrupted = None, True  # some of its layers may have read a token that others have not
         self._tokens = ids[0].tolist() + written.tokens
-        found = self.tokenizer.decode(written.tokens, skip_special_tokens=True)
+        found = str(self.tokenizer.decode(written.tokens, skip_special_tokens=True))
         self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": found}]
         return found, interrupted
 
@@ -124,9 +125,11 @@ class Conversation:
         """Tokens [1, L] of all turns."""
         if self.templated:
             messages = [*self._messages, {"role": "user", "content": text}]
-            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
             try:
-                ids = self.tokenizer.apply_chat_template(messages, **options)["input_ids"]
+                read = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )
+                ids = cast("Mapping[str, Tensor]", read)["input_ids"]  # so return_dict and return_tensors say
             except Exception as error:  # a template is a program, and fails in any way
                 raise DoflaError(f"the tokenizer's chat template does not work: {error}") from error
         else:

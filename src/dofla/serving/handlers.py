@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import HTTPException
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import BaseHandler
 
 from dofla.errors import DoflaError
@@ -38,7 +39,7 @@ class _Answers(BaseHandler):
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         try:
-            answer = await super().handle_request(body, request_id)
+            answer = await super().handle_request(body, request_id)  # type: ignore[misc] # all have it but their base
         except (HTTPException, ImportError):  # a package that is missing is no fault of the request
             raise
         except Exception as error:  # a chat template is a program, and fails in any way, as do fields of any type
@@ -48,20 +49,18 @@ class _Answers(BaseHandler):
 
     # transformers calls these two with all that was read; the answer waits for handle_request.
 
-    def _streaming(self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any) -> Callable[[], Awaitable]:
+    def _streaming(self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any) -> Any:
         _check(model, *read)
-        begin = partial(super()._streaming, request_id, model, *read, **more)
+        begin = partial(super()._streaming, request_id, model, *read, **more)  # type: ignore[misc] # as above
 
         async def answer() -> Any:
             return begin()
 
         return answer
 
-    async def _non_streaming(
-        self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any
-    ) -> Callable[[], Awaitable]:
+    async def _non_streaming(self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any) -> Any:
         _check(model, *read)
-        return partial(super()._non_streaming, request_id, model, *read, **more)
+        return partial(super()._non_streaming, request_id, model, *read, **more)  # type: ignore[misc] # as above
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> GenerationConfig:
         if body.get("logit_bias") is not None:  # clients send whole numbers, which generate refuses
@@ -112,10 +111,10 @@ class Decisions(SystemOneHandler):
         return await super().handle_request(body, request_id)
 
 
-class NoTranscriptions:
+class NoTranscriptions(TranscriptionHandler):
     """/v1/audio/transcriptions, which no student answers."""
 
-    async def handle_request(self, request: Any) -> Any:
+    async def handle_request(self, request: Any) -> NoReturn:
         raise HTTPException(404, "a student transcribes nothing: ask /v1/chat/completions or /v1/completions")
 
 
@@ -132,7 +131,7 @@ def _check(model: PreTrainedModel, *read: Any) -> None:
     stops = [settings.stop_strings] if isinstance(settings.stop_strings, str) else settings.stop_strings or []
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise DoflaError("stop: give texts that are not empty")
-    known = model.get_input_embeddings().weight.shape[0]
+    known = len(model.get_input_embeddings().get_parameter("weight"))
     for (token,) in settings.sequence_bias or ():
         if not 0 <= token < known:
             raise DoflaError(f"logit_bias: token {token}, and there are 0 to {known - 1}")

@@ -29,12 +29,14 @@ class _OneStudent(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.student, self.reader = name, student, reader
 
-    def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **_: Any) -> tuple:
+    def load_model_and_processor(
+        self, model_id_and_revision: str, progress_callback: Any = None, *_: Any, **__: Any
+    ) -> tuple:
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
         return self.student, self.reader
 
-    def get_gen_models(self) -> list[dict[str, Any]]:
+    def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override] # theirs is a cached function
         return [{"id": self.force_model, "object": "model", "owned_by": "", "created": 0}]
 
     def shutdown(self) -> None:
@@ -109,7 +111,7 @@ def server(
         Chats(students, state),
         completion_handler=Completions(students, state),
         response_handler=Responses(students, state),
-        transcription_handler=NoTranscriptions(),
+        transcription_handler=NoTranscriptions(students, state),
         systemone_handler=Decisions(students, state),
         generation_state=state,
     )
