@@ -26,7 +26,13 @@ def check(
     """
     from dofla.runs.check import check as look
 
-    options = {"keep_softmax": keep_softmax or (), "trust_remote_code": trust_remote_code}
-    found = look(model, size or (), ratio=ratio, context=context, **options)
+    found = look(
+        model,
+        size or (),
+        ratio=ratio,
+        context=context,
+        keep_softmax=keep_softmax or (),
+        trust_remote_code=trust_remote_code,
+    )
     current_view().show(found)
     return found.to_dict()

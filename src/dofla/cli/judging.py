@@ -132,12 +132,23 @@ def probe(
     model, tokenizer = open_student(student, dtype, base_model, device)
     tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed, view=view)
     flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
-    options = {"lengths": lengths or (128, 256, 512), "count": count, "prompts": count, "new_tokens": new_tokens}
-    options |= {"batch_size": batch_size, "seed": seed, "recall_text": Villagers(tokenizer) if data == "demo" else None}
     found: dict[str, Any] = {}
     for name in [name for name in PROBES if flags[name]] or PROBES:
         with view.progress(name) as progress:
-            result = look_closer(model, tokenizer, tokens, wanted=[name], progress=progress, **options)
+            result = look_closer(
+                model,
+                tokenizer,
+                tokens,
+                wanted=[name],
+                recall_text=Villagers(tokenizer) if data == "demo" else None,
+                lengths=lengths or (128, 256, 512),
+                count=count,
+                prompts=count,
+                new_tokens=new_tokens,
+                batch_size=batch_size,
+                seed=seed,
+                progress=progress,
+            )
         found[name] = getattr(result, name)
     result = replace(result, **found)
     view.show(result)

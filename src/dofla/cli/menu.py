@@ -51,11 +51,11 @@ HelpAll = Annotated[
 class Verb(TyperCommand):
     """A verb whose help has two lengths."""
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         if ctx.meta.get(_ALL):
             return super().format_help(ctx, formatter)
         short = copy(self)
-        short.params = [x for x in self.params if isinstance(x, TyperArgument) or x.name in _SHORT[self.name]]
+        short.params = [x for x in self.params if isinstance(x, TyperArgument) or x.name in _SHORT[str(self.name)]]
         short.params = list(map(_without_panel, short.params))
         more = len(self.params) - len(short.params)
         short.epilog = f"{more} more options: {ctx.command_path} --help-all"

@@ -53,7 +53,9 @@ def source(text: str | None) -> str | None:
 
 def sources(texts: list[str] | None) -> list[str] | None:
     """The same of several."""
-    return [source(text) for text in texts] if texts else texts
+    for text in texts or ():
+        source(text)
+    return texts
 
 
 def existing(what: str) -> Callable[[Path | None], Path | None]:

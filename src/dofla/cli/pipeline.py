@@ -151,11 +151,23 @@ def allocate(
     from dofla.profiles.profile import Profile
     from dofla.report import write_plan_page
 
-    options = {"lam": lam, "over_heads": over_heads, "per_head": per_head, "window": window, "sinks": sinks}
-    options |= {"context": context, "curves": None if curves is None else Curves.load(curves)}
-    options |= {"token_dtype": token_dtype}
+    error_curves = None if curves is None else Curves.load(curves)
     measured = Profile.load(profile)
-    plan = make_plan(measured, budget, strategy, feature_map, keep_softmax=keep_softmax or (), **options)
+    plan = make_plan(
+        measured,
+        budget,
+        strategy,
+        feature_map,
+        curves=error_curves,
+        context=context,
+        lam=lam,
+        over_heads=over_heads,
+        per_head=per_head,
+        window=window,
+        sinks=sinks,
+        token_dtype=token_dtype,
+        keep_softmax=keep_softmax or (),
+    )
     view = current_view()
     view.show(plan)
     plan.save(out)

@@ -58,9 +58,10 @@ def generate(
     from dofla.integration.reading import check_readable
     from dofla.runs.teacher import open_student
 
+    text = _prompt(prompt)
     check_numbers(new_tokens=new_tokens)
     model, tokenizer = open_student(student, dtype, base_model, device)
-    ids, options = _tokens(tokenizer, prompt, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
+    ids, options = _tokens(tokenizer, text, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
     check_readable(model, ids, "--prompt", new_tokens)
     start = _prompt_state(model, tokenizer, prompt_state, document)
     if start is not None:
@@ -69,11 +70,13 @@ def generate(
         check_readable(model, ids, f"{prompt_state} and --prompt", new_tokens)
     ids = ids.to(model.device)
     torch.manual_seed(seed)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    out = model.generate(  # type: ignore[operator] # of their GenerationMixin
+        ids, attention_mask=torch.ones_like(ids), **options
+    )
     new = out[0, ids.shape[1] :]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    current_view().answer(text)
-    return {"prompt": prompt, "text": text, "tokens": new.tolist()}
+    written = str(tokenizer.decode(new, skip_special_tokens=True))
+    current_view().answer(written)
+    return {"prompt": text, "text": written, "tokens": new.tolist()}
 
 
 def serve(

@@ -90,7 +90,7 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in shared.items()]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     own = [p.replace(kind=kind) for p in own]
-    command.__signature__ = inspect.Signature([first, *own, *common])
+    command.__signature__ = inspect.Signature([first, *own, *common])  # type: ignore[attr-defined] # inspect reads it
     command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **shared}
     return command
 
@@ -117,7 +117,8 @@ def _showing(manner: Verbosity) -> Iterator[None]:
     logger, handler = logging.getLogger("dofla"), _Lines()
     handler.setLevel(manner.level)
     logger.addHandler(handler)
-    before, _ = logger.level, logger.setLevel(manner.level)
+    before = logger.level
+    logger.setLevel(manner.level)
     transformers_logging.set_verbosity(logging.WARNING if manner.verbose or manner.debug else logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
