@@ -241,8 +241,9 @@ def _draw(
     if method not in METHODS:
         raise DoflaError(f"unknown method {method!r}: choose of {', '.join(METHODS)}")
     proposal = "gaussian" if method == "leverage gaussian" else "data"
-    options = {"candidates": candidates, "proposal": proposal, "generator": generator}
-    return leverage_features(vectors, scaling, count, lam, **options)
+    return leverage_features(
+        vectors, scaling, count, lam, candidates=candidates, proposal=proposal, generator=generator
+    )
 
 
 def _smallest_tolerance(dof: float, size: int, delta: float) -> float | None:
@@ -256,6 +257,6 @@ def _smallest_tolerance(dof: float, size: int, delta: float) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> Tensor:
-    values = torch.tensor(values, dtype=torch.float64)
-    less = (values[:, None] > values).sum(1)
-    return less + ((values[:, None] == values).sum(1) - 1) / 2
+    x = torch.tensor(values, dtype=torch.float64)
+    less = (x[:, None] > x).sum(1)
+    return less + ((x[:, None] == x).sum(1) - 1) / 2
