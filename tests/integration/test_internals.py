@@ -40,6 +40,7 @@ transformers.cli.serving.model_manager.ModelManager
 transformers.cli.serving.response.ResponseHandler
 transformers.cli.serving.server.build_server
 transformers.cli.serving.systemone.SystemOneHandler
+transformers.cli.serving.transcription.TranscriptionHandler
 transformers.cli.serving.utils.BaseHandler
 transformers.cli.serving.utils.GenerateManager
 transformers.cli.serving.utils.GenerationState

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from dofla.integration.cache import LinearCacheLayer
 from dofla.integration.positions import positions_of
