@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +204,12 @@ def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
         return from_hub(name)[:2]
     if source == "demo":
         count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
-        parts = [
-            bench.tasks(part, lambda part=part: demo_tasks(workshop.model, workshop.tokenizer, count, split=part))
-            for part in ("train", "test")
-        ]
-        return tuple(next(task for task in part if task.name == name) for part in parts)
+
+        def part(split: str) -> Task:
+            make = partial(demo_tasks, workshop.model, workshop.tokenizer, count, split=split)
+            return next(task for task in bench.tasks(split, make) if task.name == name)
+
+        return part("train"), part("test")
     return train_and_test(name, folder=source)[:2]
 
 

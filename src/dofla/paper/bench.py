@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,14 @@ class Bench:
 
     def evaluations(self, spec: StudentSpec, seeds: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """The figures of :func:`dofla.evaluate`, per seed (default: all of the study)."""
-        windows, sizes = self.workshop.validation(), self.study.evaluate.sizes
+        windows, options = self.workshop.validation(), self.study.evaluate
+
+        def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
+            sizes = {"batch_size": options.batch_size, "fidelity_windows": options.fidelity_windows}
+            return evaluate(model, windows, **sizes, seed=seed, progress=True).to_dict()
+
         return [
-            self.of_student(
-                spec,
-                seed,
-                "evaluation",
-                lambda model, seed=seed: evaluate(model, windows, **sizes, seed=seed).to_dict(),
-            )
+            self.of_student(spec, seed, "evaluation", partial(measure, seed=seed))
             for seed in (self.study.seeds if seeds is None else seeds)
         ]
 

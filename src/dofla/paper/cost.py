@@ -80,7 +80,9 @@ def _seconds(bench: Bench, model: PreTrainedModel, tokens: int) -> float:
             if bench.is_language_model:
                 prompt = windows.input_ids[:1, :_PROMPT].to(model.device)
                 options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-                model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+                model.generate(  # type: ignore[operator] # of their GenerationMixin
+                    prompt, attention_mask=torch.ones_like(prompt), **options
+                )
             else:
                 for part in torch.arange(len(windows)).split(bench.study.evaluate.batch_size):
                     model(**{k: v.to(model.device) for k, v in windows.batch(part).items()})

@@ -8,7 +8,7 @@ from dofla.paper import published
 from dofla.paper.bench import Bench, per_seed
 from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import scaled, trained
-from dofla.paper.table import Figure, Table
+from dofla.paper.table import Figure, Rows, Table
 from dofla.profiles.spectrum import NORMALIZATIONS
 from dofla.runs.recipe import StudentSpec
 
@@ -26,7 +26,7 @@ def selected_dimensions(bench: Bench) -> Table:
     counts = {label: _features(bench, trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
     largest = [max(row) for row in profile.dof(bench.study.lam)]
     columns = ["layer", "DoF, largest head", *counts]
-    rows = [
+    rows: Rows = [
         [layer.name, Figure.of(dof, 1), *(count[n] for count in counts.values())]
         for n, (layer, dof) in enumerate(zip(profile.layers, largest, strict=True))
     ]

@@ -13,9 +13,9 @@ LEVERAGE = "leverage"
 """The start of students whose features are drawn by leverage."""
 
 
-def trained(label: str, loss: str, **options: object) -> StudentSpec:
+def trained(label: str, loss: str) -> StudentSpec:
     """A row of the paper: an allocation and a loss."""
-    return StudentSpec(f"{label}, {loss}", STRATEGIES[label], loss=loss, **options)
+    return StudentSpec(f"{label}, {loss}", STRATEGIES[label], loss=loss)
 
 
 def paper_methods() -> list[StudentSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -92,7 +93,7 @@ def _probed(bench: Bench, student: StudentSpec) -> list[dict[str, Any]]:
         return probe(model, workshop.tokenizer, windows, wanted=wanted, recall_text=text, seed=seed, **sizes).to_dict()
 
     return [
-        bench.of_student(student, seed, "probe", lambda model, seed=seed: measure(model, seed))
+        bench.of_student(student, seed, "probe", partial(measure, seed=seed))
         for seed in bench.study.seeds[: spec.seeds]
     ]
 

@@ -10,7 +10,7 @@ from dofla.paper import published
 from dofla.paper.bench import Bench, layer_mean, per_seed
 from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
-from dofla.paper.table import Figure, Table
+from dofla.paper.table import Cell, Figure, Rows, Table
 from dofla.runs.recipe import StudentSpec
 
 
@@ -50,7 +50,7 @@ def next_token_loss(bench: Bench) -> Table:
 
 
 def _embeddings(runs: dict[str, list[dict[str, Any]]]) -> Table:
-    rows = [
+    rows: Rows = [
         [
             name,
             *(per_seed(several, "embeddings", key) for key in ("cosine", "spearman")),
@@ -123,7 +123,7 @@ def heads(bench: Bench) -> Table:
     titles = ["Fix", "DoF, largest head (paper)", "DoF + Clip, largest head (paper)"]
     students += over_heads()
     titles += [spec.name for spec in over_heads()]
-    rows = []
+    rows: list[list[Cell]] = []
     for title, spec in zip(titles, students, strict=True):
         several = bench.evaluations(spec)
         rows.append([title, per_seed(several, *bench.quality), _attention_kl(several), _state(several)])

@@ -44,6 +44,7 @@ class Figure:
 
 
 Cell = Figure | str | int | None
+Rows = Sequence[Sequence[Cell]]
 
 
 @dataclass
@@ -64,9 +65,9 @@ class Table:
     key: str
     title: str
     columns: list[str]
-    rows: list[list[Cell]]
+    rows: Rows
     paper_columns: list[str] = field(default_factory=list)
-    paper: list[list[Cell]] = field(default_factory=list)
+    paper: Rows = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     command: str = ""
@@ -78,7 +79,7 @@ class Table:
         def plain(cell: Cell) -> Any:
             return cell.to_dict() if isinstance(cell, Figure) else cell
 
-        def objects(columns: list[str], rows: list[list[Cell]]) -> list[dict[str, Any]]:
+        def objects(columns: list[str], rows: Rows) -> list[dict[str, Any]]:
             return [{c: plain(x) for c, x in zip(columns, row, strict=True)} for row in rows]
 
         return {
@@ -102,7 +103,7 @@ class Table:
         return "\n".join([*lines, f"All of it took {_duration(self.seconds)}.", ""])
 
 
-def _markdown(columns: list[str], rows: list[list[Cell]]) -> list[str]:
+def _markdown(columns: list[str], rows: Rows) -> list[str]:
     head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return head + ["| " + " | ".join("–" if cell is None else str(cell) for cell in row) + " |" for row in rows]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import yaml
 
@@ -207,7 +207,7 @@ class Recipe:
     }
 
     @classmethod
-    def load(cls, path: str | Path, changes: list[str] | None = None) -> Recipe:
+    def load(cls, path: str | Path, changes: list[str] | None = None) -> Self:
         """Read a YAML file and apply changes written ``field=value`` or ``section.field=value``.
 
         Raises:
@@ -219,7 +219,7 @@ class Recipe:
         return cls.from_dict(data, str(path))
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Recipe:
+    def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Self:
         """A recipe from plain data; what is not given keeps its default."""
         data = dict(data)
         if "lambda" in data:

@@ -29,20 +29,19 @@ def train_and_test(
     Raises:
         DoflaError: no such file, or a damaged one; too few items to hold some out.
     """
-    if task.endswith(ENDINGS):
-        learned, tested = Path(task), None
-    else:
-        learned, tested = (task_file(folder or ".", f"{task}-{part}") for part in ("train", "test"))
+    is_file = task.endswith(ENDINGS)
+    learned = Path(task) if is_file else task_file(folder or ".", f"{task}-train")
+    tested = None if is_file else task_file(folder or ".", f"{task}-test")
     if test is not None:
         tested = Path(test)
     if learned is None and tested is None and folder is None and task in HUB:
         return from_hub(task)
-    if learned is None and (tested is None or test is not None):
-        raise DoflaError(f"no {task}-train.jsonl or {task}-train.jsonl.gz in {folder or '.'}: give --tasks-folder")
     if learned is not None and tested is not None:
         train = load_task(learned, style=style)
         return train, load_task(tested, name=train.name, style=train.style), f"{learned} to learn, {tested} to test"
-    only = learned or tested
+    only = learned or (tested if test is None else None)
+    if only is None:
+        raise DoflaError(f"no {task}-train.jsonl or {task}-train.jsonl.gz in {folder or '.'}: give --tasks-folder")
     return *split(load_task(only, style=style)), f"{only}: a fifth held out to test, by the hash of the ids"
 
 

@@ -79,9 +79,10 @@ def settings_for(config: PreTrainedConfig, task: str, *, lora: bool = False) -> 
             :data:`OTHER_LORA_RATE`.
     """
     factor = LORA_FACTOR if lora else 1.0
-    length = {"epochs": 1, "keep": "last"} if task == "mmlu" else {}
+    epochs, keep = (1, "last") if task == "mmlu" else (Settings.epochs, Settings.keep)
     for name, family in FAMILIES.items():
         if task in TASKS and all(getattr(config, key, None) == value for key, value in family.shape.items()):
             place = TASKS.index(task)
-            return Settings(family.rates[place] * factor, family.batch_sizes[place], **length, source=f"paper, {name}")
-    return Settings(OTHER_LORA_RATE if lora else OTHER_RATE, OTHER_BATCH_SIZE, **length)
+            rate, size = family.rates[place] * factor, family.batch_sizes[place]
+            return Settings(rate, size, epochs, keep, source=f"paper, {name}")
+    return Settings(OTHER_LORA_RATE if lora else OTHER_RATE, OTHER_BATCH_SIZE, epochs, keep)
