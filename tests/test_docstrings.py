@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dofla
 
-FIRST_WORDS = {"Of", "That", "What", "Whether", "How", "As", "By"}
+FIRST_WORDS = {"Of", "That", "What", "Whether", "How", "As", "By", "Those"}
 
 
 def docstrings(path: Path) -> list[tuple[int, str]]:

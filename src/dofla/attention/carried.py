@@ -9,14 +9,14 @@ import torch
 
 from dofla.attention.coding import CodedTokens, ScoredTokens
 from dofla.attention.eight_bits import PackedTokens
-from dofla.attention.state import FeatureState, TokenBuffer, _Tensors, known_full
+from dofla.attention.state import FeatureState, Tensors, TokenBuffer, known_full
 
 _Exact = TypeVar("_Exact", bound=TokenBuffer | PackedTokens, covariant=True)
 """Type of the local window and the attention sinks."""
 
 
 @dataclass(frozen=True)
-class State(_Tensors, Generic[_Exact]):
+class State(Tensors, Generic[_Exact]):
     """Everything a layer's heads carry: the state of its features, if there are any, the last ``window`` tokens, the
     first ``sinks`` ones, and between window and features those of each tier of a compressed cache.
 

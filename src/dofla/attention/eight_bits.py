@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dofla.attention.state import TokenBuffer, _Tensors
+from dofla.attention.state import Tensors, TokenBuffer
 
 _LARGEST = 127
 _EXPONENTS = (-120, 120)
@@ -45,7 +45,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PackedTokens(_Tensors):
+class PackedTokens(Tensors):
     """A :class:`TokenBuffer` in int8: ``key`` [B, Hkv, n, d], ``value`` [B, Hkv, n, dv] and their exponents
     [B, Hkv, n], all int8; ``log_weight`` [B, n]."""
 

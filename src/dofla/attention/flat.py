@@ -17,13 +17,13 @@ from dofla.attention.carried import State
 from dofla.attention.coding import CodedTiers
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.rows import Rows
-from dofla.attention.state import FeatureState, TokenBuffer, _Tensors
+from dofla.attention.state import FeatureState, Tensors, TokenBuffer
 
-_Kind = TypeVar("_Kind", bound=_Tensors)
+_Kind = TypeVar("_Kind", bound=Tensors)
 
 
 @dataclass(frozen=True)
-class FlatState(_Tensors):
+class FlatState(Tensors):
     """A :class:`State` in one piece, but for its ``features``: window and sinks in int8 and tiers in codes are
     the rows ``tokens`` [B, bytes], uint8, that a :class:`Layout` reads."""
 

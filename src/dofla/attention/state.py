@@ -40,7 +40,7 @@ def gradients_asked(*tensors: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Tensors:
+class Tensors:
     """Shared by the dataclasses below: bundles of tensors whose first dimension is the batch."""
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
@@ -50,7 +50,7 @@ class _Tensors:
             if isinstance(part, tuple):
                 changed[field.name] = tuple(inner.map(fn) for inner in part)
             elif part is not None:
-                changed[field.name] = part.map(fn) if isinstance(part, _Tensors) else fn(part)
+                changed[field.name] = part.map(fn) if isinstance(part, Tensors) else fn(part)
         return replace(self, **changed)
 
     @property
@@ -58,7 +58,7 @@ class _Tensors:
         """Bytes of all tensors held, over the whole batch."""
         parts = [getattr(self, field.name) for field in fields(self)]
         flat = [inner for p in parts if p is not None for inner in (p if isinstance(p, tuple) else (p,))]
-        return sum(p.bytes if isinstance(p, _Tensors) else p.numel() * p.element_size() for p in flat)
+        return sum(p.bytes if isinstance(p, Tensors) else p.numel() * p.element_size() for p in flat)
 
     def copy(self) -> Self:
         """A copy that later updates of this one do not touch."""
@@ -82,7 +82,7 @@ def side_by_side(parts: Sequence[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class FeatureState(_Tensors):
+class FeatureState(Tensors):
     """The compressed past: ``mean`` [B, Hkv, M, dv], float32 (or float64), and ``log_mass`` [B, Hkv, M], float64."""
 
     mean: Tensor
@@ -131,7 +131,7 @@ class FeatureState(_Tensors):
 
 
 @dataclass(frozen=True)
-class TokenBuffer(_Tensors):
+class TokenBuffer(Tensors):
     """A fixed number n of tokens kept as they are: ``key`` [B, Hkv, n, d], ``value`` [B, Hkv, n, dv] and
     ``log_weight`` [B, n], which is LOG_ZERO where the place is free or the token is padding."""
 

@@ -53,7 +53,7 @@ class Batches:
         return math.ceil(len(self.windows) / self.per_step)
 
     def of_step(self, step: int, places: torch.Generator | None = None) -> list[dict[str, Tensor]]:
-        """Those of a step, at places drawn by a generator, or by the step's own."""
+        """Batches of a step, at places drawn by a generator, or by the step's own."""
         places = places or generator_of(self.seed, step)
         return [placed_anywhere(batch, self.context, places) for batch in self._where_they_are(step)]
 

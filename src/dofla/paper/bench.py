@@ -79,11 +79,11 @@ class Bench:
 
     @property
     def losses(self) -> list[str]:
-        """Those of the paper's that this model can be trained by."""
+        """Losses of the paper that this model can be trained by."""
         return [loss for loss in LOSSES if self._has(loss)]
 
     def lineup(self, students: Sequence[StudentSpec]) -> list[StudentSpec]:
-        """Those of the students that can be made of this model."""
+        """Students, among these, that can be made of this model."""
         return [s for s in students if self._has(s.loss)]
 
     def _has(self, loss: str | None) -> bool:

@@ -160,7 +160,7 @@ def number_started() -> int:
 
 
 def processes(*, sharding: bool = False) -> Processes:
-    """Those that were started together with this one, joined on the first call.
+    """Processes that were started together with this one, joined on the first call.
 
     Args:
         sharding: whether the caller can train with frozen weights in pieces, which accelerate asks for by FSDP 2.

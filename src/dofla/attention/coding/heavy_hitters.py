@@ -19,7 +19,7 @@ from dofla.attention.coding.coder import Coder
 from dofla.attention.coding.levels import constant, placed
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.constants import DECAY, FREE, GAIN, LEAST_STEPS, LOG_ZERO, MOST_SCORE, MOST_STEPS, NEVER, OCTAVE
-from dofla.attention.state import _Tensors
+from dofla.attention.state import Tensors
 
 WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(LEAST_STEPS)] + [0.0])
 """Weights by how many steps they are below the largest; beyond the last a weight is 0."""
@@ -27,7 +27,7 @@ _PIECE = 256
 
 
 @dataclass(frozen=True)
-class ScoredTokens(_Tensors):
+class ScoredTokens(Tensors):
     """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
     [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16."""
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dofla.attention.state import _Tensors
+from dofla.attention.state import Tensors
 
 
 @dataclass(frozen=True)
-class CodedTokens(_Tensors):
+class CodedTokens(Tensors):
     """n tokens: codes and scales of keys and of values [B, Hkv, n, bytes], uint8, and ``log_weight`` [B, n], which is
     LOG_ZERO where the place is free or the token is padding."""
 

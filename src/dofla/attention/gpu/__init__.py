@@ -99,7 +99,7 @@ def _prefill(
 
     batch, heads, length, features = a.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
-    units, chunks = batch * kv_heads, _blocks(length, CHUNK)
+    units, chunks = batch * kv_heads, block_count(length, CHUNK)
     means = state.mean.new_empty(units, chunks, features, value_dim)
     log_masses = state.log_mass.new_empty(units, chunks, features)
     tops = state.mean.new_empty(units, chunks, features)
@@ -107,15 +107,15 @@ def _prefill(
     sizes = heads, kv_heads, length, features, value_dim
 
     # Small blocks: the walk is as long as the sequence, so let many walk.
-    block_m, block_v = _block(features, 32), _block(value_dim, 32)
-    kernels.states_before_chunks[(units, _blocks(features, block_m), _blocks(value_dim, block_v))](
+    block_m, block_v = block_size(features, 32), block_size(value_dim, 32)
+    kernels.states_before_chunks[(units, block_count(features, block_m), block_count(value_dim, block_v))](
         *(b, value, state.mean, state.log_mass, means, log_masses, tops, untrusted, after.mean, after.log_mass),
         *(*b.stride()[:3], *value.stride()[:3], *sizes[1:]),
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v, "PRECISION": _PRECISION},
     )
     # What fits into the registers of sm_80 and sm_90: products in float32 take twice as many threads.
-    block_m, block_v = _block(features, 32), _block(value_dim, 64)
-    kernels.read_chunks[(batch * heads * chunks, _blocks(value_dim, block_v))](
+    block_m, block_v = block_size(features, 32), block_size(value_dim, 64)
+    kernels.read_chunks[(batch * heads * chunks, block_count(value_dim, block_v))](
         *(a, b, value, means, log_masses, tops, untrusted, out, normalizer),
         *(*a.stride()[:3], *b.stride()[:3], *value.stride()[:3], *sizes),
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v, "PRECISION": _PRECISION},
@@ -151,9 +151,9 @@ def _token_by_token(
     batch, heads, length, features = a.shape
     kv_heads, value_dim = value.shape[1], value.shape[-1]
     # A query sees all features at once, so their number decides how many values fit beside them.
-    block_m = _block(features, None)
-    block_v = _block(value_dim, max(2048 // block_m, 16))
-    grid = batch * kv_heads * _blocks(length, CHUNK), _blocks(value_dim, block_v)
+    block_m = block_size(features, None)
+    block_v = block_size(value_dim, max(2048 // block_m, 16))
+    grid = batch * kv_heads * block_count(length, CHUNK), block_count(value_dim, block_v)
     kernels.token_by_token[grid](
         *(a, b, value, before.mean, before.log_mass, only, out, normalizer),
         *((None, None) if after is None else (after.mean, after.log_mass)),
@@ -163,11 +163,11 @@ def _token_by_token(
     )
 
 
-def _block(size: int, most: int | None) -> int:
+def block_size(size: int, most: int | None) -> int:
     """The power of two that holds ``size``, at least 16 (the least a product takes) and at most ``most``."""
     block = max(16, 1 << (size - 1).bit_length())
     return block if most is None else min(block, most)
 
 
-def _blocks(size: int, block: int) -> int:
+def block_count(size: int, block: int) -> int:
     return -(-size // block)

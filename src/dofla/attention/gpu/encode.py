@@ -17,7 +17,7 @@ from torch import Tensor
 from dofla.attention.coding.coder import Coder
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.eight_bits import pack
-from dofla.attention.gpu import _blocks
+from dofla.attention.gpu import block_count
 from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
 
 RINGS = 16
@@ -91,7 +91,7 @@ def _encode(
     rotation, fineness, _, _, middle, bits = coder.starts
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         for start in range(0, length, piece):
-            _code[(batch * heads, _blocks(piece, rings), blocks)](
+            _code[(batch * heads, block_count(piece, rings), blocks)](
                 *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
                 *(*strides, heads, length, start, piece, places, first, coder.dim, blocks, codes.shape[-1]),
                 TURN=rotation,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dofla.attention.constants import DECAY, GAIN, MOST_SCORE, MOST_STEPS, NEVER
-from dofla.attention.gpu import _block, _blocks
+from dofla.attention.gpu import block_count, block_size
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, products, units_of
 from dofla.attention.gpu.numbers import rounded
@@ -85,9 +85,9 @@ def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: floa
     kv_heads, tokens = key.codes.shape[1:3]
     groups = heads // kv_heads
     steps = numbers.new_empty(batch, kv_heads, groups, length, tokens)
-    rows, columns = _block(length * groups, 64), 64
+    rows, columns = block_size(length * groups, 64), 64
     with torch.cuda.device_of(steps):
-        _logarithms[(batch * kv_heads, _blocks(length * groups, rows), _blocks(tokens, columns))](
+        _logarithms[(batch * kv_heads, block_count(length * groups, rows), block_count(tokens, columns))](
             *(numbers, unit, *key.arguments(), key.levels, key.units, steps),
             *(key.blocks, groups * length, tokens, per_step),
             BLOCK=key.block,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
-from dofla.attention.gpu import _block, _blocks
+from dofla.attention.gpu import block_count, block_size
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.decode import LEAST, levels_of, products, units_of
 
@@ -51,9 +51,9 @@ def attend(
     log_weight = log_weight.contiguous()
     out = rotated.new_empty(batch, heads, length, value.dim)
     normalizer = rotated.new_empty(batch, heads, length)
-    rows, values = _block(length * groups, ROWS), _block(value.dim, VALUES)
+    rows, values = block_size(length * groups, ROWS), block_size(value.dim, VALUES)
     with torch.cuda.device_of(rotated):  # Triton launches on the current device
-        _attend[(batch * kv_heads, _blocks(length * groups, rows), _blocks(value.dim, values))](
+        _attend[(batch * kv_heads, block_count(length * groups, rows), block_count(value.dim, values))](
             *(
                 rotated,
                 *key.arguments(),

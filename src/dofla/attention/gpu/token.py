@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.flat import Layout
-from dofla.attention.gpu import _blocks, rows
+from dofla.attention.gpu import block_count, rows
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.encode import empty_line, enter
 from dofla.attention.gpu.heavy_hitters import select_survivors
@@ -84,7 +84,7 @@ class Decoder:
         log_weights = torch.empty_like(score, dtype=torch.float32)
         new, strides = (key, value, log_weight, of_layer), (*key.stride()[:2], *value.stride()[:2])
         with torch.cuda.device_of(query):  # Triton launches on the current device
-            rows.line[(units, _blocks(places + 1, TILE))](
+            rows.line[(units, block_count(places + 1, TILE))](
                 *(before, *keys, *values, score, log_weights, row, heads), **self._of_line
             )
             for coder, name, line in ((self.key, "KEY", keys), (self.value, "VALUE", values)):
@@ -101,7 +101,7 @@ class Decoder:
                 *(*query.stride()[:2], *strides, *out.stride()[:2], row, heads, groups, scaling),
                 **self._of_near,
             )
-            rows.write[(units, _blocks(self.longest, TILE))](
+            rows.write[(units, block_count(self.longest, TILE))](
                 *(*new, before, *keys, *values, index, stays, after, *strides, row, heads), **self._of_after
             )
         return after
