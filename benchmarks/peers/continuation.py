@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import torch
@@ -55,6 +56,7 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
+from dofla.evaluation.verdict import perplexity
 from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
 from dofla.integration.compressed import compressed_plan, feature_bytes
@@ -193,13 +195,16 @@ def merged(rows: dict[str, Row]) -> Table:
     softmax = rows[f"{SOFTMAX}, 0"]
     found = {name: gaps(row, softmax) for name, row in rows.items()}
     order = sorted(rows, key=lambda name: (rows[name].limit, sum(mean for mean, _ in found[name].values())))
-    shown = table("memory", "its size", "after the prompt", "at the end", *softmax.losses, "windows", f"beyond {OURS}")
+    columns = ["memory", "its size", "after the prompt", "at the end", *softmax.losses, "mean", "perplexity", "windows"]
+    shown = table(*columns, f"beyond {OURS}")
     for name in order:
         row = rows[name]
         ours, windows = rows.get(f"{OURS}, {row.limit}"), min(map(len, row.losses.values()))
         more = "" if ours in (None, row) else cell(beyond(row, ours, row.losses))
         held = size(row.prompt_bytes), size(row.end_bytes)
-        shown.add_row(row.memory, row.size, *held, *map(cell, found[name].values()), str(windows), more)
+        mean = fmean(increase for increase, _ in found[name].values())
+        cells = [*map(cell, found[name].values()), f"{mean:.3f}", perplexity(mean)]
+        shown.add_row(row.memory, row.size, *held, *cells, str(windows), more)
     return shown
 
 

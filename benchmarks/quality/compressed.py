@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -37,6 +38,7 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.recall import WordPairs, recall_figures
+from dofla.evaluation.verdict import perplexity
 from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.directions import measure_directions
 from dofla.integration.sites import attention_sites, evaluation_mode
@@ -196,7 +198,8 @@ def main(
     if {"trained", "features"} & set(names):
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
     asked = WordPairs(tokenizer) if recall else None
-    shown, rows = table("student", "tokens", "state", *texts, *(["pairs"] if asked else []), "made in", gap=2), []
+    columns = ["student", "tokens", "state", *texts, "mean, perplexity", *(["pairs"] if asked else []), "made in"]
+    shown, rows = table(*columns, gap=2), []
     for each, name in product(budget or [64], names):
         found: dict[tuple[int, str], list[Figures]] = {}
         pairs: dict[int, list[Figures]] = {}
@@ -216,7 +219,7 @@ def main(
         for tokens in lengths:
             by_kind = {kind: found[tokens, kind] for kind in texts}
             row = {"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind}
-            cells = [_cell(figures) for figures in by_kind.values()]
+            cells = [*map(_cell, by_kind.values()), _mean_cell(by_kind.values())]
             if asked:
                 row["pairs"] = pairs[tokens]
                 cells.append(_pairs_cell(pairs[tokens]))
@@ -248,6 +251,12 @@ def _pairs(made: PreTrainedModel, asked: WordPairs, length: int) -> Figures:
 def _pairs_cell(found: list[Figures]) -> str:
     student, teacher = (sum(x[who] for x in found) / len(found) for who in ("student", "teacher"))
     return f"{student:.2f} of {teacher:.2f}"
+
+
+def _mean_cell(found: Iterable[list[Figures]]) -> str:
+    """The mean over kinds of text and seeds, and what it is in perplexity."""
+    mean = fmean(x["loss_increase"] for figures in found for x in figures)
+    return f"{mean:.4f}, {perplexity(mean)}"
 
 
 def _cell(found: list[Figures]) -> str:

@@ -169,7 +169,8 @@ def test_the_table_has_all_rows_by_bytes_and_then_by_gap(continuation, judging, 
     assert columns[0] == ["softmax cache", "better", "worse", "large"]
     assert (columns[2][0], columns[3][0]) == ("2.0 KiB", "4.0 KiB")
     assert columns[4][1] == "0.250 (0.250 to 0.250)"
-    assert columns[5] == ["3", "2", "3", "3"]
+    assert (columns[5][1], columns[6][1]) == ("0.250", "+28.4 %")
+    assert columns[7] == ["3", "2", "3", "3"]
 
 
 def test_a_folder_keeps_to_its_windows_and_bytes(continuation, judging, tiny, tmp_path):
