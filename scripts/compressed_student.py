@@ -24,7 +24,7 @@ import dofla
 from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import load_model
 from dofla.integration.model_card import write_card
-from dofla.integration.surgery import plan_of, record_of
+from dofla.integration.student import Student
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WINDOWS = {512: 24, 2048: 8}
@@ -59,7 +59,7 @@ def main(
     name = f"docs/students/{out.name}"
     dofla.note(student, figures=recalled, command=f"dofla probe {name} --recall --dtype {dtype} --data {text[0].name}")
     dofla.save_adapter(student.to(torch.bfloat16), out)
-    write_card(out, plan_of(student), record_of(student), adapter=True, name=name)
+    write_card(out, Student.of(student).plan, Student.of(student).record, adapter=True, name=name)
     Console(width=80).print(f"written to {out}")
 
 

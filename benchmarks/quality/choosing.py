@@ -32,7 +32,7 @@ from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import read_json, write_json
 
@@ -91,7 +91,7 @@ def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[st
     made_from = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     for budget in BUDGETS:
         student = dofla.compress(teacher, made_from, budget * feature_bytes(teacher))
-        held = plan_of(student).state_bytes(teacher.dtype)
+        held = Student.of(student).plan.state_bytes(teacher.dtype)
         for length, (_, pool, others) in WINDOWS.items():
             for n, (kind, where) in enumerate(texts.items()):
                 count = others if n else pool

@@ -42,17 +42,17 @@ from dofla.evaluation.verdict import perplexity
 from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.directions import measure_directions
 from dofla.integration.sites import attention_sites, evaluation_mode
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.paper.bench import recalled
 from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 
-Student = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
+Make = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
 Figures = dict[str, float | list[float]]
 
 
-def window_alone(budget: int, _: int | None) -> Student:
+def window_alone(budget: int, _: int | None) -> Make:
     """A window and sinks in eight bits, of the bytes of so many features per KV head."""
 
     def make(model: PreTrainedModel, *_: object) -> PreTrainedModel:
@@ -67,18 +67,18 @@ def window_alone(budget: int, _: int | None) -> Student:
     return make
 
 
-def compressed(budget: int, context: int | None, head_budgets: str | dofla.HeadBudgets = "measured") -> Student:
+def compressed(budget: int, context: int | None, head_budgets: str | dofla.HeadBudgets = "measured") -> Make:
     """:func:`dofla.compress`."""
     options = {"context": context, "head_budgets": head_budgets}
     return lambda model, tokens, _: dofla.compress(model, tokens, budget * feature_bytes(model), **options)
 
 
-def even(budget: int, context: int | None) -> Student:
+def even(budget: int, context: int | None) -> Make:
     """:func:`dofla.compress` with the same size for all layers."""
     return compressed(budget, context, "even")
 
 
-def by_age(budget: int, context: int | None) -> Student:
+def by_age(budget: int, context: int | None) -> Make:
     """:func:`even` with no token kept for the attention it draws, and more that are there for their age."""
 
     def make(model: PreTrainedModel, tokens: TokenWindows, _: object) -> PreTrainedModel:
@@ -90,7 +90,7 @@ def by_age(budget: int, context: int | None) -> Student:
             per_token = tier_bytes(layer.head_dim, layer.value_dim, layer.tiers[-1][1])
             layer.tiers[-1][0] += spare // (layer.kv_heads * per_token)
         student = dofla.linearize(model, plan)
-        measure_directions(student, tokens, context=context)
+        measure_directions(Student.of(student), tokens, context=context)
         return student
 
     return make
@@ -98,13 +98,13 @@ def by_age(budget: int, context: int | None) -> Student:
 
 def retrieval(
     budget: int, context: int | None, heads: int = 8, tokenizer: PreTrainedTokenizerBase | None = None
-) -> Student:
+) -> Make:
     """:func:`compressed`, with so many KV heads that hold every token of ``context``."""
     options = {"context": context, "retrieval_heads": heads, "tokenizer": tokenizer}
     return lambda model, tokens, _: dofla.compress(model, tokens, budget * feature_bytes(model), **options)
 
 
-def features(budget: int, context: int | None) -> Student:
+def features(budget: int, context: int | None) -> Make:
     """:func:`compressed` with an eighth of the bytes for features, which sum up what is forgotten: trained layer by
     layer, on the text that it was measured on."""
 
@@ -116,14 +116,14 @@ def features(budget: int, context: int | None) -> Student:
         for layer in plan.layers:
             layer.features, layer.feature_map = behind, FEATURE_MAP
         student = dofla.linearize(model, plan)
-        measure_directions(student, tokens, context=context)
+        measure_directions(Student.of(student), tokens, context=context)
         dofla.distill(student, training, batch_size=1, context=context)
         return student
 
     return make
 
 
-def trained(budget: int, context: int | None, rate: float | None = None) -> Student:
+def trained(budget: int, context: int | None, rate: float | None = None) -> Make:
     """:func:`dofla.compress`, and then end to end, :data:`AT_ONCE` tokens a step, on the text that it was measured
     on."""
 
@@ -207,7 +207,7 @@ def main(
             started = time.perf_counter()
             made = students[name](each, context)(teacher, *(pool[seed] for pool in pools))
             seconds = time.perf_counter() - started
-            state = plan_of(made).state_bytes(teacher.dtype)
+            state = Student.of(made).plan.state_bytes(teacher.dtype)
             with evaluation_mode(made):
                 for (tokens, kind), held_out in judged.items():
                     figures = next_token_figures(made, held_out)

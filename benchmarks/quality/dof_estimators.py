@@ -29,6 +29,7 @@ from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.trials import _effects
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import attention_sites, evaluation_mode
+from dofla.integration.student import Student
 from dofla.integration.surgery import even_plan
 from dofla.paper.error_curve import rank_correlation
 from dofla.plans.hybrid import TOKEN_SHARE
@@ -168,7 +169,8 @@ def measure(
         dofla.distill(student, training, loss="softmax", steps=steps, batch_size=batch, rows=64, seed=0)
         with evaluation_mode(student):
             errors = {
-                n: e["head_kl"] for n, e in attention_fidelity(student, judging, batch_size=batch, seed=0).items()
+                n: e["head_kl"]
+                for n, e in attention_fidelity(Student.of(student), judging, batch_size=batch, seed=0).items()
             }
         effects = _effects(student, judging, errors, None)
     finally:

@@ -26,7 +26,7 @@ from dofla.display import table
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.interface import token_by_token
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.runs.teacher import load_teacher
 
 WRITTEN = 512
@@ -56,7 +56,7 @@ def main(
     compressed = dofla.compress(original, known, size, head_budgets=budgets)
     shown = table("prefill", *texts, "mean", gap=2)
     for way, tokens in [("stream", length), *(("exact", n) for n in split or [512, 2048, 8192])]:
-        for layer in linear_layers(compressed).values():
+        for layer in Student.of(compressed).layers.values():
             layer.prefill = way
         found = [losses(compressed, rows, tokens) - right[name] for name, rows in texts.items()]
         means = [x.mean().item() for x in found]

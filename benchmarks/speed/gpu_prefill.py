@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 import dofla
 from dofla.integration.compressed import feature_bytes
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 _SMALL = {"head_dim": 64, "num_key_value_heads": 3, "hidden_size": 576, "num_attention_heads": 9}
 SHAPES = {
@@ -58,10 +58,10 @@ def main(
     for n in lengths:
         row = {"tokens": n, "softmax": softmax[n], "exact": prefill(model, n, repeats)}
         if n <= streamed:
-            for layer in linear_layers(model).values():
+            for layer in Student.of(model).layers.values():
                 layer.prefill = "stream"
             row["stream"] = prefill(model, n, 1)
-            for layer in linear_layers(model).values():
+            for layer in Student.of(model).layers.values():
                 layer.prefill = "exact"
         rows.append(row)
         base = row["softmax"]["ms"]

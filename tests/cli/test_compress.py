@@ -8,7 +8,7 @@ from command_line import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dofla
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 
 
 def test_an_adapter_is_written(tmp_path, capsys):
@@ -16,7 +16,7 @@ def test_an_adapter_is_written(tmp_path, capsys):
     assert call(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     student = dofla.load(tmp_path / "compressed")
-    plan = plan_of(student)
+    plan = Student.of(student).plan
     assert found["state_bytes"] == plan.state_bytes(student.dtype) <= 102 * 1024
     assert all(layer.tiers and layer.feature_map == "none" for layer in plan.layers)
     card = (tmp_path / "compressed" / "README.md").read_text()
@@ -33,7 +33,7 @@ def test_a_whole_model_is_written(tmp_path, capsys):
     assert call(*words, "--merged", "--head-budgets", "even", "--json") == 0
     assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert plan_of(model).state_bytes(model.dtype) <= 102 * 1024
+    assert Student.of(model).plan.state_bytes(model.dtype) <= 102 * 1024
 
 
 def test_heads_that_hold_every_token_are_found(tmp_path, capsys):
@@ -52,7 +52,7 @@ def test_heads_that_hold_every_token_are_found(tmp_path, capsys):
         1,
     ]
     assert call(*words, "--out", tmp_path / "compressed") == 0
-    plan = plan_of(dofla.load(tmp_path / "compressed"))
+    plan = Student.of(dofla.load(tmp_path / "compressed")).plan
     ((name, (head,)),) = plan.made_by["retrieval_heads"].items()
     assert plan[name].slots_per_head[head] == 256
     assert f"KV heads that hold every token: {name} {head}\n" in capsys.readouterr().out

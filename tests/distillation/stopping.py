@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import dofla
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 
 def student_of(tiny, model=None, seed=0, **plan):
@@ -16,7 +16,7 @@ def student_of(tiny, model=None, seed=0, **plan):
 def feature_maps(student):
     return {
         f"{layer}.{name}": parameter.detach().clone()
-        for layer, linear in linear_layers(student).items()
+        for layer, linear in Student.of(student).layers.items()
         for name, parameter in linear.named_parameters()
     }
 

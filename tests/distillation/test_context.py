@@ -19,7 +19,7 @@ from dofla.integration.placement import (
     placed_evenly,
     placed_over,
 )
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 LENGTH, REACH = 16, 48
 
@@ -121,23 +121,23 @@ def test_statistics_are_taken_over_the_whole_reach(tiny):
     for options in ({"context": LENGTH}, {"context": REACH}):
         student = student_of(tiny.llama())
         distill(student, tiny.tokens(2, LENGTH), steps=1, learning_rates={}, **options)
-        stds.append(next(iter(linear_layers(student).values())).maps[0].key_std.clone())
+        stds.append(next(iter(Student.of(student).layers.values())).maps[0].key_std.clone())
     assert not torch.allclose(*stds)
 
 
 def test_hybrid_students_with_rotary_positions_reach_four_lengths_unless_told_otherwise(tiny):
     windows = TokenWindows.of(tiny.tokens(2, LENGTH))
     student = student_of(tiny.llama())
-    assert context_of(student, windows, None) == 4 * LENGTH
-    assert context_of(student, windows, LENGTH) is None
-    assert context_of(student, windows, REACH) == REACH
+    assert context_of(Student.of(student), windows, None) == 4 * LENGTH
+    assert context_of(Student.of(student), windows, LENGTH) is None
+    assert context_of(Student.of(student), windows, REACH) == REACH
     few = student_of(tiny.llama(max_position_embeddings=LENGTH + 5))
-    assert context_of(few, windows, None) == LENGTH + 5
-    assert context_of(student_of(tiny.llama(max_position_embeddings=LENGTH)), windows, None) is None
-    assert context_of(student_of(tiny.gpt2()), windows, None) is None
-    assert context_of(student_of(tiny.gpt2()), windows, LENGTH) is None
+    assert context_of(Student.of(few), windows, None) == LENGTH + 5
+    assert context_of(Student.of(student_of(tiny.llama(max_position_embeddings=LENGTH))), windows, None) is None
+    assert context_of(Student.of(student_of(tiny.gpt2())), windows, None) is None
+    assert context_of(Student.of(student_of(tiny.gpt2())), windows, LENGTH) is None
     model = tiny.llama()
-    assert context_of(dofla.linearize(model, tiny.plan(model)), windows, None) is None  # features alone
+    assert context_of(Student.of(dofla.linearize(model, tiny.plan(model))), windows, None) is None  # features alone
 
 
 def test_the_record_of_a_training_says_how_far_it_reached(tiny):

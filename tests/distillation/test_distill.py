@@ -22,14 +22,14 @@ from dofla.distillation.checkpoint import CURVES, STATE
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 WINDOWS, LENGTH = 8, 16
 every_loss = pytest.mark.parametrize("loss", sorted([*LOSSES, DIRECT]))
 
 
 def mean_divergence(student, tokens):
-    figures = attention_fidelity(student, TokenWindows.of(tokens))
+    figures = attention_fidelity(Student.of(student), TokenWindows.of(tokens))
     return sum(layer.kl for layer in figures.values()) / len(figures)
 
 
@@ -59,7 +59,7 @@ def test_what_is_learned_is_the_teachers_attention(tiny):
 
 def test_the_curve_is_the_loss_before_each_step(tiny):
     student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
-    untrained = attention_fidelity(student, TokenWindows.of(tokens))
+    untrained = attention_fidelity(Student.of(student), TokenWindows.of(tokens))
     history = distill(student, tokens, loss="softmax", steps=1, batch_size=WINDOWS)
     assert history.losses[0].tolist() == pytest.approx([layer.kl for layer in untrained.values()], rel=1e-4)
 
@@ -118,7 +118,7 @@ def test_no_gradient_crosses_layers(tiny):
         for layer in plan.layers:
             layer.keep_softmax = layer.name != name
         dofla.linearize(model, plan)
-        own = linear_layers(model)[name]
+        own = Student.of(model).layers[name]
         with torch.no_grad():
             for key, parameter in own.named_parameters():
                 parameter.copy_(untrained[f"{name}.{key}"])

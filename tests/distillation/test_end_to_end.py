@@ -28,7 +28,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.position import loss_by_position
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 
@@ -123,7 +123,7 @@ def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypat
     monkeypatch.setattr(objective, "POSITIONS_AT_A_TIME", 7)
     student = student_of(tiny, decoder(tiny) if family == "decoder" else None)
     tokens = tiny.tokens(2, LENGTH)
-    with trainable(student, "all", 1) as part:
+    with trainable(Student.of(student), "all", 1) as part:
         loss = Objective(student, part.teacher)
         assert loss.head_apart == (family == "llama")
         ours = loss({"input_ids": tokens}, 2 * (LENGTH - 1), 2)
@@ -140,7 +140,7 @@ def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypat
 def test_the_teacher_keeps_its_head_while_the_students_is_trained(tiny):
     student, tokens = student_of(tiny, tiny.llama(tie_word_embeddings=True)), tiny.tokens(2, LENGTH)
     before = teacher_logits(student, tokens)
-    with trainable(student, "all", 1) as part:
+    with trainable(Student.of(student), "all", 1) as part:
         with torch.no_grad():
             student.lm_head.weight.mul_(2)
         loss = Objective(student, part.teacher)({"input_ids": tokens}, 2 * (LENGTH - 1), 2)
@@ -180,7 +180,7 @@ def test_teacher_and_original_stay_bit_for_bit(tiny, weights, dtype):
 def test_merged_factors_answer_as_factors_beside_the_weights(tiny):
     for model in (tiny.llama(), tiny.gpt2()):
         student, tokens = student_of(tiny, model), tiny.tokens(2, LENGTH)
-        with trainable(student, "lora", 4) as part:
+        with trainable(Student.of(student), "lora", 4) as part:
             assert not any("lm_head" in name for name in part.weights)
             with torch.no_grad():
                 for weight in part.weights.values():
@@ -209,8 +209,8 @@ def test_the_folder_lora_fits_a_student_made_anew(tiny, tmp_path):
     student, tokens = student_of(tiny, tiny.gpt2()), tiny.tokens(WINDOWS, LENGTH)
     distill_end_to_end(student, tokens, **OPTIONS, lora_rank=3, folder=tmp_path)
     fresh = student_of(tiny, tiny.gpt2())
-    for name, layer in linear_layers(fresh).items():
-        layer.load_state_dict(linear_layers(student)[name].state_dict())
+    for name, layer in Student.of(fresh).layers.items():
+        layer.load_state_dict(Student.of(student).layers[name].state_dict())
     assert dofla.merge_lora(fresh, tmp_path / "lora") is fresh
     assert equal(fresh.state_dict(), student.state_dict())
     assert (tmp_path / "lora" / "lora.safetensors").stat().st_size < (tmp_path / STATE).stat().st_size / 2
@@ -257,7 +257,7 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path,
 @pytest.mark.parametrize("token_dtype", ["model", "int8"])
 def test_window_dropout_hides_the_window_in_some_steps(tiny, tmp_path, token_dtype):
     student, seen = student_of(tiny, features=8, window=[3, 2], sinks=[1, 0], token_dtype=token_dtype), []
-    layers = linear_layers(student)
+    layers = Student.of(student).layers
     first = layers["model.layers.0.self_attn"]
     hook = first.register_forward_pre_hook(lambda *_: seen.append(first.exact_tokens))
     tokens = tiny.tokens(WINDOWS, LENGTH)
@@ -270,11 +270,11 @@ def test_window_dropout_hides_the_window_in_some_steps(tiny, tmp_path, token_dty
     assert all(layer.exact_tokens == [(3, 1), (2, 0)] for layer in layers.values())
     # Features alone, in groups of heads as they are in the student.
     bare = student_of(tiny, features=8, window=[3, 2], sinks=[1, 0])
-    for name, layer in linear_layers(bare).items():
+    for name, layer in Student.of(bare).layers.items():
         layer.load_state_dict(layers[name].state_dict())
         layer.sizes = [(features, 0, 0) for features, _, _ in layer.sizes]
     dofla.merge_lora(bare, tmp_path / "lora")
-    with hidden_windows(student):
+    with hidden_windows(Student.of(student).layers.values()):
         assert torch.equal(logits(student, tokens), logits(bare, tokens))
     assert not torch.equal(logits(student, tokens), logits(bare, tokens))
 
@@ -443,7 +443,7 @@ def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypa
 @pytest.mark.parametrize("train", [dofla.distill, distill_end_to_end])
 def test_tiers_get_their_directions_before_training(tiny, train):
     student = student_of(tiny, features=4, window=2, tiers=[[4, 3.0]])
-    coders = [layer.coded_tiers["0"].key for layer in linear_layers(student).values()]
+    coders = [layer.coded_tiers["0"].key for layer in Student.of(student).layers.values()]
     assert not any(coder.is_calibrated for coder in coders)
     train(student, tiny.tokens(4, 16), steps=1, progress=False)
     assert all(coder.is_calibrated for coder in coders)

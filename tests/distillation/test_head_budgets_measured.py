@@ -17,7 +17,7 @@ from dofla.integration.directions import measure_directions
 from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.placement import placed_over
 from dofla.integration.sites import attention_implementation
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
 
@@ -60,8 +60,8 @@ def test_costs_are_slopes_of_the_loss_of_the_student(tiny, place):
     assert name in found.costs
     assert not found.costs.keys() & set(kept)
     student = dofla.linearize(model, compressed_plan(model, BUDGET, keep_softmax=kept))
-    measure_directions(student, tokens, context=96)
-    layer, loss = linear_layers(student)[name], Objective(student, lambda: dofla.softmax(student))
+    measure_directions(Student.of(student), tokens, context=96)
+    layer, loss = Student.of(student).layers[name], Objective(student, lambda: dofla.softmax(student))
     texts = [placed_over(tokens, 3, 96), placed_over(_repeated(tokens, 48), 3, 96)]
     texts, step = [list(x) for x in texts], 1e-3
     for head, cost in enumerate(found.costs[name]):
@@ -143,7 +143,7 @@ def test_padding_plays_no_part(tiny, monkeypatch):
 def test_a_student_spends_its_bytes_as_measured(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     head_budgets = HeadBudgets({"model.layers.0.self_attn": [0.5, 0.5], "model.layers.1.self_attn": [0.5, 2.5]})
-    plan = plan_of(compress(model, tokens, budget=BUDGET, head_budgets=head_budgets))
+    plan = Student.of(compress(model, tokens, budget=BUDGET, head_budgets=head_budgets)).plan
     small, large = (compressed_plan(tiny.llama(), budget).layers[0].state_bytes(4) // 2 for budget in (8, 40))
     assert [x.state_bytes(4) for x in plan.layers] == [2 * small, small + large]
     assert plan.layers[0] == compressed_plan(tiny.llama(), 8).layers[0]  # one number for all where heads are alike
@@ -160,7 +160,7 @@ def test_no_head_gets_places_for_more_tokens_than_there_are_positions(tiny):
         return [window + sinks + sum(count for count, _ in tiers) for (_, window, sinks), tiers in heads]
 
     for positions in (128, 160):
-        plan = plan_of(compress(model, tokens, budget=2 * BUDGET, head_budgets=head_budgets, context=positions))
+        plan = Student.of(compress(model, tokens, budget=2 * BUDGET, head_budgets=head_budgets, context=positions)).plan
         *others, most = places(plan)
         assert most == positions == plan.context
         assert max(others) == min(others) < most
@@ -176,7 +176,7 @@ def test_no_head_gets_places_for_more_tokens_than_there_are_positions(tiny):
 
 def test_by_default_it_measures(tiny):
     model, tokens = tiny.llama(), windows(tiny)
-    plan, found = plan_of(compress(model, tokens, budget=BUDGET)), model(tokens.input_ids).logits
+    plan, found = Student.of(compress(model, tokens, budget=BUDGET)).plan, model(tokens.input_ids).logits
     head_budgets = measure_head_budgets(dofla.restore(model), tokens, BUDGET)
     assert plan == compressed_plan(model, BUDGET, head_budgets=head_budgets)
     assert torch.equal(
@@ -198,7 +198,8 @@ def test_refusals(tiny):
 def test_small_budgets_leave_every_head_tokens_of_each_kind(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     for budget in (8, 16):
-        assert plan_of(compress(model, tokens, budget=budget)).state_bytes(model.dtype) <= MOST * budget // BUDGET
+        plan = Student.of(compress(model, tokens, budget=budget)).plan
+        assert plan.state_bytes(model.dtype) <= MOST * budget // BUDGET
         dofla.restore(model)
 
 
@@ -210,7 +211,7 @@ def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_wi
     small, large = (measure_head_budgets(model, tokens, budget) for budget in (16, 64))
     assert small.made_by["size"] == MOST
     assert large.made_by["size"] == 64 * 64 // held[1] * MOST // BUDGET
-    assert plan_of(compress(model, tokens, budget=64)).made_by == {
+    assert Student.of(compress(model, tokens, budget=64)).plan.made_by == {
         "strategy": "compressed",
         "size": 4 * MOST,
         "head_budgets": large.layers,
@@ -223,7 +224,7 @@ def test_even_shares_are_kept_where_they_are_better_on_held_out_windows(tiny, lo
     tokens = windows(tiny, 6)
 
     def loss(self, student, halves, report):
-        return sum((even if "head_budgets" not in plan_of(student).made_by else measured) for _ in halves)
+        return sum((even if "head_budgets" not in Student.of(student).plan.made_by else measured) for _ in halves)
 
     monkeypatch.setattr(Compressor, "_loss", loss)
     head_budgets = measure_head_budgets(model, tokens, BUDGET, context=96)
@@ -232,10 +233,8 @@ def test_even_shares_are_kept_where_they_are_better_on_held_out_windows(tiny, lo
     assert (head_budgets.layers == {name: [1.0, 1.0] for name in head_budgets.costs}) == (even < measured)
     assert ("even budgets are kept" in caplog.text) == (even < measured)
     assert f"{'even' if even < measured else 'measured'} budgets are kept" in str(head_budgets)
-    assert (
-        plan_of(compress(model, tokens, budget=BUDGET, head_budgets=head_budgets, context=96)).made_by["held_out"]
-        == held_out
-    )
+    again = compress(model, tokens, budget=BUDGET, head_budgets=head_budgets, context=96)
+    assert Student.of(again).plan.made_by["held_out"] == held_out
 
 
 def test_shares_are_tried_on_windows_that_they_were_not_measured_on(tiny, monkeypatch):
@@ -247,7 +246,7 @@ def test_shares_are_tried_on_windows_that_they_were_not_measured_on(tiny, monkey
 
     def costs(self, student, half, report):
         own = torch.tensor([8.0, 1.0] if first(half) else [1.0, 8.0], dtype=torch.float64)
-        return dict.fromkeys(linear_layers(student), own)
+        return dict.fromkeys(student.layers, own)
 
     def held_out(self, budget, layers, half, report):
         tried[first(half)] = layers

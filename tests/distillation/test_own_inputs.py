@@ -14,7 +14,7 @@ from dofla.distillation import LOSSES, distill
 from dofla.distillation.losses import softmax_loss
 from dofla.errors import DoflaError
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 WINDOWS, LENGTH = 8, 16
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
@@ -36,7 +36,7 @@ def seen(monkeypatch):
 def projections(student, tokens):
     """Keys before positions, and values, of each layer in a plain forward of the model as it is: [B, Hkv, L, d]."""
     found, hooks = {}, []
-    for name in linear_layers(student):
+    for name in Student.of(student).layers:
         module = student.get_submodule(name)
         for side in ("k_proj", "v_proj"):
 
@@ -103,7 +103,7 @@ def test_layers_kept_softmax_stay_softmax_on_the_way(tiny, seen):
 
 def own_error(student, tokens):
     """Mean divergence of each layer on its own inputs from the teacher on the teacher's."""
-    layers, teacher, own = linear_layers(student), {}, {}
+    layers, teacher, own = Student.of(student).layers, {}, {}
     with torch.no_grad():
         for calls, linear in ((teacher, False), (own, True)):
             with recording(student, layers, lambda call, calls=calls: calls.update({call.name: call}), linear=linear):

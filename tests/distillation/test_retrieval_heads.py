@@ -12,7 +12,7 @@ from dofla.distillation import retrieval
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.compressed import compressed_plan
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
 
@@ -54,7 +54,7 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     assert plan.state_bytes(model.dtype) <= 4 * BUDGET * HeadCost.of(8, 8, 4).feature
     assert plan.made_by["retrieval_heads"] == head_budgets.full_heads
     student = compress(model, tokens, **options, retrieval_heads=1, tokenizer=tokenizer)
-    assert plan_of(student) == plan
+    assert Student.of(student).plan == plan
     assert student.generate(tokens.input_ids[:1, :8], max_new_tokens=4).shape == (1, 12)
 
 
@@ -67,7 +67,7 @@ def test_what_costs_most_of_text_or_of_facts_comes_first(tiny, tokenizer, monkey
     asked = []
 
     def costs(student, parts, report, last):
-        asked.append((len(parts), last, plan_of(student).made_by["head_budgets"]))
+        asked.append((len(parts), last, Student.of(student).plan.made_by["head_budgets"]))
         return found
 
     monkeypatch.setattr(retrieval, "costs_of_heads", costs)
@@ -95,7 +95,7 @@ def test_only_what_is_asked_counts(tiny):
             expected = (theirs.exp() * (theirs - ours)).sum(-1)[:, -count:].mean()
             assert part(batch, 2 * count, 2).item() == pytest.approx(expected.item(), rel=1e-4)
     assert whole.count(batch) == 62
-    assert linear_layers(student)
+    assert Student.of(student).layers
 
 
 def test_refusals(tiny, tokenizer, monkeypatch):

@@ -16,7 +16,8 @@ from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
 from dofla.integration.recorder import run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.surgery import even_plan, is_linearized, linear_layers
+from dofla.integration.student import Student, is_linearized
+from dofla.integration.surgery import even_plan
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
 
@@ -150,7 +151,7 @@ def alone(model, plan, states, name):
     for layer in plan.layers:
         layer.keep_softmax = layer.name != name
     student = dofla.linearize(copy.deepcopy(model), plan)
-    linear_layers(student)[name].load_state_dict(states[name])
+    Student.of(student).layers[name].load_state_dict(states[name])
     return student
 
 
@@ -166,7 +167,7 @@ def one_head(student, model, family, name, head):
     """Of the only linear layer, which sees what the teacher sees, all heads but one give what the teacher gives."""
     theirs = []
     ours, original = (output_projection(x, family, name) for x in (student, model))
-    share = original.in_features // len(linear_layers(student)[name].features)
+    share = original.in_features // len(Student.of(student).layers[name].features)
 
     def mixed(module, args):
         (out,) = args
@@ -203,7 +204,7 @@ def test_points_and_effects_are_those_of_students_made_for_it(tiny, family, monk
         assert len(windows) == WINDOWS - HELD_OUT
         assert options | {key: OPTIONS[key] for key in ("steps", "batch_size", "rows")} | {"seed": 5} == options
         dofla.distill(student, windows, **options)
-        states = {name: copy.deepcopy(layer.state_dict()) for name, layer in linear_layers(student).items()}
+        states = {name: copy.deepcopy(layer.state_dict()) for name, layer in Student.of(student).layers.items()}
         trained[len(trained)] = states
 
     monkeypatch.setattr(trials, "distill", keep)
@@ -211,12 +212,12 @@ def test_points_and_effects_are_those_of_students_made_for_it(tiny, family, monk
     middle = SIZES.index((TOKEN_SHARE, 1.0))
     plan = even_plan(model, BUDGET)
     whole = dofla.linearize(copy.deepcopy(model), plan)
-    for name, layer in linear_layers(whole).items():
+    for name, layer in Student.of(whole).layers.items():
         layer.load_state_dict(trained[middle][name])
     windows = dofla.data.as_windows(tokens)
     last = range(WINDOWS - HELD_OUT, WINDOWS)
     judging = dofla.data.as_windows(windows.batch(last))
-    errors = attention_fidelity(whole, judging, batch_size=2, seed=5)
+    errors = attention_fidelity(Student.of(whole), judging, batch_size=2, seed=5)
     for curve in curves.layers:
         own = errors[curve.name].head_kl
         assert curve.points[middle].errors == pytest.approx(own, rel=1e-6)

@@ -20,6 +20,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.run import Evaluation
+from dofla.integration.student import Student
 
 LENGTH = 16
 BEFORE = ("model", "source", "windows")
@@ -31,7 +32,7 @@ def test_a_language_model_is_compared_token_by_token_and_layer_by_layer(tiny, ki
     figures = dofla.evaluate(student, windows, batch_size=2, seed=3)
     language, layers = next_token_figures(student, windows, batch_size=2, seed=3), figures.layers
     assert {name: getattr(figures, name) for name in language} == language
-    assert layers == attention_fidelity(student, windows, batch_size=2, seed=3)
+    assert layers == attention_fidelity(Student.of(student), windows, batch_size=2, seed=3)
     assert figures.cosine is None
     assert (figures.source, figures.windows, figures.length) == ("some text", 4, LENGTH)
     assert figures.model["class"] == type(student).__name__

@@ -16,7 +16,7 @@ import dofla
 from dofla.attention import LOG_ZERO
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.plans.plan import LayerPlan
 
 SCALING, KV_HEADS, SHARE, DIM = 0.7, 2, 2, 4
@@ -116,7 +116,7 @@ def test_a_student_of_it_is_saved_opened_and_has_nothing_to_train(tiny, tmp_path
         dofla.distill(model, tokens)
     model.save_pretrained(tmp_path)
     opened = dofla.load(tmp_path)
-    assert [layer.exact_tokens for layer in linear_layers(opened).values()] == [[(3, 1)]] * 2
+    assert [layer.exact_tokens for layer in Student.of(opened).layers.values()] == [[(3, 1)]] * 2
     with torch.no_grad():
         assert_close(opened(tokens).logits, model(tokens).logits, rtol=0, atol=0)
 
@@ -129,7 +129,7 @@ def test_no_feature_at_all_is_as_one_that_sees_nothing(tiny, model):
         student = getattr(tiny, model)()
         dofla.linearize(student, tiny.plan(student, features, window=3, sinks=1, feature_map="none"))
         outputs.append(student(**tiny.padded(2, 20))[0])
-        for layer in linear_layers(student).values():
+        for layer in Student.of(student).layers.values():
             layer.hides_tokens = True
         assert torch.isfinite(student(**tiny.padded(2, 20))[0]).all()
     # The kernels take the one, plain torch the other.

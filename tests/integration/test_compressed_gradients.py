@@ -12,7 +12,7 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.interface import linear_attention, softmax_attention
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
@@ -23,7 +23,7 @@ def compressed(model, budget=24):
 
 def attention_of(student):
     """The student's first attention, as its module calls it, and queries, keys and values of that layer's shape."""
-    module = student.get_submodule(next(iter(linear_layers(student))))
+    module = student.get_submodule(next(iter(Student.of(student).layers)))
     layer = module.dofla
     heads, dim = student.config.num_attention_heads, layer.coded_tiers["0"].key.dim
     kv_heads = len(layer.features)

@@ -13,7 +13,7 @@ import dofla
 from dofla.attention import compiled
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 
 needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
@@ -38,7 +38,7 @@ def test_pieces_of_any_length_give_the_logits_of_one_forward_pass(model):
         pieces = [student(part, past_key_values=cache, use_cache=True).logits for part in ids.split(cuts, 1)]
         # Sums of float64, but for decoded tokens, which are float32 in either.
         torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e4 * torch.finfo(torch.float64).eps)
-        assert cache_bytes(cache) > 2 * plan_of(student).state_bytes(torch.float64)
+        assert cache_bytes(cache) > 2 * Student.of(student).plan.state_bytes(torch.float64)
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def _bits_moved(coder):
 def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
     teacher("llama").save_pretrained(tmp_path / "base")
     student = compressed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    damage(next(iter(linear_layers(student).values())).coded_tiers["0"].value)
+    damage(next(iter(Student.of(student).layers.values())).coded_tiers["0"].value)
     student.save_pretrained(tmp_path / "student")
     dofla.save_adapter(student, tmp_path / "adapter")
     for name in ("student", "adapter"):
@@ -140,7 +140,7 @@ def test_what_fits_into_eight_bits_and_the_first_stage_is_hardly_changed(model):
 
 def test_values_are_weighed_by_the_output_projection(model):
     compressed(model)
-    layer = next(iter(linear_layers(model).values()))
+    layer = next(iter(Student.of(model).layers.values()))
     with_output = layer.coded_tiers["0"].value.rotation.clone()
     dofla.restore(model)
     for name, parameter in model.named_parameters():
@@ -150,7 +150,7 @@ def test_values_are_weighed_by_the_output_projection(model):
                 wide = parameter.T if "c_proj" in name else parameter
                 wide.view(len(wide), -1, layer.coded_tiers["0"].value.dim)[..., ::2] *= 1e-3
     compressed(model)
-    rotation = next(iter(linear_layers(model).values())).coded_tiers["0"].value.rotation.double()
+    rotation = next(iter(Student.of(model).layers.values())).coded_tiers["0"].value.rotation.double()
     assert not torch.equal(rotation.short(), with_output)
     assert rotation[..., ::2].abs().mean() < 0.2 * rotation[..., 1::2].abs().mean()
 

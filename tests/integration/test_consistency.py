@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, Ll
 
 import dofla
 from dofla.integration.consistency import check_consistency
-from dofla.integration.surgery import is_linearized, linear_layers
+from dofla.integration.student import Student, is_linearized
 
 
 class Attention(LlamaAttention):
@@ -165,7 +165,7 @@ def test_a_trial_leaves_no_trace(training):
         student = MAKE["linearize"](model)
         assert torch.equal(torch.rand(1), expected)
     assert student.training is training
-    assert all(layer.training is training for layer in linear_layers(student).values())
+    assert all(layer.training is training for layer in Student.of(student).layers.values())
     assert all(weight.grad is None for weight in student.parameters())
 
 

@@ -25,7 +25,7 @@ from transformers import (
 
 import dofla
 from dofla.integration.cache import cache_bytes
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_any_family_goes_the_way_from_profile_to_student(family):
     profile = dofla.profile(model, tokens(4, 24), samples=32)
     plan = dofla.allocate(profile, budget=8, window=2, sinks=1)
     dofla.linearize(model, plan)
-    assert set(linear_layers(model)) == {layer.name for layer in profile.layers}
+    assert set(Student.of(model).layers) == {layer.name for layer in profile.layers}
     assert model.generate(tokens(1, 5), max_new_tokens=3).shape == (1, 8)
 
 
@@ -104,9 +104,9 @@ def bytes_of_states(model, ids):
 @pytest.mark.parametrize("kind", ["plain", "ragged", "eight_bits"])
 def test_a_state_has_the_bytes_the_plan_says(family, kind):
     model = student(family, kind)
-    plan = plan_of(model)
+    plan = Student.of(model).plan
     # Each group of heads keeps a weight for every exact token beside keys and values.
-    weights = 4 * sum(sum(exact) for layer in linear_layers(model).values() for exact in layer.exact_tokens)
+    weights = 4 * sum(sum(exact) for layer in Student.of(model).layers.values() for exact in layer.exact_tokens)
     expected = plan.state_bytes(model.dtype) + weights + wider_means(model)
     assert bytes_of_states(model, tokens(1, 30)) == expected
     assert bytes_of_states(model, tokens(3, 300)) == 3 * expected
@@ -114,7 +114,7 @@ def test_a_state_has_the_bytes_the_plan_says(family, kind):
 
 def wider_means(model):
     """What the features of a model in float64 take beyond those of all others, whose means are float32."""
-    means = sum(sum(layer.features_per_head) * layer.value_dim for layer in plan_of(model).layers)
+    means = sum(sum(layer.features_per_head) * layer.value_dim for layer in Student.of(model).plan.layers)
     return 4 * means if model.dtype == torch.float64 else 0
 
 

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import dofla
 from dofla.integration import precision
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.runs import teacher as runs
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
 def dtypes(model):
-    maps = {id(p) for layer in linear_layers(model).values() for p in layer.parameters()}
+    maps = {id(p) for layer in Student.of(model).layers.values() for p in layer.parameters()}
     return tuple({p.dtype for p in model.parameters() if (id(p) in maps) == inside} for inside in (True, False))
 
 
@@ -36,8 +36,8 @@ def test_feature_maps_stay_float32_however_a_model_is_cast(dtype, tmp_path):
     expected = student("gpt2", "ragged")
     for model in casts:
         assert dtypes(model) == ({torch.float32}, {dtype})
-        for name, layer in linear_layers(model).items():
-            assert_close(layer.state_dict(), linear_layers(expected)[name].state_dict(), rtol=0, atol=0)
+        for name, layer in Student.of(model).layers.items():
+            assert_close(layer.state_dict(), Student.of(expected).layers[name].state_dict(), rtol=0, atol=0)
         assert_close(logits(model, tokens(2, 20)), logits(casts[0], tokens(2, 20)), rtol=0, atol=0)
 
 
@@ -99,7 +99,7 @@ def test_states_are_float32_and_exact_tokens_have_the_dtype_of_the_model_or_eigh
 @pytest.mark.parametrize(("family", "kind"), [("llama", "ragged"), ("gpt2", "plain"), ("bert", "ragged")])
 def test_mixed_precision_leaves_the_linear_layers_alone(family, kind):
     model, seen = own_student(family, kind).train(), []
-    for layer in linear_layers(model).values():
+    for layer in Student.of(model).layers.values():
         layer.register_forward_hook(lambda *call: seen.append(call), with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens(2, 30))[0].float().square().mean().backward()
@@ -110,7 +110,7 @@ def test_mixed_precision_leaves_the_linear_layers_alone(family, kind):
 
 def test_a_double_precision_model_computes_in_double_precision():
     model, seen = own_student("llama", "ragged").double(), []
-    for layer in linear_layers(model).values():
+    for layer in Student.of(model).layers.values():
         layer.register_forward_hook(lambda layer, args, out: seen.extend([args[0].dtype, out[0].dtype]))
     assert model(tokens(1, 9)).logits.dtype == torch.float64
     assert set(seen) == {torch.float64}

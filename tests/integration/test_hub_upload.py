@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import dofla
 from dofla.cli import app
 from dofla.integration.checkpoint import feature_map_tensors
-from dofla.integration.surgery import is_linearized, plan_of, record_of
+from dofla.integration.student import Student, is_linearized
 from dofla.runs.teacher import open_model
 
 CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "checksums.json", "README.md"}
@@ -59,7 +59,7 @@ def student(base):
 
 @torch.no_grad()
 def assert_same(opened, student):
-    assert plan_of(opened).to_dict() == plan_of(student).to_dict()
+    assert Student.of(opened).plan.to_dict() == Student.of(student).plan.to_dict()
     ids = tokens(2, 20)
     assert_close(opened(ids).logits, student(ids).logits, rtol=0, atol=0)
 
@@ -81,7 +81,7 @@ def test_a_student_is_pushed_whole_and_opens_by_its_name(hub, student):
     assert_same(AutoModelForCausalLM.from_pretrained("me/student"), student)
     opened = dofla.load("me/student")
     assert_same(opened, student)
-    assert record_of(opened).base_model == "owner/base"
+    assert Student.of(opened).record.base_model == "owner/base"
 
 
 def test_pushing_again_brings_the_card_up_to_date(hub, student):
@@ -141,7 +141,7 @@ def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
     assert 'dofla.load("me/adapter")' in card.text
     opened = dofla.load("me/adapter")
     assert_same(opened, student)
-    assert record_of(opened) == record_of(student)
+    assert Student.of(opened).record == Student.of(student).record
     assert "GET /me/adapter/resolve/main/README.md" not in hub.asked  # nor anything else that is not needed
 
 

@@ -20,7 +20,7 @@ from dofla.data import TokenWindows
 from dofla.display import factor
 from dofla.integration.model_card import by_hand, write_card
 from dofla.integration.record import Record, without_folders
-from dofla.integration.surgery import plan_of, record_of
+from dofla.integration.student import Student
 from dofla.plans.plan import Plan
 from dofla.runs import workshop
 from dofla.runs.recipe import Recipe
@@ -99,7 +99,7 @@ def test_a_card_says_what_the_student_is(kind, base, tmp_path):
 def test_the_plan_is_a_few_lines(tmp_path):
     model = student("gpt2", "softmax_last")
     model.save_pretrained(tmp_path)
-    plan, text = plan_of(model), text_of(tmp_path)
+    plan, text = Student.of(model).plan, text_of(tmp_path)
     lines = [line for line in text.partition("## The plan")[2].partition("\n## ")[0].splitlines() if line]
     layer = plan.layers[0]
     assert (layer.window, layer.sinks) == (0, 0)
@@ -166,7 +166,7 @@ def test_training_is_put_on_record(base, tmp_path):
     windows = TokenWindows(tokens(8, 24), source="owner/stories@train (train)")
     dofla.distill(model, windows, steps=2, rows=8, context=24)
     dofla.distill_end_to_end(model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, context=64)
-    layerwise, whole = record_of(model).training
+    layerwise, whole = Student.of(model).record.training
     assert (layerwise.steps, layerwise.positions, layerwise.weights) == (2, 24, False)
     assert layerwise.command.startswith("dofla.distill(student, tokens, loss='output', steps=2, batch_size=2")
     assert (whole.steps, whole.positions, whole.weights) == (1, 64, True)
@@ -179,11 +179,11 @@ def test_training_is_put_on_record(base, tmp_path):
         assert whole.command in text
         assert "It was trained on 64 positions" in text
         assert ("no longer the original's" in text) == (kind == "standalone")
-        assert record_of(dofla.load(folder)) == record_of(model)
+        assert Student.of(dofla.load(folder)).record == Student.of(model).record
     # The command does it again.
     again = student_of(base)
     eval(layerwise.command, {"dofla": dofla, "student": again, "tokens": windows})
-    assert record_of(again).training == [layerwise]
+    assert Student.of(again).record.training == [layerwise]
 
 
 def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
@@ -289,7 +289,7 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
     gaps = [
         (f.student, f.source)
-        for f in record_of(dofla.load(folder, base_model=base)).figures
+        for f in Student.of(dofla.load(folder, base_model=base)).record.figures
         if f.metric == "loss_increase"
     ]
     text = "my_text.txt.gz (validation), 8 windows of 24 tokens"
@@ -306,7 +306,8 @@ def test_figures_of_tasks_encoders_and_recall_are_known(tmp_path):
     rows = [row | {"n": n, "student": {"accuracy": share}} for n, share in ((1, 1.0), (3, 0.0))]
     dofla.note(model, figures={"recall": {"text": "pairs", "records": rows}})
     dofla.note(model, figures={"source": "x", "windows": 3, "embeddings": {"cosine": 0.9, "spearman": 0.8}})
-    found = {figure.metric: (figure.student, figure.teacher, figure.source) for figure in record_of(model).figures}
+    figures = Student.of(model).record.figures
+    found = {figure.metric: (figure.student, figure.teacher, figure.source) for figure in figures}
     assert found == {
         "accuracy": (0.5, 0.75, "arc, 40 items"),
         "recall": (0.25, 1.0, "pairs, 4 questions in 128 tokens"),
@@ -332,7 +333,7 @@ def test_what_is_no_note_is_refused(options, match):
     model = own_student("llama")
     with pytest.raises(dofla.DoflaError, match=match):
         dofla.note(model, **options)
-    assert record_of(model) == Record()
+    assert Student.of(model).record == Record()
 
 
 def test_notes_on_what_is_no_student_are_refused(base, tmp_path):
@@ -365,9 +366,9 @@ def test_a_damaged_record_is_refused_in_one_line(record, match, base, tmp_path):
 def test_an_adapter_without_a_record_and_one_of_a_later_version_open(base, tmp_path):
     folder = saved(student_of(base), tmp_path / "out", "adapter")
     (folder / "record.json").write_text(json.dumps({"base_model": "owner/name", "color": "green"}))
-    assert record_of(dofla.load(folder)).base_model == "owner/name"
+    assert Student.of(dofla.load(folder)).record.base_model == "owner/name"
     (folder / "record.json").unlink()
-    assert record_of(dofla.load(folder)) == Record()
+    assert Student.of(dofla.load(folder)).record == Record()
 
 
 # How it hangs on the model
@@ -408,7 +409,7 @@ def test_results_are_taken_as_they_come(base):
     tasks = TaskResults([Comparison("piqa", 8, both, both, {})], {})
     dofla.note(student, figures=tasks)
     dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
-    (accuracy, *others) = record_of(student).figures
+    (accuracy, *others) = Student.of(student).record.figures
     assert (accuracy.student, accuracy.teacher, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
     assert [figure.metric for figure in others] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
 
@@ -424,7 +425,7 @@ def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_
     data |= {"profile": {"samples": 32, "windows": 4}, "distill": {"steps": 2, "rows": 8}}
     run(Recipe.from_dict(data), tmp_path / "run")
     folder = tmp_path / "run" / "students" / "even-seed0" / "adapter"
-    record = record_of(dofla.load(folder))
+    record = Student.of(dofla.load(folder)).record
     command = "dofla run tiny.yaml --set 'data.source=a b.txt'"
     assert [training.command for training in record.training] == [command]
     assert {figure.command for figure in record.figures} == {command}

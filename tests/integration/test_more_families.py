@@ -21,7 +21,7 @@ from transformers import (
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.sites import attention_sites
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1}
@@ -152,7 +152,7 @@ def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
     ids = tiny.tokens(2, 60)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     student = compress(model, tiny.tokens(6, 64, seed=1), budget=24, head_budgets="even")
-    assert len(linear_layers(student)) == 3
+    assert len(Student.of(student).layers) == 3
     assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
 
 
@@ -165,7 +165,7 @@ def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval().double()
     student = compress(model, tiny.tokens(6, 128, seed=1), budget=48, head_budgets=head_budgets)
-    kept = {layer.name: layer.keep_softmax for layer in plan_of(student).layers}
+    kept = {layer.name: layer.keep_softmax for layer in Student.of(student).plan.layers}
     assert kept == {f"model.layers.{n}.self_attn": n != 1 for n in (1, 3, 5)}
     ids, cache = tiny.tokens(2, 120), DynamicCache(config=student.config)
     pieces = [student(part, past_key_values=cache).logits for part in ids.split([70, *[1] * 20, 30], dim=1)]

@@ -17,7 +17,7 @@ from transformers import (
 
 import dofla
 from dofla.integration.sites import attention_sites
-from dofla.integration.surgery import is_linearized, plan_of
+from dofla.integration.student import Student, is_linearized
 
 
 def plan_of_linear_layers(model):
@@ -107,7 +107,7 @@ def test_opened_without_its_window_such_a_model_is_linearized():
     config = copy.deepcopy(teacher("mistral_sliding").config)
     config.sliding_window = None
     model = compress(MistralForCausalLM(config).eval(), tokens(12, 32), budget=24, head_budgets="even")
-    assert len(plan_of(model).layers) == 2
+    assert len(Student.of(model).plan.layers) == 2
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_within_inference_mode_students_are_made_as_ever():
     model = teacher("llama")
     with torch.inference_mode():
         inside = compress(model, tokens(12, 64), budget=48)
-    assert plan_of(inside) == plan_of(outside)
+    assert Student.of(inside).plan == Student.of(outside).plan
     assert torch.equal(inside(tokens(1, 60)).logits, outside(tokens(1, 60)).logits)
     assert not any(x.is_inference() for x in (*inside.parameters(), *inside.buffers()))
 

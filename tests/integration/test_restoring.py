@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from untouched import everything
 
 import dofla
-from dofla.integration.surgery import is_linearized, linear_layers
+from dofla.integration.student import Student, is_linearized
 
 FAMILIES = [*CAUSAL, "bert", "roberta", "vit"]
 
@@ -123,7 +123,7 @@ def test_a_copy_of_a_student_has_a_life_of_its_own():
     before = outputs(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        for layer in linear_layers(other).values():
+        for layer in Student.of(other).layers.values():
             layer.reset_parameters(torch.Generator().manual_seed(9))
     assert not torch.equal(outputs(other), before)
     dofla.restore(other)

@@ -19,7 +19,7 @@ from transformers import (
 import dofla
 from dofla.integration import checkpoint
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 from dofla.runs.demo import teacher_path
 from dofla.storage.checksums import CHECKSUMS
 
@@ -31,7 +31,7 @@ def logits(model):
 
 def assert_same_student(opened, original):
     assert type(opened) is type(original)
-    assert plan_of(opened).to_dict() == plan_of(original).to_dict()
+    assert Student.of(opened).plan.to_dict() == Student.of(original).plan.to_dict()
     assert opened.state_dict().keys() == original.state_dict().keys()
     assert_close(logits(opened), logits(original), rtol=0, atol=0)
 
@@ -77,7 +77,7 @@ def test_so_does_the_class_of_a_model_that_is_no_plain_decoder(family, tmp_path)
     model.save_pretrained(tmp_path)
     for opened in (type(model).from_pretrained(tmp_path), dofla.load(tmp_path)):
         assert type(opened) is type(model)
-        assert plan_of(opened).to_dict() == plan_of(model).to_dict()
+        assert Student.of(opened).plan.to_dict() == Student.of(model).plan.to_dict()
         assert_close(opened.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -223,7 +223,7 @@ def test_a_head_can_be_put_on_a_saved_encoder(tmp_path):
     ids = tokens(2, 20)
     with torch.no_grad():
         assert_close(classifier.bert(ids).pooler_output, body(ids).pooler_output, rtol=0, atol=0)
-    assert sorted(linear_layers(classifier)) == [f"bert.encoder.layer.{n}.attention.self" for n in (0, 1)]
+    assert sorted(Student.of(classifier).layers) == [f"bert.encoder.layer.{n}.attention.self" for n in (0, 1)]
     classifier.save_pretrained(tmp_path / "tuned")
     again = dofla.load(tmp_path / "tuned")
     with torch.no_grad():

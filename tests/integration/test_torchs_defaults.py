@@ -7,11 +7,11 @@ import torch
 from by_budget import compress, frontier
 
 import dofla
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 
 
 def compressed(model, samples):
-    return plan_of(compress(model, samples, budget=24)).to_dict()
+    return Student.of(compress(model, samples, budget=24)).plan.to_dict()
 
 
 def features(model, samples):

@@ -14,7 +14,8 @@ import dofla
 from dofla.errors import DoflaError
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.surgery import answering, even_plan, linear_layers, plan_of
+from dofla.integration.student import Student
+from dofla.integration.surgery import answering, even_plan
 from dofla.plans.hybrid import FEATURE_BYTES, HeadCost, split
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -33,7 +34,7 @@ def logits(model, ids):
 def test_a_model_is_linearized_without_a_plan_and_generates(family, dtype):
     model, ids = teacher(family).to(dtype), tokens(2, 9)
     assert dofla.linearize(model, budget=16) is model
-    plan = plan_of(model)
+    plan = Student.of(model).plan
     cost = HeadCost.of(8, 8, dtype.itemsize, "int8")
     assert {(x.features, x.window, x.sinks) for x in plan.layers} == {split(16 * cost.feature, cost)}
     assert {x.token_dtype for x in plan.layers} == {"int8"}
@@ -52,7 +53,7 @@ def test_the_plan_is_that_of_even_plan_and_the_budget_64_by_default():
     model = teacher("llama")
     expected = even_plan(model)
     assert expected.made_by["budget"] == 64
-    assert plan_of(dofla.linearize(model)).to_dict() == expected.to_dict()
+    assert Student.of(dofla.linearize(model)).plan.to_dict() == expected.to_dict()
 
 
 @quick
@@ -90,7 +91,7 @@ def test_layers_that_attend_to_a_window_already_are_left_as_they_are():
     plan = even_plan(model, 16)
     assert [x.name for x in plan.layers] == [name for name, x in attention_sites(model).items() if not x.linear_time]
     dofla.linearize(model, plan)
-    assert list(linear_layers(model)) == [x.name for x in plan.layers]
+    assert list(Student.of(model).layers) == [x.name for x in plan.layers]
     assert logits(model, tokens(2, 20)).isfinite().all()
 
 
@@ -100,7 +101,7 @@ def test_layers_can_be_kept_softmax_by_name():
     plan = even_plan(model, 16, keep_softmax=[second], feature_map="exponential")
     assert [(x.name, x.keep_softmax) for x in plan.layers] == [(first, False), (second, True)]
     assert plan[first].feature_map == "exponential"
-    assert list(linear_layers(dofla.linearize(model, plan))) == [first]
+    assert list(Student.of(dofla.linearize(model, plan)).layers) == [first]
 
 
 def test_what_no_plan_can_be_made_of_is_one_line_and_changes_nothing():
@@ -131,21 +132,21 @@ def test_an_even_plan_is_restored_bit_for_bit():
 
 
 def all_heads(model):
-    return {name: range(len(layer.features)) for name, layer in linear_layers(model).items()}
+    return {name: range(len(layer.features)) for name, layer in Student.of(model).layers.items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_only_the_named_layers_are_linear(family):
     model, ids = dofla.linearize(teacher(family), budget=4), tokens(2, 20)
-    names, whole = list(linear_layers(model)), logits(model, ids)
+    names, whole = list(Student.of(model).layers), logits(model, ids)
     for chosen in ([], names[:1], names[1:], names):
         plan = even_plan(teacher(family), 4)
         for n, own in enumerate(plan.layers):
             if own.name not in chosen:
                 plan.layers[n] = dofla.LayerPlan(own.name, own.kv_heads, own.head_dim, own.value_dim, keep_softmax=True)
         expected = dofla.linearize(teacher(family), plan)
-        for name, layer in linear_layers(expected).items():
-            layer.load_state_dict(linear_layers(model)[name].state_dict())
+        for name, layer in Student.of(expected).layers.items():
+            layer.load_state_dict(Student.of(model).layers[name].state_dict())
         with answering(model, {name: all_heads(model)[name] for name in chosen}) as same:
             assert same is model
             assert_close(logits(model, ids), logits(expected, ids), rtol=1e-5, atol=1e-5)
@@ -177,8 +178,8 @@ def head_outputs(model, family, names, ids):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_only_the_named_heads_are_linear(family, kind):
     model, ids = own_student(family, kind), tokens(2, 20)
-    first, second = linear_layers(model)
-    kv_heads = len(linear_layers(model)[first].features)
+    first, second = Student.of(model).layers
+    kv_heads = len(Student.of(model).layers[first].features)
     share = 4 // kv_heads
     ours = head_outputs(model, family, [first], ids)[first]
     with dofla.softmax(model):
@@ -204,13 +205,13 @@ def test_heads_of_several_layers_answer_together_under_padding(heads):
     for layer in plan.layers:
         layer.window = [layer.window[head] if head in heads else POSITIONS for head in range(2)]
     expected, model = (dofla.linearize(teacher("llama"), x) for x in (plan, plan_for(teacher("llama"), "ragged")))
-    for name, layer in linear_layers(expected).items():
-        own = linear_layers(model)[name]
+    for name, layer in Student.of(expected).layers.items():
+        own = Student.of(model).layers[name]
         assert own.groups == layer.groups == [[0], [1]]
         layer.load_state_dict(own.state_dict())
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
-    with answering(model, dict.fromkeys(linear_layers(model), heads)), torch.no_grad():
+    with answering(model, dict.fromkeys(Student.of(model).layers, heads)), torch.no_grad():
         found = model(ids, attention_mask=mask, use_cache=False).logits
     with torch.no_grad():
         wanted = expected(ids, attention_mask=mask, use_cache=False).logits
@@ -219,14 +220,14 @@ def test_heads_of_several_layers_answer_together_under_padding(heads):
 
 def test_the_others_come_back_also_after_an_error():
     model, ids = dofla.linearize(teacher("llama"), budget=4), tokens(2, 20)
-    before, whole, state = linear_layers(model), logits(model, ids), list(model.state_dict())
+    before, whole, state = Student.of(model).layers, logits(model, ids), list(model.state_dict())
     everything_before = everything(model)
     with answering(model, {next(iter(before)): [0]}):
-        assert linear_layers(model) == before
+        assert Student.of(model).layers == before
         assert list(model.state_dict()) == state
     with pytest.raises(ZeroDivisionError), answering(model, {next(iter(before)): [0]}):
         raise ZeroDivisionError
-    assert linear_layers(model) == before
+    assert Student.of(model).layers == before
     assert everything(model) == everything_before
     assert torch.equal(logits(model, ids), whole)
     model.generate(ids, max_new_tokens=3, pad_token_id=0)
@@ -239,7 +240,7 @@ def test_the_others_come_back_also_after_an_error():
 
 def test_a_recorded_student_runs_linear_attention_and_a_recorded_teacher_softmax():
     model, ids, calls = dofla.linearize(teacher("llama"), budget=4), tokens(2, 20), []
-    names = list(linear_layers(model))
+    names = list(Student.of(model).layers)
     with torch.no_grad():
         hidden = {}
         for linear in (False, True):

@@ -10,7 +10,7 @@ from torch import nn
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.integration.surgery import is_linearized, plan_of
+from dofla.integration.student import Student, is_linearized
 
 
 class Parallel(nn.Module):
@@ -35,7 +35,7 @@ def test_a_wrapped_model_is_linearized_judged_and_restored(tiny, how):
     model = tiny.llama()
     wrapped = WRAPPED[how](model)
     assert compress(wrapped, samples, budget=24) is wrapped
-    assert plan_of(model).layers == plan_of(plain).layers
+    assert Student.of(model).plan.layers == Student.of(plain).plan.layers
     figures, expected = (dofla.evaluate(x, samples) for x in (wrapped, plain))
     assert figures.loss_increase == pytest.approx(expected.loss_increase, abs=1e-6)
     assert dofla.restore(wrapped) is wrapped

@@ -12,7 +12,7 @@ from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.base import AffineFeatureMap
 from dofla.integration.estimators import Reservoir
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.paper.sampled import sample_features
 from dofla.paper.sampling import leverage_features
 
@@ -47,7 +47,7 @@ def parameters(model):
 def test_each_head_gets_the_draw_of_its_own_vectors(tiny):
     """Grouped-query heads, ragged M, padding: against one head after another by hand."""
     model, tokens = student(tiny, [10, 6]), tiny.padded(3, 12)
-    layers = linear_layers(model)
+    layers = Student.of(model).layers
     reservoirs = {name: Reservoir(40, torch.Generator().manual_seed(5)) for name in layers}
     scalings = {}
 
@@ -87,7 +87,7 @@ def test_heads_of_one_group_differ_and_the_seed_decides(tiny):
     models = [student(tiny, 8) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         sample_features(model, tiny.tokens(2, 24), seed=seed, **FEW)
-    first, again, other = (next(iter(linear_layers(model).values())).maps[0].z for model in models)
+    first, again, other = (next(iter(Student.of(model).layers.values())).maps[0].z for model in models)
     assert first.shape == (2, 8, 8)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -96,7 +96,7 @@ def test_heads_of_one_group_differ_and_the_seed_decides(tiny):
 
 def test_the_kernel_at_the_vectors_is_closer_than_before(tiny):
     model, tokens = student(tiny, 64), tiny.tokens(2, 24)
-    name, layer = next(iter(linear_layers(model).items()))
+    name, layer = next(iter(Student.of(model).layers.items()))
     calls = []
     with recording(model, [name], calls.append), torch.inference_mode():
         run_body(model, {"input_ids": tokens})
@@ -122,7 +122,7 @@ def test_other_models(tiny):
     assert sample_features(vit, tiny.images(2), **FEW)(**tiny.images(2)).last_hidden_state.isfinite().all()
     half = student(tiny).to(torch.bfloat16)
     sample_features(half, tiny.tokens(2, 24), proposal="gaussian", **FEW)
-    assert next(iter(linear_layers(half).values())).maps[0].z.dtype == torch.float32
+    assert next(iter(Student.of(half).layers.values())).maps[0].z.dtype == torch.float32
 
 
 def test_progress_names_its_stages(tiny):

@@ -10,7 +10,7 @@ from by_budget import size_of
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.compressed import budget_of, compressed_plan
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.plans.size import parse_size, size_or_ratio
 
 
@@ -61,7 +61,8 @@ def test_the_bytes_of_a_budget_make_the_plan_of_that_budget(tiny):
     for model in (tiny.llama(), tiny.gpt2(), tiny.llama(head_dim=32)):
         for budget in (12, 64, 37):
             assert budget_of(model, size_of(model, budget)) == budget
-            plan = plan_of(dofla.compress(model, tiny.tokens(2, 32), size_of(model, budget), head_budgets="even"))
+            dofla.compress(model, tiny.tokens(2, 32), size_of(model, budget), head_budgets="even")
+            plan = Student.of(model).plan
             assert plan == compressed_plan(dofla.restore(model), budget)
             assert plan.made_by == {"strategy": "compressed", "size": size_of(model, budget)}
 
@@ -78,7 +79,7 @@ def test_ratio_and_context_of_a_model(tiny):
     ]:
         kept = options.get("keep_softmax", ())
         assert budget_of(model, **options) * size_of(model, 1, kept) == pytest.approx(size)
-        plan = plan_of(dofla.compress(model, tiny.tokens(2, 32), head_budgets="even", **options))
+        plan = Student.of(dofla.compress(model, tiny.tokens(2, 32), head_budgets="even", **options)).plan
         assert plan.made_by["size"] == round(size)
         assert 0.9 * size < plan.state_bytes(model.dtype) <= size
         dofla.restore(model)

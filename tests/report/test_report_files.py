@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import dofla.report
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
+from dofla.integration.student import Student
 from dofla.report import html, look, look_closer, read_run, report_on, write_report
 from dofla.report.page import run_data
 from dofla.report.runs import LOOK
@@ -255,5 +256,5 @@ def test_before_it_is_trained_a_memory_that_fades_is_one_already(home, tmp_path)
     (student,) = read_run(folder).students
     windows = Workshop(read_run(folder).recipe, folder).validation().take(2)
     untrained = compress(AutoModelForCausalLM.from_pretrained(model), windows, budget=12, batch_size=2)
-    expected = attention_fidelity(untrained, windows, batch_size=2, seed=0)
+    expected = attention_fidelity(Student.of(untrained), windows, batch_size=2, seed=0)
     assert student.record(LOOK)["before"] == {name: asdict(layer) for name, layer in expected.items()}

@@ -24,7 +24,7 @@ import dofla
 from dofla.distillation import distill
 from dofla.integration.checkpoint import LORA, WEIGHTS, feature_map_tensors
 from dofla.integration.record import RECORD
-from dofla.integration.surgery import plan_of, record_of
+from dofla.integration.student import Student
 from dofla.plans.curves import Curves
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.plan import Plan
@@ -126,7 +126,7 @@ def _student(name: str) -> Callable[[Path], Any]:
         model = dofla.load(folder / name)
         with torch.no_grad():
             logits = model(input_ids=torch.arange(1, 9).unsqueeze(0)).logits
-        plan, record = plan_of(model).to_dict()["layers"], record_of(model).to_dict()
+        plan, record = Student.of(model).plan.to_dict()["layers"], Student.of(model).record.to_dict()
         return plan, record, _numbers(feature_map_tensors(model)), logits.tolist()
 
     return read
@@ -183,7 +183,7 @@ def _opened(adapter: Path) -> Any:
 def _figures(folder: Path) -> Any:
     student = _opened(folder / "adapter")
     dofla.note(student, figures=folder / "figures.json")
-    return record_of(student).to_dict()
+    return Student.of(student).record.to_dict()
 
 
 def _report(folder: Path) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3T
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.runs.calibration import calibration_operations
 from dofla.runs.check import Check
 from dofla.runs.demo import teacher_path
@@ -48,10 +48,11 @@ def test_bytes_are_those_of_the_caches(tiny):
     assert [(x.tokens, x.size) for x in found.cache] == [(n, size) for size in sizes for n in (2048, 8192, 32768)]
     for size in sizes:
         student = dofla.compress(model, tiny.tokens(2, 32), size, head_budgets="even")
+        plan = Student.of(student).plan
         for x in found.cache:
             if x.size == size:
-                assert x.compressed == plan_of(student).state_bytes(torch.bfloat16)
-                assert x.softmax == plan_of(student).softmax_bytes(x.tokens, torch.bfloat16) == x.tokens * 2 * 32 * 2
+                assert x.compressed == plan.state_bytes(torch.bfloat16)
+                assert x.softmax == plan.softmax_bytes(x.tokens, torch.bfloat16) == x.tokens * 2 * 32 * 2
                 assert x.factor == x.softmax / x.compressed
         dofla.restore(model)
 

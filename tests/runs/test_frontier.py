@@ -12,7 +12,7 @@ import dofla
 from dofla.distillation import compressor
 from dofla.errors import DoflaError
 from dofla.integration.compressed import feature_bytes
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
 CACHE = {64: 10**6, 128: 2 * 10**6}
@@ -44,9 +44,9 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
         assert (point.loss_increase, point.kl, point.bytes) == (
             result.loss_increase,
             result.kl,
-            plan_of(student).state_bytes(model.dtype),
+            Student.of(student).plan.state_bytes(model.dtype),
         )
-    assert found.cache == {length: plan_of(student).softmax_bytes(length, model.dtype) for length in (40, 80)}
+    assert found.cache == {length: Student.of(student).plan.softmax_bytes(length, model.dtype) for length in (40, 80)}
     assert found.texts == ["a", "bc"]
     assert found.smallest(40) is None
 
@@ -66,7 +66,7 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
     assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "context": 192, "retrieval_heads": 1}
     assert "retrieval heads: 1;" in str(found)
     for point in found.points:
-        plan = plan_of(dofla.compress(model, tokens, point.size, **options))
+        plan = Student.of(dofla.compress(model, tokens, point.size, **options)).plan
         assert plan.state_bytes(model.dtype) == point.bytes
         assert plan.made_by["retrieval_heads"]
         dofla.restore(model)
@@ -101,7 +101,7 @@ def test_what_was_found_is_kept(tiny, tmp_path):
     assert [path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()] == [str(kept)]
     assert Frontier.load(tmp_path / "out") == found
     student = dofla.load(tmp_path / "out" / ADAPTERS / str(kept))
-    assert plan_of(student).state_bytes(student.dtype) == found.smallest(64).bytes
+    assert Student.of(student).plan.state_bytes(student.dtype) == found.smallest(64).bytes
     ids = judged["a"][0].input_ids
     with torch.no_grad():
         made = dofla.compress(model, tokens, kept)(ids, use_cache=False).logits

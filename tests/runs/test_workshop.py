@@ -14,7 +14,7 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
-from dofla.integration.surgery import is_linearized, linear_layers
+from dofla.integration.student import Student, is_linearized
 from dofla.plans.curves import Curves
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost, split
@@ -151,7 +151,7 @@ def test_features_start_from_data_unless_a_student_asks_for_chance(tmp_path, mea
         with shop.student(spec, 0) as student:
             tensors = [
                 (key.rpartition("_")[2], tensor.clone())
-                for layer in linear_layers(student).values()
+                for layer in Student.of(student).layers.values()
                 for key, tensor in layer.state_dict().items()
                 if key.endswith(("_mean", "_std"))
             ]

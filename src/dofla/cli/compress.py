@@ -54,7 +54,7 @@ def compress(
     from dofla.distillation.training_free import WAYS
     from dofla.distillation.training_free import compress as make
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
-    from dofla.integration.surgery import plan_of
+    from dofla.integration.student import Student
     from dofla.plans.head_budgets import HeadBudgets, named
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
@@ -85,7 +85,7 @@ def compress(
         tokenizer.save_pretrained(folder)
     if not merged:
         warn_of_local_base(compressed, out)
-    plan = plan_of(compressed)
+    plan = Student.of(compressed).plan
     view.show(plan)
     if full_heads := plan.made_by.get("retrieval_heads"):
         view.say(named(full_heads))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dofla.attention import LOG_ZERO, KeySmoothing
 from dofla.attention.coding import Moments
@@ -16,25 +15,23 @@ from dofla.distillation.losses import student_log_scores
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 _ROWS = 64
 """Query rows per window from which the level is read."""
 
 
-def start_from_data(
-    student: PreTrainedModel, windows: TokenWindows | Images, batches: Sequence[Mapping[str, Tensor]]
-) -> None:
+def start_from_data(student: Student, windows: TokenWindows | Images, batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Before training: tiers that have no directions yet get them from the first windows, then maps from a batch."""
-    if any(layer.coded_tiers for layer in linear_layers(student).values()):
+    if any(layer.coded_tiers for layer in student.layers.values()):
         measure_directions(student, windows.take(WINDOWS) if isinstance(windows, TokenWindows) else windows)
     calibrate(student, batches)
 
 
-def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]) -> None:
+def calibrate(student: Student, batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Calibrate the layers that want to look at data (:func:`calibrate_layer`), in one softmax forward of each batch;
     all of one shape."""
-    layers = {n: x for n, x in linear_layers(student).items() if _new_smoothing(x) or any(m.wants_data for m in x.maps)}
+    layers = {n: x for n, x in student.layers.items() if _new_smoothing(x) or any(m.wants_data for m in x.maps)}
     if not layers:
         return
     generator = torch.Generator().manual_seed(0)
@@ -47,9 +44,9 @@ def calibrate(student: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]])
             calibrate_layer(together(seen), layers[call.name], generator)
             seen.clear()  # one batch, the usual case, is never held for more than a layer
 
-    with recording(student, layers, look), torch.no_grad():
+    with recording(student.model, layers, look), torch.no_grad():
         for batch in batches:
-            run_body(student, batch)
+            run_body(student.model, batch)
 
 
 @torch.no_grad()

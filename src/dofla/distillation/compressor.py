@@ -28,7 +28,8 @@ from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.streaming import is_streamed
-from dofla.integration.surgery import convert, describe, plan_of, restore, softmax
+from dofla.integration.student import Student
+from dofla.integration.surgery import convert, describe, restore, softmax
 from dofla.plans.compressed import TooSmall
 from dofla.plans.head_budgets import LEAST, HeadBudgets, divide, held_out_line
 from dofla.plans.plan import Plan, check_prefill
@@ -110,7 +111,7 @@ class Compressor:
         """The model, compressed; by default all its KV heads have the same size."""
         convert(self.model, self.plan(budget, head_budgets))
         try:
-            give_directions(self.model, self.directions)
+            give_directions(Student.of(self.model), self.directions)
         except BaseException:
             restore(self.model)
             raise
@@ -181,7 +182,7 @@ class Compressor:
         if not self.retrieval_heads:
             return head_budgets
         with self.made(budget, head_budgets) as student:
-            return with_retrieval_heads(student, head_budgets, self.retrieval_heads, self._facts, report)
+            return with_retrieval_heads(Student.of(student), head_budgets, self.retrieval_heads, self._facts, report)
 
     @cached_property
     def directions(self) -> dict[str, Directions]:
@@ -223,8 +224,9 @@ class Compressor:
         Each half of the windows is held out once: the head budgets that the other half gives are tried on it.
         """
         with self.made(budget) as student:
-            costs = [self._costs(student, half, report) for half in self._halves]
-            plan = plan_of(student)
+            handle = Student.of(student)
+            costs = [self._costs(handle, half, report) for half in self._halves]
+            plan = handle.plan
             even = self._loss(student, self._halves, report) if len(costs) > 1 else None
         itemsize = self.model.dtype.itemsize
         sizes = {name: plan[name].state_bytes(itemsize) // len(own) for name, own in costs[0].items()}
@@ -258,7 +260,7 @@ class Compressor:
         parts = 2 if min(map(len, self._texts)) > 1 else 1
         return [[batches[n::parts] for batches in self._texts] for n in range(parts)]
 
-    def _costs(self, student: PreTrainedModel, half: list[Batches], report: Callable[[], None]) -> dict[str, Tensor]:
+    def _costs(self, student: Student, half: list[Batches], report: Callable[[], None]) -> dict[str, Tensor]:
         text, copied = (costs_of_heads(student, batches, report) for batches in half)
         return {name: own + COPY_WEIGHT * copied[name] for name, own in text.items()}
 

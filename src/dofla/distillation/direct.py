@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.storage.processes import ALONE, Processes
 
 DIRECT = "direct"
@@ -18,7 +17,7 @@ _IGNORED = -100
 
 
 def next_token_gradients(
-    student: PreTrainedModel,
+    student: Student,
     batches: Sequence[Mapping[str, Tensor]],
     processes: Processes = ALONE,
 ) -> dict[str, float]:
@@ -28,25 +27,26 @@ def next_token_gradients(
     The graph goes through the whole linearized model, but only the feature maps are given gradients.
 
     Args:
-        student: a linearized causal language model.
+        student: a causal language model.
         batches: of one step; padding is not predicted.
         processes: each adds the gradient of its share of every batch; the loss is that of all.
 
     Raises:
         DoflaError: the model predicts no next token.
     """
-    if not student.can_generate():
-        raise DoflaError(f"loss 'direct': {type(student).__name__} predicts no next token; train it with softmax or l2")
+    model = student.model
+    if not model.can_generate():
+        raise DoflaError(f"loss 'direct': {type(model).__name__} predicts no next token; train it with softmax or l2")
     total, sizes = 0.0, [len(batch["input_ids"]) for batch in batches]
     with _only_feature_maps_train(student):
         for size, batch in zip(sizes, batches, strict=True):
             own, gather = processes.share(batch)
-            own = {k: v.to(student.device) for k, v in own.items()}
+            own = {k: v.to(model.device) for k, v in own.items()}
             labels = own["input_ids"]
             if "attention_mask" in own:
                 labels = labels.masked_fill(own["attention_mask"] == 0, _IGNORED)
             asked = (labels[:, 1:] != _IGNORED).sum()
-            loss = student(**own, labels=labels, use_cache=False).loss
+            loss = model(**own, labels=labels, use_cache=False).loss
             value = gather(loss * asked).sum(0) / gather(asked).sum(0) / (sum(sizes) / size)
             if value.requires_grad:  # not if the batch has no window for this process
                 value.backward()
@@ -55,10 +55,10 @@ def next_token_gradients(
 
 
 @contextmanager
-def _only_feature_maps_train(student: PreTrainedModel) -> Iterator[None]:
+def _only_feature_maps_train(student: Student) -> Iterator[None]:
     """Within the block no other weight takes part in the graph."""
-    ours = {id(p) for layer in linear_layers(student).values() for p in layer.parameters()}
-    others = [p for p in student.parameters() if p.requires_grad and id(p) not in ours]
+    ours = {id(p) for layer in student.layers.values() for p in layer.parameters()}
+    others = [p for p in student.model.parameters() if p.requires_grad and id(p) not in ours]
     for parameter in others:
         parameter.requires_grad_(False)
     try:

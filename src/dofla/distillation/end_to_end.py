@@ -29,8 +29,7 @@ from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.streaming import is_streamed
-from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.processes import Processes, is_first, processes
@@ -116,7 +115,8 @@ def distill_end_to_end(
             several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
             another way.
     """
-    layers = linear_layers(student)
+    handle = Student.of(student)
+    layers = handle.layers
     refuse_trained(student)
     windows = windows_for(student, tokens)
     check_choice("weights", weights, WEIGHTS)
@@ -128,12 +128,12 @@ def distill_end_to_end(
     if not 0 <= window_dropout < 1:
         raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
     rates = _rates(weights, learning_rates or {})
-    context = context_of(student, windows, context)
+    context = context_of(handle, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
     if isinstance(windows, TokenWindows) and student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
-    if is_streamed(student):
+    if handle.streamed:
         raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
     together = processes(sharding=True)
     if together.sharded and weights == "all":
@@ -154,15 +154,15 @@ def distill_end_to_end(
     ):
         torch.manual_seed(seed)
         with (
-            trainable(student, weights, lora_rank) as part,
+            trainable(handle, weights, lora_rank) as part,
             sharded(student, together.home) if together.sharded else nullcontext(),
         ):
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
             descent = Descent(_groups(layers, part, rates), schedule, steps)
-            checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
+            checkpoint = Checkpoint(folder, settings, handle.plan, windows, checkpoint_every)
             started = time.perf_counter()
-            start_from_data(student, windows, batches.first())  # where a run goes on, its checkpoint comes over it
+            start_from_data(handle, windows, batches.first())  # where a run goes on, its checkpoint comes over it
             curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
             together.check_same_files(len(curve), folder)
             together.make_alike([*descent.parameters, *(x for layer in layers.values() for x in layer.buffers())])
@@ -170,7 +170,7 @@ def distill_end_to_end(
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
                 of_step = batches.of_step(step, torch.default_generator)
-                with hidden_windows(student) if hide else nullcontext():
+                with hidden_windows(layers.values()) if hide else nullcontext():
                     value = _gradients(loss, of_step, precision, together)
                 if not math.isfinite(value):
                     raise DoflaError(f"the {loss.name} loss is {value} at step {step}: lower learning_rates")
@@ -187,7 +187,7 @@ def distill_end_to_end(
     how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
     options = {name: value for name, value in settings.items() if name != "loss"}
     call = "dofla.distill_end_to_end(student, tokens"
-    record_of(student).add_distillation(how, windows, call, options, weights=weights != "maps")
+    handle.record.add_distillation(how, windows, call, options, weights=weights != "maps")
     return History([loss.name], torch.tensor(curve), seconds, settings)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dofla.attention import accumulable
 from dofla.data import Images, TokenWindows, batches
 from dofla.distillation.losses import divergence, log_kernel_errors, student_log_scores
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 ROWS = 128
 """Query rows per window whose attention is compared."""
@@ -41,7 +40,7 @@ class LayerFidelity:
 
 @torch.no_grad()
 def attention_fidelity(
-    student: PreTrainedModel,
+    student: Student,
     windows: TokenWindows | Images,
     *,
     batch_size: int = 4,
@@ -49,7 +48,7 @@ def attention_fidelity(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, LayerFidelity]:
     """Per layer, by name, over all windows; ``progress`` is called with (done, total) batches."""
-    layers = linear_layers(student)
+    layers, model = student.layers, student.model
     generator = torch.Generator().manual_seed(seed)
     sums = {name: torch.zeros(2, dtype=torch.float64) for name in layers}  # Σ error², Σ output²
     divergences: dict[str, Any] = dict.fromkeys(layers, 0.0)  # Σ kl per KV head [Hkv]
@@ -81,10 +80,10 @@ def attention_fidelity(
         kernel = torch.stack(log_kernel_errors(call, approximate, rows)).double().cpu()
         kernels[call.name] = torch.logaddexp(kernels[call.name], kernel) if call.name in kernels else kernel
 
-    with recording(student, layers, compare):
+    with recording(model, layers, compare):
         parts = batches(windows, batch_size)
         for done, part in enumerate(parts, start=1):
-            run_body(student, windows.batch(part))
+            run_body(model, windows.batch(part))
             if progress:
                 progress(done, len(parts))
     return {

@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from dofla.distillation.objective import Objective
 from dofla.distillation.trainable import trainable
 from dofla.integration.interface import RECORDING, softmax_attention, visiting
 from dofla.integration.recorder import AttentionCall
 from dofla.integration.sites import attention_implementation, evaluation_mode
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 
 def costs_of_heads(
-    student: PreTrainedModel,
+    student: Student,
     parts: Sequence[Mapping[str, Tensor]],
     report: Callable[[], None],
     last: int | None = None,
@@ -34,19 +33,19 @@ def costs_of_heads(
     that head alone answered as softmax attention does.
 
     Args:
-        student: a linearized causal model.
+        student: a causal language model.
         parts: batches.
         report: called after each of them.
         last: tokens at the end of each window that count; default all.
     """
-    layers = linear_layers(student)
+    layers, model = student.layers, student.model
     costs = {name: torch.zeros(len(layer.features), dtype=torch.float64) for name, layer in layers.items()}
-    with trainable(student, "maps", 0) as part, evaluation_mode(student), torch.enable_grad():
-        loss = Objective(student, part.teacher, last)
+    with trainable(student, "maps", 0) as part, evaluation_mode(model), torch.enable_grad():
+        loss = Objective(model, part.teacher, last)
         tokens, rows = sum(map(loss.count, parts)), sum(len(batch["input_ids"]) for batch in parts)
         for batch in parts:
             with _answers(student) as seen:
-                value = loss({name: data.to(student.device) for name, data in batch.items()}, tokens, rows)
+                value = loss({name: data.to(model.device) for name, data in batch.items()}, tokens, rows)
             gradients = torch.autograd.grad(value, [out for out, _ in seen.values()])
             for (name, (_, difference)), gradient in zip(seen.items(), gradients, strict=True):
                 by_head = -(gradient.double() * difference).sum((0, 1, 3)).cpu()
@@ -56,11 +55,11 @@ def costs_of_heads(
 
 
 @contextmanager
-def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def _answers(student: Student) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Within the block the student answers as ever, and gradients pass as through softmax attention. Yields, by layer,
     its output [B, L, H, dv] in the last call, and what that of softmax attention is more than that."""
-    layers = linear_layers(student)
-    by_module = {student.get_submodule(name): name for name in layers}
+    layers = student.layers
+    by_module = {student.model.get_submodule(name): name for name in layers}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def attention(
@@ -86,5 +85,5 @@ def _answers(student: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tenso
         seen[call.name] = out, smooth.detach() - own
         return out, None
 
-    with attention_implementation(student, RECORDING), visiting(None, attention):
+    with attention_implementation(student.model, RECORDING), visiting(None, attention):
         yield seen

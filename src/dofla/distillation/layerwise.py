@@ -15,7 +15,7 @@ from dofla.storage.processes import ALONE, Gather, Processes, alone
 
 
 def layerwise_gradients(
-    student: PreTrainedModel,
+    model: PreTrainedModel,
     layers: Mapping[str, LinearAttention],
     batches: Sequence[Mapping[str, Tensor]],
     *,
@@ -29,7 +29,7 @@ def layerwise_gradients(
     a batch counts by its windows.
 
     Args:
-        student: a linearized model; it runs as its own teacher, without gradients.
+        model: a converted one; it runs as its own teacher, without gradients.
         layers: those to train, by the name of their attention module.
         batches: of one step.
         loss: a name in :data:`dofla.distillation.LOSSES`.
@@ -61,8 +61,8 @@ def layerwise_gradients(
         for size, batch in zip(sizes, batches, strict=True):
             (own, gather), parts = processes.share(batch), sum(sizes) / size
             if own_inputs:
-                with recording(student, layers, remember):
-                    run_body(student, own)
-            with recording(student, layers, learn, linear=own_inputs):
-                run_body(student, own)
+                with recording(model, layers, remember):
+                    run_body(model, own)
+            with recording(model, layers, learn, linear=own_inputs):
+                run_body(model, own)
     return losses

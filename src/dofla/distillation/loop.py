@@ -29,8 +29,8 @@ from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.streaming import in_turn, is_streamed
-from dofla.integration.surgery import linear_layers, plan_of, record_of
+from dofla.integration.streaming import in_turn
+from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.processes import Processes, is_first, processes
@@ -110,7 +110,7 @@ def distill(
             takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
             a run of other settings; another process that has ended.
     """
-    layers = linear_layers(student)
+    handle = Student.of(student)
     check_choice("loss", loss, [*LOSSES, DIRECT])
     check_choice("schedule", schedule, SCHEDULES)
     windows = windows_for(student, tokens)
@@ -118,8 +118,8 @@ def distill(
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
-    context, streamed = context_of(student, windows, context), is_streamed(student)
-    if loss == DIRECT and streamed:
+    context = context_of(handle, windows, context)
+    if loss == DIRECT and handle.streamed:
         raise DoflaError("loss 'direct' takes gradients through all layers, which stay on disk: choose another loss")
     together = processes()
     batches = Batches(windows, batch_size * together.count, accumulate, seed, context)
@@ -128,19 +128,19 @@ def distill(
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
     settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
     settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
-    groups = groups_of(layers, rates)
-    checkpoint = Checkpoint(folder, settings, plan_of(student), windows, checkpoint_every)
-    if together.device is not None and not streamed:
+    groups = groups_of(handle.layers, rates)
+    checkpoint = Checkpoint(folder, settings, handle.plan, windows, checkpoint_every)
+    if together.device is not None and not handle.streamed:
         student.to(together.device)  # type: ignore[arg-type] # transformers wraps it
 
     started = time.perf_counter()
     curves: dict[str, list[float]] = {}
-    whole = not streamed or own_inputs > 0
+    whole = not handle.streamed or own_inputs > 0
     with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
         if from_data:
-            start_from_data(student, windows, batches.first())  # where a run goes on, its checkpoint comes over it
+            start_from_data(handle, windows, batches.first())  # where a run goes on, its checkpoint comes over it
         for turn in turns:
-            part = {name: layer for name, layer in layers.items() if name.startswith(turn.prefix)}
+            part = {name: layer for name, layer in handle.layers.items() if name.startswith(turn.prefix)}
             columns = [DIRECT] if loss == DIRECT else list(part)
             descent = Descent(part_of(groups, part), schedule, steps)
             curve = checkpoint.resume(part, descent.optimizer, columns, turn.name)
@@ -149,7 +149,7 @@ def distill(
             done = len(curve) if part else steps  # taken before, or not to be taken
             turn.carry(together.share(batch)[0] for step in range(done) for batch in batches.of_step(step))
             for step in range(done, steps):
-                losses = _gradients(student, part, batches.of_step(step), settings, step, together)
+                losses = _gradients(handle, part, batches.of_step(step), settings, step, together)
                 together.add_gradients(descent.parameters)
                 descent.step(step)
                 curve.append(list(losses.values()))
@@ -158,13 +158,13 @@ def distill(
                     progress(turn.number * steps + len(curve), turn.count * steps, losses)
             curves |= {column: [losses[n] for losses in curve] for n, column in enumerate(columns)}
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
-    record_of(student).add_distillation(how, windows, "dofla.distill(student, tokens", settings)
+    handle.record.add_distillation(how, windows, "dofla.distill(student, tokens", settings)
     table = torch.tensor(list(zip(*curves.values(), strict=True)))
     return History(list(curves), table, time.perf_counter() - started + checkpoint.earlier, settings)
 
 
 def _gradients(
-    student: PreTrainedModel,
+    student: Student,
     layers: Mapping[str, LinearAttention],
     batches: Sequence[Mapping[str, Tensor]],
     settings: Mapping[str, Any],
@@ -180,7 +180,7 @@ def _gradients(
         losses = next_token_gradients(student, batches, together)
     else:
         losses = layerwise_gradients(
-            student,
+            student.model,
             layers,
             batches,
             loss=settings["loss"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dofla.data import predicted
+from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.recorder import fed, mean_pooled, run_body
-from dofla.integration.surgery import linear_layers
 from dofla.integration.trained import original_weights
 
 POSITIONS_AT_A_TIME = 128
@@ -115,9 +115,8 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def hidden_windows(student: PreTrainedModel) -> Iterator[None]:
+def hidden_windows(layers: Collection[LinearAttention]) -> Iterator[None]:
     """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all."""
-    layers = list(linear_layers(student).values())
     try:
         for layer in layers:
             layer.hides_tokens = True

@@ -17,6 +17,7 @@ from dofla.distillation.forgetting import costs_of_heads
 from dofla.errors import DoflaError
 from dofla.integration.placement import placed_over
 from dofla.integration.positions import positions_of
+from dofla.integration.student import Student
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.plan import Plan
 
@@ -65,7 +66,7 @@ def facts_for(
 
 
 def with_retrieval_heads(
-    student: PreTrainedModel, head_budgets: HeadBudgets, heads: int, facts: Facts, report: Callable[[], None]
+    student: Student, head_budgets: HeadBudgets, heads: int, facts: Facts, report: Callable[[], None]
 ) -> HeadBudgets:
     """``head_budgets`` with the ``heads`` KV heads on which most hangs holding every token.
 

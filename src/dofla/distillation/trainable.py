@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dofla.integration.lora import lora_factors, low_rank, merge_factors
-from dofla.integration.surgery import linear_layers, softmax
+from dofla.integration.student import Student
+from dofla.integration.surgery import softmax
 from dofla.integration.trained import cast_weights, keep_original, put_back, weights_of
 
 WEIGHTS = ("lora", "maps", "all")
@@ -29,14 +30,14 @@ class Trainable:
 
 
 @contextmanager
-def trainable(student: PreTrainedModel, weights: str, lora_rank: int) -> Iterator[Trainable]:
+def trainable(student: Student, weights: str, lora_rank: int) -> Iterator[Trainable]:
     """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32.
 
     When the block ends, what was learned is in the student, a stock model of the dtypes it had: low-rank factors are
     merged into its weights. If it fails, the student is as before.
 
     Args:
-        student: a linearized model.
+        student: the handle of the model.
         weights: ``lora``, factors beside every linear layer but the output layer; ``all`` weights; ``maps``, nothing
             but the feature maps.
         lora_rank: of the factors, which are drawn from the global generator.
@@ -44,17 +45,17 @@ def trainable(student: PreTrainedModel, weights: str, lora_rank: int) -> Iterato
     Raises:
         DoflaError: peft is not installed.
     """
-    layers = linear_layers(student).values()
+    layers, model = student.layers.values(), student.model
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
-    flags = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     parts: dict[str, Callable[[PreTrainedModel], AbstractContextManager[Trainable]]] = {
         "lora": partial(_low_rank, rank=lora_rank),
         "maps": _nothing_else,
         "all": _all,
     }
     try:
-        with parts[weights](student) as part:
-            student.requires_grad_(False)
+        with parts[weights](model) as part:
+            model.requires_grad_(False)
             for parameter in (*part.weights.values(), *(p for layer in layers for p in layer.parameters())):
                 parameter.requires_grad_(True)
             yield part

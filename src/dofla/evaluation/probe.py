@@ -16,7 +16,8 @@ from dofla.evaluation.passkey import passkey_figures
 from dofla.evaluation.position import Positions, loss_by_position
 from dofla.evaluation.recall import Recall, RecallText, WordPairs, recall_figures
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import describe, plan_of
+from dofla.integration.student import Student
+from dofla.integration.surgery import describe
 
 PROBES = ("positions", "generation", "recall", "passkey")
 
@@ -104,7 +105,7 @@ def probe(
     unknown = sorted(set(wanted) - set(PROBES))
     if unknown or not wanted:
         raise DoflaError(f"wanted: {', '.join(unknown) or 'nothing'}; choose from {', '.join(PROBES)}")
-    strategy = plan_of(student).made_by.get("strategy")
+    strategy = Student.of(student).plan.made_by.get("strategy")
     check_room(student, windows.length)
     report = progress if callable(progress) else None
     positions = generation = recall = passkey = None

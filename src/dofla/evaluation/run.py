@@ -18,7 +18,8 @@ from dofla.evaluation.language import LanguageFigures, next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.reading import windows_for
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import describe, plan_of, record_of
+from dofla.integration.student import Student
+from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
@@ -179,7 +180,8 @@ def evaluate(
         DoflaError: not linearized; windows of one token; logits that are not finite.
     """
     windows = windows_for(student, tokens)
-    plan = plan_of(student)
+    handle = Student.of(student)
+    plan = handle.plan
     text = windows if isinstance(windows, TokenWindows) else None
     some = windows if text is None else text.take(fidelity_windows)
     first, then = (len(batches(x, batch_size)) for x in (windows, some))
@@ -193,7 +195,7 @@ def evaluate(
             figures = next_token_figures(student, text, batch_size=batch_size, seed=seed, progress=after(0))
         else:
             figures = embedding_figures(student, windows, batch_size=batch_size, progress=after(0))
-        layers = attention_fidelity(student, some, batch_size=batch_size, seed=seed, progress=after(first))
+        layers = attention_fidelity(handle, some, batch_size=batch_size, seed=seed, progress=after(first))
     result = Evaluation(
         model=describe(student),
         source=windows.source,
@@ -206,5 +208,5 @@ def evaluate(
         softmax_bytes=None if text is None else plan.softmax_bytes(text.length, student.dtype),
         **figures,
     )
-    record_of(student).add_figures(result.to_dict())
+    handle.record.add_figures(result.to_dict())
     return result

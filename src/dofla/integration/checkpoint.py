@@ -24,7 +24,8 @@ from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
 from dofla.integration.streaming import device_map
-from dofla.integration.surgery import convert, is_linearized, linear_layers, plan_of, record_of, restore
+from dofla.integration.student import Student, is_linearized
+from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plans.plan import Plan
 from dofla.storage.checksums import check_checksums
@@ -44,7 +45,7 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """All parameters of the feature maps, ``<module name>.<parameter name>`` → CPU tensor."""
     return {
         f"{name}.{key}": tensor.detach().cpu().contiguous()
-        for name, layer in linear_layers(model).items()
+        for name, layer in Student.of(model).layers.items()
         for key, tensor in layer.state_dict().items()
     }
 
@@ -60,7 +61,7 @@ def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor],
         if tensor.shape != own[name].shape:
             shapes = f"{list(tensor.shape)}, not {list(own[name].shape)}"
             raise DoflaError(f"{where} does not fit its plan: {name} is {shapes}")
-    for name, layer in linear_layers(model).items():
+    for name, layer in Student.of(model).layers.items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
     check_coders(model, where)
 
@@ -96,11 +97,11 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
         write_lora(model, folder)
     elif is_trained(model):
         write_tensors(folder / TRAINED, weights_of(model))
-    write_json(folder / "plan.json", plan_of(model).to_dict(), sealed=True)  # weights belong to it
+    write_json(folder / "plan.json", Student.of(model).plan.to_dict(), sealed=True)  # weights belong to it
     write_json(folder / ADAPTER, {"format": 1, "base_model": base_of(model), "class": type(model).__name__})
     record = completed_record(model)
     record.save(folder / RECORD)
-    write_card(folder, plan_of(model), record, adapter=True)
+    write_card(folder, Student.of(model).plan, record, adapter=True)
 
 
 def base_of(model: PreTrainedModel) -> str:
@@ -113,7 +114,7 @@ def base_of(model: PreTrainedModel) -> str:
     of_folder = read_json(config, "a config").get("quantization_config") if config.exists() else None
     # A standalone student may have weights that its own base has not.
     standalone = of_folder is not None and of_folder.get("quant_method") == METHOD
-    known = "" if standalone else record_of(model).base_model
+    known = "" if standalone else Student.of(model).record.base_model
     return known or packaged_name(place) or str(Path(place).resolve())
 
 
@@ -209,7 +210,7 @@ def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
         DoflaError: not linearized; weights that were trained already; a file that is missing, damaged, or of another
             model.
     """
-    linear_layers(student)
+    Student.of(student)
     refuse_trained(student)
     path = Path(path)
     path = path / LORA if path.is_dir() else path

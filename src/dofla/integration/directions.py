@@ -19,7 +19,7 @@ from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 WINDOWS = 12
 """Default number of windows to measure directions and head budgets on; with 512 tokens each it is enough."""
@@ -52,7 +52,7 @@ class Directions:
 
 
 def measure_directions(
-    student: PreTrainedModel,
+    student: Student,
     tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     batch_size: int = 4,
@@ -62,21 +62,21 @@ def measure_directions(
     """Calibrate the coders of all tiers (:class:`dofla.attention.Coder`) that have not been.
 
     Args:
-        student: a linearized model.
+        student: the handle of a converted model.
         tokens, batch_size, context, progress: as for :func:`directions_of`.
 
     Raises:
-        DoflaError: the model is not linearized; as :func:`directions_of`.
+        DoflaError: as :func:`directions_of`.
     """
-    new = [name for name, layer in linear_layers(student).items() if _is_new(layer)]
+    new = [name for name, layer in student.layers.items() if _is_new(layer)]
     if new:
-        found = directions_of(student, tokens, new, batch_size=batch_size, context=context, progress=progress)
+        found = directions_of(student.model, tokens, new, batch_size=batch_size, context=context, progress=progress)
         give_directions(student, found)
 
 
-def give_directions(student: PreTrainedModel, directions: Mapping[str, Directions]) -> None:
+def give_directions(student: Student, directions: Mapping[str, Directions]) -> None:
     """Calibrate the coders of a linearized model by what was measured of it, before or after it was linearized."""
-    for name, layer in linear_layers(student).items():
+    for name, layer in student.layers.items():
         if _is_new(layer):
             directions[name].calibrate(layer)
 

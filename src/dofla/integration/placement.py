@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 REACH = 4
 """Lengths of a window that hybrid students are trained for if nothing is said."""
@@ -25,7 +25,7 @@ _CROWDED = 2
 positions, which every text has."""
 
 
-def context_of(student: PreTrainedModel, windows: TokenWindows | Images, context: int | None) -> int | None:
+def context_of(student: Student, windows: TokenWindows | Images, context: int | None) -> int | None:
     """The number of positions to read the windows at: ``context``, or by default :data:`REACH` times their length where
     the student is a hybrid language model with rotary positions. None: windows stay where they are, here and below.
 
@@ -33,11 +33,11 @@ def context_of(student: PreTrainedModel, windows: TokenWindows | Images, context
         DoflaError: windows cannot be read anywhere among so many positions.
     """
     if context is not None:
-        return None if context == _checked(student, windows, context).length else context
-    hybrid = any(layer.is_hybrid for layer in linear_layers(student).values())
-    if not (hybrid and student.can_generate() and _is_rotary(student) and isinstance(windows, TokenWindows)):
+        return _within(student.model, windows, context)
+    model, hybrid = student.model, any(layer.is_hybrid for layer in student.layers.values())
+    if not (hybrid and model.can_generate() and _is_rotary(model) and isinstance(windows, TokenWindows)):
         return None
-    context = min(REACH * windows.length, positions_of(student) or REACH * windows.length)
+    context = min(REACH * windows.length, positions_of(model) or REACH * windows.length)
     return context if context > windows.length else None
 
 
@@ -50,14 +50,14 @@ def calibration_context(model: PreTrainedModel, windows: TokenWindows | Images, 
     """
     if context is None and isinstance(windows, TokenWindows) and _is_rotary(model):
         context = max(positions_of(model) or 0, windows.length)
-    return context_of(model, windows, context) if context is not None else None
+    return None if context is None else _within(model, windows, context)
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:
     return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
 
 
-def _checked(model: PreTrainedModel, windows: TokenWindows | Images, context: int) -> TokenWindows:
+def _within(model: PreTrainedModel, windows: TokenWindows | Images, context: int) -> int | None:
     if not isinstance(windows, TokenWindows):
         raise DoflaError(f"context is {context}: images have no positions to move; leave it out")
     if context < windows.length:
@@ -70,7 +70,7 @@ def _checked(model: PreTrainedModel, windows: TokenWindows | Images, context: in
     # Rotary positions are relative: the teacher does not notice where a window stands. Others are learned one by one.
     if context > windows.length and not _is_rotary(model):
         raise DoflaError(f"context is {context}: {type(model).__name__} has no rotary positions; leave it out")
-    return windows
+    return None if context == windows.length else context
 
 
 def placed(batch: Mapping[str, Tensor], first: int | Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, evaluation_mode
 from dofla.integration.streaming import in_turn
-from dofla.integration.surgery import is_linearized, refuse
+from dofla.integration.student import is_linearized
+from dofla.integration.surgery import refuse
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS

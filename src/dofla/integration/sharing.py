@@ -17,7 +17,7 @@ from dofla.integration.hub import hub_name, upload
 from dofla.integration.model_card import write_card
 from dofla.integration.quantizer import METHOD, DoflaConfig
 from dofla.integration.record import RECORD, Record
-from dofla.integration.surgery import plan_of, record_of
+from dofla.integration.student import Student
 from dofla.plans.plan import Plan
 from dofla.storage.checksums import renew_checksum
 from dofla.storage.files import read_json, write_json
@@ -63,7 +63,7 @@ def note(
         return record
 
     if isinstance(student, PreTrainedModel):
-        add(record_of(student))
+        add(Student.of(student).record)
         if base_model is not None:
             student.config._name_or_path = base_model
     elif (Path(student) / ADAPTER).exists():
@@ -111,7 +111,7 @@ def push_adapter(
     Raises:
         DoflaError: not linearized, or its base model is not on the hub, as far as its name tells.
     """
-    plan, base = plan_of(student), base_of(student)
+    plan, base = Student.of(student).plan, base_of(student)
     if not hub_name(base):
         raise DoflaError(
             f"the adapter's base model is {base or 'nameless'!r}, which others do not have: "
@@ -119,7 +119,7 @@ def push_adapter(
         )
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_adapter(student, Path(temporary) / "adapter")
-        write_card(folder, plan, record_of(student), adapter=True, name=name)
+        write_card(folder, plan, Student.of(student).record, adapter=True, name=name)
         return upload(
             folder,
             name,

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.attaching import (
     SOFTMAX,
-    AttachedLinearAttention,
     attach,
     renamed,
     softmax_implementation,
@@ -27,8 +26,8 @@ from dofla.integration.hub import origin
 from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
-from dofla.integration.record import Record
 from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept, check_left
+from dofla.integration.student import Student, is_linearized
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, check_budget, default_token_dtype, even_size
@@ -61,7 +60,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
 
 def tried(student: PreTrainedModel) -> PreTrainedModel:
     """The student, once :func:`check_consistency` has let it pass; otherwise it is restored."""
-    if not linear_layers(student):
+    if not Student.of(student).layers:
         return student
     try:
         check_consistency(student, lambda: softmax(student))
@@ -163,7 +162,7 @@ def _tell_of_shared(names: tuple[str, ...]) -> None:
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Give the original model back, bit for bit: feature maps off, softmax attention on, weights as they were before
     end-to-end training. Returns ``model``."""
-    for layer in linear_layers(model).values():
+    for layer in Student.of(model).layers.values():
         module = model.get_submodule(layer.name)
         layer.hook.remove()
         del module.dofla
@@ -178,38 +177,11 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def is_linearized(model: PreTrainedModel) -> bool:
-    """True if the model carries feature maps."""
-    return hasattr(model, SOFTMAX)
-
-
-def linear_layers(model: PreTrainedModel) -> dict[str, AttachedLinearAttention]:
-    """The linear attention of each linearized module, by the module's name; DoflaError if there is none."""
-    if not is_linearized(model):
-        raise DoflaError(
-            "the model is not linearized: run dofla compress first, or call dofla.compress(model, windows) or "
-            "dofla.linearize(model, plan)"
-        )
-    return {m.name: m for m in model.modules() if isinstance(m, AttachedLinearAttention)}
-
-
-def plan_of(model: PreTrainedModel) -> Plan:
-    """The plan a linearized model was made by."""
-    linear_layers(model)
-    return model.config.quantization_config.plan
-
-
-def record_of(model: PreTrainedModel) -> Record:
-    """The record of a linearized model: what is known of it beside its plan; DoflaError if it is not linearized."""
-    linear_layers(model)
-    return model.config.quantization_config.record
-
-
 @contextmanager
 def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the linearized model is its own teacher: softmax attention, and the weights it had before
     end-to-end training if there was any."""
-    linear_layers(model)
+    Student.of(model)
     stateful = model._is_stateful
     with attention_implementation(model, getattr(model, SOFTMAX)), original_weights(model):
         model._is_stateful = type(model)._is_stateful
@@ -223,7 +195,7 @@ def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> Iterator[PreTrainedModel]:
     """Within the block only these KV heads of the student's layers are linear, and the queries that look there; all
     others compute softmax attention, and no cache may be in use."""
-    linear_layers(model)
+    Student.of(model)
     chosen = {model.get_submodule(name): list(own) for name, own in heads.items()}
 
     def mixed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

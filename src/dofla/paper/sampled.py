@@ -17,7 +17,7 @@ from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
@@ -68,7 +68,7 @@ def sample_features(
         DoflaError: not linearized; a layer with another feature map; NaN in the activations, with layer and batch;
             tokens that are all padding; a number out of range.
     """
-    layers = linear_layers(student)
+    layers = Student.of(student).layers
     for name, layer in layers.items():
         for feature_map in layer.maps:
             if not isinstance(feature_map, PRF):

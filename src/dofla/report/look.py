@@ -21,6 +21,7 @@ from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.directions import measure_directions
 from dofla.integration.positions import positions_of
 from dofla.integration.sites import evaluation_mode
+from dofla.integration.student import Student
 from dofla.integration.surgery import convert, restore
 from dofla.report.maps import attention_maps, moved, packed, sentence, token_texts
 from dofla.report.runs import LOOK, RunRecord, StudentRecord
@@ -123,10 +124,11 @@ def _before(
         return None
     options = run.recipe.evaluate
     some = windows.take(min(_BEFORE_WINDOWS, options.fidelity_windows))
-    measure_directions(model, some, batch_size=options.batch_size)
+    handle = Student.of(model)
+    measure_directions(handle, some, batch_size=options.batch_size)
     if start == "data":
-        calibrate(model, [windows.batch(batches(windows, options.batch_size)[-1])])
-    found = attention_fidelity(model, some, batch_size=options.batch_size, seed=student.seed)
+        calibrate(handle, [windows.batch(batches(windows, options.batch_size)[-1])])
+    found = attention_fidelity(handle, some, batch_size=options.batch_size, seed=student.seed)
     return {name: asdict(layer) for name, layer in found.items()}
 
 

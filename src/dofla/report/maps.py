@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.data import TokenWindows
 from dofla.distillation.losses import student_log_scores
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.surgery import linear_layers, softmax
+from dofla.integration.student import Student
+from dofla.integration.surgery import softmax
 
 LEVELS = 31
 """Shades of a map: the square root of attention in so many steps, so that a half of a percent still shows."""
@@ -47,7 +48,7 @@ def sentence(windows: TokenWindows, pieces: list[str], heads: int, models: int) 
 @torch.no_grad()
 def attention_maps(student: PreTrainedModel, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Attention of teacher and student, each in its own forward pass of ``ids`` [1, T]: by layer, [heads, T, T]."""
-    layers = linear_layers(student)
+    layers = Student.of(student).layers
     rows = torch.arange(ids.shape[1], device=ids.device)
     teacher: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}

@@ -17,7 +17,8 @@ from transformers import Cache, DynamicLayer, PreTrainedModel
 from dofla.integration.cache import LinearCacheLayer
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import run_body
-from dofla.integration.surgery import plan_of, softmax
+from dofla.integration.student import Student
+from dofla.integration.surgery import softmax
 from dofla.serving.prompt_state import read_prompt
 
 FIRST, LAST = 128, 16_384
@@ -62,7 +63,7 @@ def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     if student.can_generate():
         for who in whose:
             record[who]["write"] = []
-        room = _ROOM // max(1, plan_of(student).softmax_bytes(1, student.dtype))
+        room = _ROOM // max(1, Student.of(student).plan.softmax_bytes(1, student.dtype))
         for length in [n for n in _lengths(student, _STEPS) if n <= max(room, FIRST)]:
             for who, attention in whose.items():
                 with attention(student):

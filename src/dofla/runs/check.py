@@ -33,7 +33,7 @@ from dofla.integration.precision import HALF, half_is_slow
 from dofla.integration.quantizer import METHOD
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import AttentionSite, a_few_tokens, attention_sites, check_kept
-from dofla.integration.surgery import is_linearized
+from dofla.integration.student import is_linearized
 from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan

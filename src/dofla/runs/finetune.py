@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dofla.integration.record import Training, command_line
-from dofla.integration.surgery import describe, is_linearized, record_of
+from dofla.integration.student import Student, is_linearized
+from dofla.integration.surgery import describe
 from dofla.runs.teacher import open_model
 from dofla.runs.view import View
 from dofla.runs.workshop import machine
@@ -77,7 +78,7 @@ def run_finetune(
         if is_linearized(network):
             how, text = f"fine-tuned on {learned.name}", f"{len(learned.items)} items"
             command = command_line() or f"dofla.tasks.finetune.run_finetune({model!r}, {task!r}, ...)"
-            record_of(network).training.append(Training(how, text, result.steps, command, weights=True))
+            Student.of(network).record.training.append(Training(how, text, result.steps, command, weights=True))
         network.save_pretrained(folder / MODEL)
         tokenizer.save_pretrained(folder / MODEL)
         write_json(folder / RESULT, record)

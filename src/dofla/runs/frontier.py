@@ -25,7 +25,8 @@ from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import evaluation_mode
-from dofla.integration.surgery import describe, plan_of
+from dofla.integration.student import Student
+from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
@@ -282,7 +283,7 @@ def frontier(
         while (size := _next(found, order, unit)) is not None:
             budget = size / unit
             with compressor.made(budget, compressor.head_budgets(budget, measured)) as compressed:
-                plan = plan_of(compressed)
+                plan = Student.of(compressed).plan
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
                 found.points += _evaluated(compressed, size, sets, batch_size)
                 if folder is not None:
@@ -328,7 +329,7 @@ def _costs(x: Point) -> str:
 def _evaluated(
     compressed: PreTrainedModel, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
 ) -> Iterator[Point]:
-    held = plan_of(compressed).state_bytes(compressed.dtype)
+    held = Student.of(compressed).plan.state_bytes(compressed.dtype)
     for (text, length), windows in sets.items():
         with evaluation_mode(compressed):
             figures = next_token_figures(compressed, windows, batch_size=batch_size)

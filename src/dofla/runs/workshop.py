@@ -27,6 +27,7 @@ from dofla.integration.checkpoint import apply_adapter, write_adapter
 from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes
 from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.profiler import profile
+from dofla.integration.student import Student
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.allocate import allocate
 from dofla.plans.compressed import COMPRESSED
@@ -253,7 +254,7 @@ class Workshop:
         if spec.strategy == COMPRESSED:
             with self.view.progress(f"directions of {spec.name}, seed {seed}") as bar:
                 measure_directions(
-                    self.model,
+                    Student.of(self.model),
                     self._few(),
                     batch_size=self.recipe.profile.batch_size,
                     context=spec.context,

@@ -14,7 +14,7 @@ from dofla.display import size
 from dofla.errors import DoflaError
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import attention_sites
-from dofla.integration.surgery import is_linearized, plan_of
+from dofla.integration.student import Student, is_linearized
 from dofla.serving.sessions import keep_sessions
 
 
@@ -114,7 +114,7 @@ class Conversation:
         """Sizes of the conversation so far."""
         tokens, dtype = len(self._tokens), self.model.dtype
         if is_linearized(self.model):
-            plan = plan_of(self.model)
+            plan = Student.of(self.model).plan
             cache = plan.state_bytes(dtype) + plan.kept_softmax_bytes(tokens, dtype)
             return Stats(tokens, cache, plan.softmax_bytes(tokens, dtype))
         sites = attention_sites(self.model).values()

@@ -10,7 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.extending import Extension, extend
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 
 _COMPILED = ("_compiled_call", "_last_compile_config")
@@ -39,7 +39,7 @@ def compile_generate(student: PreTrainedModel, config: CompileConfig | None = No
     """
     if not student.can_generate():
         raise DoflaError(f"{type(student).__name__} writes no text: there is no generate to compile")
-    if any(layer.beside_softmax for layer in linear_layers(student).values()):
+    if any(layer.beside_softmax for layer in Student.of(student).layers.values()):
         raise DoflaError("some layers are softmax, and their cache grows: linearize them all to compile generate")
     if config is None:
         config = CompileConfig(mode="default")

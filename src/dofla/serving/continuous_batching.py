@@ -22,7 +22,7 @@ from dofla.attention import side_by_side
 from dofla.errors import DoflaError
 from dofla.integration.cache import LinearCacheLayer
 from dofla.integration.extending import Extension, extend
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -52,7 +52,7 @@ class ContinuousBatching:
     """
 
     def __init__(self, student: PreTrainedModel) -> None:
-        linear_layers(student)
+        Student.of(student)
         if not student.can_generate():
             raise DoflaError(f"{type(student).__name__} writes no text: there are no calls of generate to batch")
         config = student.config.get_text_config()

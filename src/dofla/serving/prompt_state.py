@@ -26,7 +26,7 @@ from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import LinearCacheLayer, linear_entry
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
-from dofla.integration.surgery import linear_layers, plan_of
+from dofla.integration.student import Student
 from dofla.storage.tensors import read_tensors, write_tensors
 
 _FORMAT = "7"
@@ -43,7 +43,7 @@ def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096,
         DoflaError: not linearized; no tokens, or such as the model cannot read; a chunk below 1; an encoder-decoder, or
             a model with a cache of its own kind.
     """
-    linear_layers(model)
+    Student.of(model)
     check_keeps_states(model)
     if chunk < 1:
         raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
@@ -73,7 +73,7 @@ def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrai
             raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
         for group, state in enumerate(entry.states):
             tensors |= _tensors(state, f"{index}.{group}")
-    metadata = {"format": _FORMAT, "plan": json.dumps(plan_of(model).to_dict()["layers"])}
+    metadata = {"format": _FORMAT, "plan": json.dumps(Student.of(model).plan.to_dict()["layers"])}
     write_tensors(path, tensors, metadata)
 
 
@@ -95,12 +95,12 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
         raise DoflaError(f"{path} is no state of a prompt: read the prompt again") from error
     if metadata.get("format") != _FORMAT:
         raise DoflaError(f"{path} was written by an earlier version: read the prompt again")
-    if plan != json.loads(json.dumps(plan_of(model).to_dict()["layers"])):
+    if plan != json.loads(json.dumps(Student.of(model).plan.to_dict()["layers"])):
         raise DoflaError(f"{path} was written by a student of another plan: read the prompt again with this one")
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
     input_ids = tensors.pop("input_ids")
     cache = DynamicCache(config=model.config)
-    for layer in linear_layers(model).values():
+    for layer in Student.of(model).layers.values():
         module = model.get_submodule(layer.name)
         entry, index = linear_entry(cache, module), module.layer_idx
         entry.states = [_state(tensors, f"{index}.{n}", layer, n) for n in range(len(layer.groups))]

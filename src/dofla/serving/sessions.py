@@ -21,7 +21,7 @@ from dofla.integration.extending import Extension, extend
 from dofla.integration.interface import LINEAR
 from dofla.integration.positions import positions_within, read_again, restart_index, text_positions
 from dofla.integration.reading import keeps_states
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.integration.weights_watch import WeightsWatch
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.serving.prompt_state import read_prompt
@@ -79,7 +79,7 @@ class Sessions:
     """
 
     def __init__(self, student: PreTrainedModel, most: int = 32, *, static: bool = False) -> None:
-        plan = plan_of(student)
+        plan = Student.of(student).plan
         if not student.can_generate():
             raise DoflaError(f"{type(student).__name__} writes no text: there are no sessions to keep")
         if most < 1:

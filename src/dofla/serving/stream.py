@@ -9,7 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of, positions_within, read_again, restart_index, text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
-from dofla.integration.surgery import plan_of
+from dofla.integration.student import Student
 from dofla.serving.prompt_state import read_prompt
 
 
@@ -41,7 +41,7 @@ class Stream:
     """
 
     def __init__(self, student: PreTrainedModel, overlap: int | None = None, positions: int | None = None) -> None:
-        within, known = positions_within(student, plan_of(student).context), positions_of(student)
+        within, known = positions_within(student, Student.of(student).plan.context), positions_of(student)
         check_keeps_states(student)
         positions = within if positions is None else positions
         if positions is None:

@@ -15,7 +15,7 @@ import dofla
 from dofla.distillation import distill, distill_end_to_end
 from dofla.distillation.checkpoint import CURVES, STATE
 from dofla.feature_maps import FEATURE_MAPS
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 WINDOWS, LENGTH = 7, 16
 STEPS, HEADS = 4, 4
@@ -48,7 +48,7 @@ def student_and_data(tiny, family, data, plan):
 
 def maps_of(student):
     """Everything in the feature maps, by name."""
-    return {f"{n}.{k}": v for n, layer in linear_layers(student).items() for k, v in layer.state_dict().items()}
+    return {f"{n}.{k}": v for n, layer in Student.of(student).layers.items() for k, v in layer.state_dict().items()}
 
 
 def train(tiny, case, batch_size, folder=None):

@@ -19,7 +19,7 @@ from dofla.errors import DoflaError
 from dofla.feature_maps import MLP, PRF
 from dofla.integration.checkpoint import load_model
 from dofla.integration.streaming import in_turn, is_streamed
-from dofla.integration.surgery import linear_layers
+from dofla.integration.student import Student
 
 WINDOWS, LENGTH, LAYERS = 7, 16, 3
 HYBRID = {"features": 6, "feature_map": "mlp", "window": 2, "sinks": 1}
@@ -50,7 +50,7 @@ def student_of(tiny, folders, family="llama", stream=True, **plan):
 
 def maps_of(student):
     """Everything in the feature maps, by name."""
-    return {f"{n}.{k}": v for n, layer in linear_layers(student).items() for k, v in layer.state_dict().items()}
+    return {f"{n}.{k}": v for n, layer in Student.of(student).layers.items() for k, v in layer.state_dict().items()}
 
 
 def data_of(tiny, kind):

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from dofla.cli import app
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import save_adapter
-from dofla.integration.surgery import is_linearized, linearize
+from dofla.integration.student import is_linearized
+from dofla.integration.surgery import linearize
 from dofla.tasks import Task
 from dofla.tasks.finetune.data import split, train_and_test
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import load, save_adapter
-from dofla.integration.surgery import is_linearized
+from dofla.integration.student import is_linearized
 from dofla.tasks import STYLES
 from dofla.tasks.finetune import finetune, loop
 from dofla.tasks.scores import TaskScores

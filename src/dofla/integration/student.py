@@ -1,0 +1,49 @@
+"""Student: the handle of a converted model, which functions hand down instead of asking the model again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from dofla.errors import DoflaError
+from dofla.integration.attaching import SOFTMAX, AttachedLinearAttention
+from dofla.integration.record import Record
+from dofla.integration.streaming.layers import is_streamed
+from dofla.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Student:
+    """A converted model and what is known of it.
+
+    Attributes:
+        model: the model of transformers, which computes linear attention, or compresses its cache.
+        layers: the linear attention of each converted module, by the module's name.
+        plan: what it was converted by.
+        record: where it comes from, how it was trained and how it did.
+        streamed: True if layers of the model stay on disk.
+    """
+
+    model: PreTrainedModel
+    layers: dict[str, AttachedLinearAttention]
+    plan: Plan
+    record: Record
+    streamed: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Student:
+        """The handle of a model; DoflaError if it has not been converted."""
+        if not is_linearized(model):
+            raise DoflaError(
+                "the model is not linearized: run dofla compress first, or call dofla.compress(model, windows) or "
+                "dofla.linearize(model, plan)"
+            )
+        layers = {m.name: m for m in model.modules() if isinstance(m, AttachedLinearAttention)}
+        config = model.config.quantization_config
+        return cls(model, layers, config.plan, config.record, is_streamed(model))
+
+
+def is_linearized(model: PreTrainedModel) -> bool:
+    """True if the model has been converted."""
+    return hasattr(model, SOFTMAX)
