@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import LOG_ZERO, Moments
-from dofla.attention.prefill import NEIGHBORS
+from dofla.attention.drawn import NEIGHBORS
 from dofla.feature_maps.layer import LinearAttention
 
 SCALING, DIM = 0.25, 16
@@ -78,8 +78,8 @@ SIZES = st.fixed_dictionaries(
     {
         "window": st.sampled_from([1, 5, 40]),
         "sinks": st.sampled_from([0, 2]),
-        "newest": st.lists(st.sampled_from([1, 6]), min_size=2, max_size=2),
-        "retained": st.lists(st.sampled_from([3, 30, 200]), min_size=2, max_size=2),
+        "newest": st.lists(st.sampled_from([1, 6]), min_size=3, max_size=3),
+        "retained": st.lists(st.sampled_from([3, 30, 200]), min_size=3, max_size=3),
     }
 )
 
@@ -87,13 +87,13 @@ SIZES = st.fixed_dictionaries(
 @given(SIZES, st.integers(2, 180), st.sampled_from([1, 3]), st.integers(0, 100))
 @settings(max_examples=40, deadline=None)
 def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, length, groups, seed):
-    layer = layer_of(2, **sizes)
-    query, key, value = vectors(seed, 2, 2, groups, length)
+    layer = layer_of(3, **sizes)
+    query, key, value = vectors(seed, 2, 3, groups, length)
     out, states = layer(query, key, value, scaling=SCALING, exact=True)
     right, share = softmax(query, key, value)
     assert (out - right).abs().max() <= 8 * sum_error(length + DIM, float(value.abs().max()) * 20)
     far = torch.arange(length)[:, None] - torch.arange(length) >= min(NEIGHBORS, sizes["window"])
-    score = (share * far).square().unflatten(1, (2, groups)).sum((2, 3))
+    score = (share * far).square().unflatten(1, (3, groups)).sum((2, 3))
     for n, heads in enumerate(held_positions(layer, states, key)):
         for head, held in enumerate(heads):
             must = set(range(min(sizes["sinks"], length)))
@@ -110,9 +110,9 @@ def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, len
 @given(SIZES, st.integers(2, 60), st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
 def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, length, seed):
-    sizes = sizes | {"retained": [200, 200]}
-    layer = layer_of(2, **sizes)
-    inputs = vectors(seed, 2, 2, 2, length)
+    sizes = sizes | {"retained": [200, 150, 200]}
+    layer = layer_of(3, **sizes)
+    inputs = vectors(seed, 2, 3, 2, length)
     states = [layer(*inputs, scaling=SCALING, exact=exact)[1] for exact in (True, False)]
     for n, (exact, streamed) in enumerate(zip(*states, strict=True)):
         exact, streamed = (layer.layout_of(n).opened(state) for state in (exact, streamed))
@@ -132,8 +132,8 @@ def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, le
 @settings(max_examples=25, deadline=None)
 def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed):
     """Against float64 attention to the keys and values that the state decodes to."""
-    layer, length = layer_of(2, **sizes), sum(parts)
-    query, key, value = vectors(seed, 1, 2, 2, length)
+    layer, length = layer_of(3, **sizes), sum(parts)
+    query, key, value = vectors(seed, 1, 3, 2, length)
     states, start = None, 0
     for part in parts:
         new = slice(start, start + part)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dofla.attention.chunked import chunked
 from dofla.attention.coding.operations import CodeOperations
+from dofla.attention.drawn import Drawn, Line, exact_causal
 from dofla.attention.exact import ExactPart, merge
 from dofla.attention.flat import Layout
 from dofla.attention.recurrent import recurrent
@@ -107,25 +108,9 @@ class Backend(CodeOperations):
         out, normalizer, after = form(a, b, accumulable(tokens.value), state=state)
         return joined(out, normalizer, exact), normalizer, after
 
-    def exact_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor, unseen: int, scaling: float, neighbors: int
-    ) -> tuple[Tensor, Tensor] | None:
-        """Exact causal attention of the last L of P tokens, and the attention that each token got.
-
-        Args:
-            query: [B, H, L, d].
-            key: [B, Hkv, P, d].
-            value: [B, Hkv, P, dv].
-            real: [B, P], False for free slots and padding.
-            unseen: how many tokens at the beginning are free slots.
-            scaling: of the scores.
-            neighbors: queries right after a token whose attention to it does not count, its own included.
-
-        Returns:
-            Output [B, H, L, dv], and the sums of squared weights over queries [B, Hkv, P], float32. None if there are
-            no kernels for such a call.
-        """
-        return None
+    def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
+        """:func:`dofla.attention.drawn.exact_causal`."""
+        return exact_causal(query, line, window, sinks, scaling)
 
 
 def joined(out: Tensor, normalizer: Tensor, exact: ExactPart | None) -> Tensor:

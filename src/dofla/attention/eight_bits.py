@@ -8,6 +8,7 @@ where a token is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ class PackedTokens(Tensors):
     log_weight: Tensor
 
     @classmethod
-    def of(cls, tokens: TokenBuffer) -> PackedTokens:
+    def of(cls, tokens: TokenBuffer, pack: Callable[[Tensor], tuple[Tensor, Tensor]] = pack) -> PackedTokens:
         return cls(*pack(tokens.key), *pack(tokens.value), tokens.log_weight)
 
     def unpacked(self, dtype: torch.dtype) -> TokenBuffer:

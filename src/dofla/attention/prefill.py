@@ -5,14 +5,20 @@ The score of a token is the sum of its squared attention weights over the querie
 2023, arXiv 2306.14048) but for the square and for the queries right after the token, which see it in the local window
 anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.heavy_hitters`, which
 decoding goes on with.
+
+All KV heads of a layer are done at once, whatever their sizes, and in the order of their groups: on a GPU a prompt of
+some thousand tokens takes as long as its kernels are many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dofla.attention.backend import Backend
@@ -20,21 +26,16 @@ from dofla.attention.backends import backend_for
 from dofla.attention.carried import State
 from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
+from dofla.attention.drawn import Drawn, Line
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.flat import FlatState, Layout
-from dofla.attention.heads import query_heads, select, write
+from dofla.attention.heads import query_heads
 from dofla.attention.state import TokenBuffer, accumulable, weighted
 
 MOST_TOKENS = 8192
 """Tokens at once: longer calls are read in several parts, in constant memory and linear time."""
-NEIGHBORS = 64
-"""Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
 _LATER = 1e-30
 """Increase of the score from one position to the next: among tokens that drew no attention, the newest are retained."""
-_LATELY = 512
-"""Last queries of a call whose attention goes into the scores that decoding goes on with: earlier ones hardly count."""
-_ELEMENTS = 2**23
-"""Attention weights at once."""
 
 
 def exact_prefill(
@@ -54,7 +55,8 @@ def exact_prefill(
         query: [B, H, L, d].
         key: [B, Hkv, L, d].
         value: [B, Hkv, L, dv].
-        layouts: of each group of KV heads, which together have all heads; one tier with heavy hitters, no features.
+        layouts: of each group of KV heads, which together have all heads, one window and one number of sinks; one tier
+            with heavy hitters, no features.
         states: of each group before the call, or None at the beginning.
         scaling: of the scores.
         weight: [B, L], 0 for padding, which only stands in front of a sequence's first token.
@@ -63,163 +65,194 @@ def exact_prefill(
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state of each group.
     """
-    out = value.new_empty(*query.shape[:-1], value.shape[-1])
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
     backend = backend or backend_for((query, key, value), () if weight is None else (weight,))
-    held = [
-        layout.empty(len(query), query.device) if state is None else state
-        for layout, state in zip(layouts, states, strict=True)
-    ]
-    for start in range(0, length, MOST_TOKENS):
-        part = slice(start, min(start + MOST_TOKENS, length))
-        part_weight = None if weight is None else weight[:, part]
-        for n, layout in enumerate(layouts):
-            heads, state = query_heads(layout.heads, groups), layout.opened(held[n])
-            new = weighted(select(key, layout.heads, part), select(value, layout.heads, part), part_weight)
-            line = _line(layout, state, new)
-            unseen = len(line) - len(new) if start == 0 and states[n] is None else 0
-            piece, drawn = _attend(select(query, heads, part), line, unseen, scaling, layout, backend)
-            write(piece.to(value.dtype), out, heads, part)
-            held[n] = layout.flat(_retained(layout, state, line, new, drawn, backend))
-    return out, held
+    heads, groups = [head for layout in layouts for head in layout.heads], query.shape[1] // key.shape[1]
+    orders = tuple(heads), tuple(query_heads(heads, groups) or ())
+    (key, value), query = (_reordered(x, orders[0]) for x in (key, value)), _reordered(query, orders[1])
+    sinks, window, outs = layouts[0].sinks, layouts[0].window, []
+    held = None if None in states else _Held.of(layouts, [state for state in states if state is not None], backend)
+    after: list[FlatState] = []
+    for start in range(0, query.shape[2], MOST_TOKENS):
+        part = slice(start, start + MOST_TOKENS)
+        new = weighted(key[:, :, part], value[:, :, part], None if weight is None else weight[:, part])
+        line = _line(held, new, padded=weight is not None and not bool((new.log_weight == 0).all()))
+        out, drawn = backend.exact_causal(query[:, :, part], line, window, sinks, scaling)
+        outs.append(out.to(value.dtype))
+        after = _retained(layouts, held, line, new, drawn, backend)
+        if part.stop < query.shape[2]:
+            held = _Held.of(layouts, after, backend)
+    whole = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+    return _reordered(whole, tuple(sorted(range(len(orders[1])), key=orders[1].__getitem__))), after
+
+
+def _reordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Heads of ``x`` [B, H, L, d] in another order."""
+    return x if order == tuple(range(len(order))) else x.index_select(1, _index(order, x.device))
+
+
+@lru_cache
+def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(order, device=device)
 
 
 @dataclass(frozen=True)
-class _Line:
-    """The cached tokens of a group followed by the new ones: ``key`` [B, Hkv, P, d] and ``value`` [B, Hkv, P, dv] as
-    attention takes them, and ``real`` [B, P], False for free slots and padding, which are the same in all heads."""
+class _Held:
+    """What the caches of a layer hold, all KV heads together. Tiers that are smaller than others have free slots in
+    front, so that the heads' tokens stand side by side.
 
+    Attributes:
+        sinks: attention sinks, or None.
+        window: the local window.
+        tiers: tokens in codes, of each group.
+        key, value: [B, Hkv, S, d] and [B, Hkv, S, dv], of the tiers' tokens, decoded.
+        score: [B, Hkv, S], of the tiers' tokens, :data:`FREE` for free slots.
+    """
+
+    sinks: PackedTokens | None
+    window: PackedTokens
+    tiers: list[ScoredTokens]
     key: Tensor
     value: Tensor
-    real: Tensor
+    score: Tensor
 
-    def __len__(self) -> int:
-        return self.key.shape[2]
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], states: Sequence[FlatState], backend: Backend) -> _Held:
+        opened = [layout.opened(state) for layout, state in zip(layouts, states, strict=True)]
+        tiers = [tier for state in opened if isinstance(tier := state.tiers[-1], ScoredTokens)]
+        slots = max(map(len, tiers))
+        pairs = list(zip((layout.coded_tiers for layout in layouts), tiers, strict=True))
+        keys = [backend.unrotated(own.key, (x.key, x.key_scale), 0) for own, x in pairs]
+        values = [backend.unrotated(own.value, (x.value, x.value_scale), 0) for own, x in pairs]
+        key, value = (torch.cat([F.pad(x, (0, 0, slots - x.shape[2], 0)) for x in side], 1) for side in (keys, values))
+        score = torch.cat([F.pad(x.score, (slots - len(x), 0), value=FREE) for x in tiers], 1)
+        window = _all_heads([state.window for state in opened if state.window is not None])
+        sinks = [state.sinks for state in opened if state.sinks is not None]
+        return cls(_all_heads(sinks) if sinks else None, window, tiers, key, value, score)
+
+    @property
+    def real(self) -> Tensor:
+        """Which slots have a token [B, Hkv, sinks + S + window]."""
+        parts = [x if x is None else x.log_weight > LOG_ZERO for x in (self.sinks, self.window)]
+        sinks, window = (x if x is None else x.unsqueeze(1).expand(-1, self.score.shape[1], -1) for x in parts)
+        return torch.cat([x for x in (sinks, self.score != FREE, window) if x is not None], 2)
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """Squared attention weights that tokens drew [B, Hkv, P], float32: in ``total``, summed over the call's queries; in
-    ``lately``, as decoding goes on to count: weights among the tokens outside the local window and the sinks, each
-    query for a 64th less than the next."""
-
-    total: Tensor
-    lately: Tensor
+def _all_heads(groups: Sequence[PackedTokens]) -> PackedTokens:
+    vectors = [field.name for field in fields(PackedTokens) if field.name != "log_weight"]
+    joined = {name: torch.cat([getattr(group, name) for group in groups], 1) for name in vectors}
+    return PackedTokens(**joined, log_weight=groups[0].log_weight)
 
 
-def _line(layout: Layout, state: State[PackedTokens], new: TokenBuffer) -> _Line:
+def _line(held: _Held | None, new: TokenBuffer, *, padded: bool) -> Line:
+    real = (new.log_weight > LOG_ZERO).unsqueeze(1).expand(-1, new.key.shape[1], -1)
+    if held is None:
+        return Line(new.key, new.value, real, padded)
     dtype = accumulable(new.key).dtype
-    tier = layout.coded_tiers.unrotate(state.tiers[-1], 0)
-    sinks, window = ([] if x is None else [x.unpacked(dtype)] for x in (state.sinks, state.window))
-    parts = [*sinks, tier, *window, new]
-    weights = [x.log_weight.amax(1) if x.log_weight.ndim == 3 else x.log_weight for x in parts]
-    return _Line(
-        torch.cat([accumulable(x.key) for x in parts], 2),
-        torch.cat([accumulable(x.value) for x in parts], 2),
-        torch.cat(weights, 1) > LOG_ZERO,
-    )
-
-
-def _attend(
-    query: Tensor, line: _Line, unseen: int, scaling: float, layout: Layout, backend: Backend
-) -> tuple[Tensor, _Drawn]:
-    """Output [B, H, L, dv] of queries of the last L tokens of a line, of which the first ``unseen`` are free slots; and
-    what they drew."""
-    neighbors = min(NEIGHBORS, layout.window)
-    found = backend.exact_attention(query, line.key, line.value, line.real, unseen, scaling, neighbors)
-    out, total = found or _in_blocks(query, line, unseen, scaling, neighbors)
-    return out, _Drawn(total, _lately(query[:, :, -_LATELY:], line, scaling, layout))
-
-
-def _in_blocks(query: Tensor, line: _Line, unseen: int, scaling: float, neighbors: int) -> tuple[Tensor, Tensor]:
-    """Output [B, H, L, dv], and the sum of squared weights over queries but a token's neighbors [B, Hkv, P]."""
-    before, length = len(line) - query.shape[2], query.shape[2]
-    heads, value = query.shape[1], line.value[:, :, unseen:]
-    out = value.new_empty(*query.shape[:3], value.shape[-1])
-    total = value.new_zeros(*value.shape[:2], len(line), dtype=torch.float32)
-    size = max(1, _ELEMENTS // (len(query) * heads * value.shape[2]))
-    for start in range(0, length, size):
-        rows, end = slice(start, min(start + size, length)), before + min(start + size, length)
-        share, distance = _weights(query[:, :, rows], line, slice(unseen, end), before + start, scaling)
-        out[:, :, rows] = (
-            (share.flatten(2, 3) @ value[:, :, : end - unseen]).unflatten(2, share.shape[2:4]).flatten(1, 2)
-        )
-        total[:, :, unseen:end] += share.square_().masked_fill_(distance < neighbors, 0).sum((2, 3))
-    return out * line.real[:, None, before:, None], total  # a query that is padding sees nothing
-
-
-def _lately(query: Tensor, line: _Line, scaling: float, layout: Layout) -> Tensor:
-    """Squared weights [B, Hkv, P] among tokens outside the local window and the sinks, from the line's last queries,
-    each of which counts a 64th less than the next."""
-    first = line.real & (line.real.cumsum(1) <= layout.sinks)
-    share, distance = _weights(query, line, slice(None), len(line) - query.shape[2], scaling)
-    share = share.masked_fill_((distance < layout.window) | first[:, None, None, None], 0)
-    share = share / share.sum(-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-    decay = (1 - 1 / DECAY) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)
-    return (share.square_() * decay.unsqueeze(-1)).sum((2, 3))
-
-
-def _weights(query: Tensor, line: _Line, seen: slice, first: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention weights [B, Hkv, G, L, n] of queries of the tokens from ``first`` on to those ``seen``, and how far
-    these are behind them [L, n]."""
-    place = torch.arange(len(line), device=query.device)
-    distance = place[first : first + query.shape[2], None] - place[seen]
-    hidden = (distance < 0) | ~line.real[:, None, seen]
-    asked = (accumulable(query) * scaling).unflatten(1, (line.key.shape[1], -1))
-    scores = (asked.flatten(2, 3) @ line.key[:, :, seen].mT).unflatten(2, asked.shape[2:4])
-    return scores.masked_fill_(hidden[:, None, None], LOG_ZERO).softmax(-1), distance
+    sinks, window = (None if x is None else x.unpacked(dtype) for x in (held.sinks, held.window))
+    parts = [(x.key, x.value) for x in (sinks, held, window, new) if x is not None]
+    key, value = (torch.cat([x.to(dtype) for x in side], 2) for side in zip(*parts, strict=True))
+    return Line(key, value, torch.cat([held.real, real], 2), padded)
 
 
 def _retained(
-    layout: Layout, state: State[PackedTokens], line: _Line, new: TokenBuffer, drawn: _Drawn, backend: Backend
-) -> State[PackedTokens]:
-    """The state after the call: the first tokens as attention sinks, the last in the window, and in the tier, besides
+    layouts: Sequence[Layout], held: _Held | None, line: Line, new: TokenBuffer, drawn: Drawn, backend: Backend
+) -> list[FlatState]:
+    """The states after the call: the first tokens as attention sinks, the last in the window, and in the tier, besides
     the newest that leave the window, those with the highest scores."""
-    age = line.real.flip(1).cumsum(1).flip(1) - 1
-    rank = line.real.cumsum(1) - 1
+    layout = layouts[0]
+    age = line.real.flip(2).cumsum(2).flip(2) - 1
+    rank = line.real.cumsum(2) - 1
     left = line.real & (age >= layout.window)
     sinks = None
-    if state.sinks is not None:
+    if layout.sinks:
         places = torch.arange(layout.sinks, device=rank.device)
-        arrives = (left & (rank < layout.sinks)).unsqueeze(1) & (rank.unsqueeze(1) == places.unsqueeze(-1))  # [B, s, P]
-        filled, source = arrives.max(-1)
-        at = source.unsqueeze(1).expand(-1, line.key.shape[1], -1)
-        log_weight = torch.zeros_like(state.sinks.log_weight).masked_fill_(~filled, LOG_ZERO)
-        free = ~filled[:, None, :, None]
-        key, value = (chosen(x, at).masked_fill(free, 0) for x in (line.key, line.value))
-        sinks = PackedTokens.of(TokenBuffer(key, value, log_weight))
+        arrives = left.unsqueeze(2) & (rank.unsqueeze(2) == places.unsqueeze(-1))  # [B, Hkv, s, P]
+        filled, at = arrives.max(-1)
+        key, value = (chosen(x, at).masked_fill(~filled.unsqueeze(-1), 0) for x in (line.key, line.value))
+        log_weight = torch.zeros_like(filled[:, 0], dtype=torch.float32).masked_fill(~filled[:, 0], LOG_ZERO)
+        sinks = PackedTokens.of(TokenBuffer(key, value, log_weight), backend.pack)
         left = left & (rank >= layout.sinks)
-    window = PackedTokens.of(new[-layout.window :])
-    if state.window is not None and len(new) < layout.window:
-        window = state.window.shifted(window)
-    held = state.tiers[-1]
-    assert isinstance(held, ScoredTokens)
-    return State(None, window, sinks, (_tier(layout, held, line, drawn, left, age, backend),))
+    window = PackedTokens.of(new[-layout.window :], backend.pack)
+    if len(new) < layout.window:
+        before = held.window if held else _all_heads([_empty_window(x, len(new.key), new.key.device) for x in layouts])
+        window = before.shifted(window)
+    tiers = _tiers(layouts, held, line, drawn, left, age, backend)
+    borders = list(pairwise(accumulate((len(x.heads) for x in layouts), initial=0)))
+    return [
+        layout.flat(State(None, _heads(window, *own), None if sinks is None else _heads(sinks, *own), (tier,)))
+        for layout, tier, own in zip(layouts, tiers, borders, strict=True)
+    ]
 
 
-def _tier(
-    layout: Layout, held: ScoredTokens, line: _Line, drawn: _Drawn, left: Tensor, age: Tensor, backend: Backend
-) -> ScoredTokens:
-    """Tokens of the tier after the call, from the tokens that have ``left`` the window [B, P]."""
-    newest, length = layout.coded_tiers.counts[0], len(line) - layout.window - layout.sinks - len(held)
-    before = slice(layout.sinks, layout.sinks + len(held))
-    old = held.score.clamp_min(0) * (1 - 1 / DECAY) ** length
-    score, lately = drawn.total + _LATER * torch.arange(len(line), device=left.device), GAIN * drawn.lately
-    score[:, :, before] += held.score.clamp_min(0) / GAIN
-    lately[:, :, before] += old
-    score = score.masked_fill((left & (age < layout.window + newest)).unsqueeze(1), torch.inf)
-    score = score.masked_fill(~left.unsqueeze(1), -1.0)
-    found = score.topk(len(held), -1, sorted=False)
-    # In their order, behind the free slots.
-    order = torch.where(found.values >= 0, found.indices, found.indices - len(line)).sort(-1).values
-    index, free = order % len(line), order < 0
-    k, v = (chosen(x, index).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
-    entered = layout.coded_tiers.enter(TokenBuffer(k, v, torch.zeros_like(index[:, 0], dtype=torch.float32)), backend)
-    coded, kept = ~free & (index >= before.start) & (index < before.stop), ScoredTokens.of(entered)
-    retained = held.chosen((index - before.start).clamp(0, len(held) - 1))
-    key, key_scale, value, value_scale = (
-        torch.where(coded.unsqueeze(-1), getattr(retained, name), getattr(kept, name))
-        for name in ("key", "key_scale", "value", "value_scale")
+def _empty_window(layout: Layout, batch: int, device: torch.device) -> PackedTokens:
+    window = layout.opened(layout.empty(batch, device)).window
+    assert window is not None
+    return window
+
+
+def _heads(tokens: PackedTokens, first: int, end: int) -> PackedTokens:
+    """Those of some heads side by side."""
+    vectors = {x.name: getattr(tokens, x.name)[:, first:end] for x in fields(tokens) if x.name != "log_weight"}
+    return PackedTokens(**vectors, log_weight=tokens.log_weight)
+
+
+def _tiers(
+    layouts: Sequence[Layout],
+    held: _Held | None,
+    line: Line,
+    drawn: Drawn,
+    left: Tensor,
+    age: Tensor,
+    backend: Backend,
+) -> list[ScoredTokens]:
+    """Tokens of each group's tier after the call, from the tokens that have ``left`` the window [B, Hkv, P]."""
+    window, sinks, device = layouts[0].window, layouts[0].sinks, left.device
+    slots = [layout.coded_tiers.slots[-1] for layout in layouts]
+    newest, room = (
+        _per_head(tuple((n, len(layout.heads)) for n, layout in zip(own, layouts, strict=True)), device)
+        for own in ([layout.coded_tiers.counts[0] for layout in layouts], slots)
     )
-    drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE)
-    return ScoredTokens(key, key_scale, value, value_scale, drawn_lately.to(torch.int16))
+    score, lately = drawn.total + _LATER * torch.arange(len(line), device=device), GAIN * drawn.lately
+    if held is not None:
+        before = slice(sinks, sinks + held.score.shape[2])
+        score[:, :, before] += held.score.clamp_min(0) / GAIN
+        length = len(line) - window - before.stop
+        lately[:, :, before] += held.score.clamp_min(0) * (1 - 1 / DECAY) ** length
+    score = score.masked_fill(left & (age < window + newest), torch.inf).masked_fill(~left, -1.0)
+    best = score.topk(min(max(slots), len(line)), -1)
+    fits = (best.values >= 0) & (torch.arange(best.values.shape[2], device=device) < room)
+    # In their order, behind the free slots.
+    order = torch.where(fits, best.indices, best.indices - len(line)).sort(-1).values
+    order = F.pad(order, (max(slots) - order.shape[2], 0), value=-1)
+    index, free = order % len(line), order < 0
+    drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
+    k, v = (accumulable(chosen(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
+    borders = list(accumulate((len(layout.heads) for layout in layouts), initial=0))
+    spans = zip(pairwise(borders), slots, strict=True)
+    own = [(slice(None), slice(first, end), slice(max(slots) - n, None)) for (first, end), n in spans]
+    coders = [coder for layout in layouts for coder in (layout.coded_tiers.key, layout.coded_tiers.value)]
+    codes = iter(backend.encode(coders, [x[place] for place in own for x in (k, v)]))
+    found = [ScoredTokens(*next(codes), *next(codes), drawn_lately[place]) for place in own]
+    if held is None:
+        return found
+    return [
+        _with_codes_of(tier, new, index[place] - (before.stop - len(tier)), free[place])
+        for tier, new, place in zip(held.tiers, found, own, strict=True)
+    ]
+
+
+def _with_codes_of(held: ScoredTokens, tokens: ScoredTokens, places: Tensor, free: Tensor) -> ScoredTokens:
+    """Tokens of a tier, of which those at ``places`` [B, Hkv, n] that ``held`` has keep their codes."""
+    kept = ~free & (places >= 0) & (places < len(held))
+    retained = held.chosen(places.clamp(0, len(held) - 1))
+    codes = {
+        name: torch.where(kept.unsqueeze(-1), getattr(retained, name), getattr(tokens, name))
+        for name in ("key", "key_scale", "value", "value_scale")
+    }
+    return ScoredTokens(**codes, score=tokens.score)
+
+
+@lru_cache
+def _per_head(numbers: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Numbers [Hkv, 1], each of so many heads."""
+    return torch.tensor([n for n, heads in numbers for _ in range(heads)], device=device).unsqueeze(-1)

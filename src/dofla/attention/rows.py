@@ -39,7 +39,9 @@ class Rows:
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows [..., bytes], uint8, of parts [..., shape], with zeros between them."""
         batch = parts[0].shape[: parts[0].ndim - len(self.parts[0][0])]
-        rows = torch.zeros(*batch, self.bytes, dtype=torch.uint8, device=parts[0].device)
-        for n, part in enumerate(parts):
-            self.part(rows, n).copy_(part)
-        return rows
+        zeros = torch.zeros(*batch, ALIGNMENT, dtype=torch.uint8, device=parts[0].device)
+        pieces: list[Tensor] = []
+        for part, start, end in zip(parts, self.starts, [*self.starts[1:], self.bytes], strict=True):
+            pieces.append(part.reshape(*batch, -1).view(torch.uint8))
+            pieces.append(zeros[..., : end - start - pieces[-1].shape[-1]])
+        return torch.cat(pieces, -1)

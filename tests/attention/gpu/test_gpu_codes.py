@@ -65,7 +65,7 @@ def test_codes_in_several_launches(monkeypatch):
     coder, _ = coder_of(8, [3.0])
     x, own, launches = vectors(1, 2, 50, 8), copy.deepcopy(coder).to(DEVICE), []
     monkeypatch.setattr(encode, "SCRATCH", 20 * 2 * 8 * 37)  # what twenty tokens of two heads take
-    monkeypatch.setattr(encode, "_blocks", lambda *sizes: launches.append(sizes) or -(-sizes[0] // sizes[1]))
+    monkeypatch.setattr(encode, "block_count", lambda *sizes: launches.append(sizes) or -(-sizes[0] // sizes[1]))
     for mine, plain in zip(encode.entered(own, x.to(DEVICE)), coder.encode(x), strict=True):
         assert torch.equal(mine.cpu(), plain)
     assert launches == [(20, 16)] * 3

@@ -274,14 +274,15 @@ class Coder(nn.Module):
 
 def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: int) -> list[tuple[Tensor, Tensor]]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them, for each
-    coder. Blocks of as many bits are searched for together: a search is some hundred operations, however many they are.
+    coder. Blocks of as many bits, in as many vectors, are searched for together: a search is some hundred operations,
+    however many they are.
     """
-    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    places: dict[tuple[int, int, torch.Size], list[tuple[int, int]]] = defaultdict(list)
     found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n, coder in enumerate(coders):
         for block, bits in enumerate(coder.bits[tier].tolist()):
-            places[bits, coder.block].append((n, block))
-    for (bits, _), alike in places.items():
+            places[bits, coder.block, vectors[n][0].shape[:3]].append((n, block))
+    for (bits, *_), alike in places.items():
         numbers, unit = (torch.stack([vectors[n][part][..., block, :] for n, block in alike], -2) for part in (0, 1))
         codes, scales = encode(numbers, unit, bits)
         found |= zip(alike, zip(to_bytes(codes, bits).unbind(-2), scales.unbind(-2), strict=True), strict=True)

@@ -13,6 +13,7 @@ from dofla.attention.coding.coder import Coder, Numbers, encode_together
 from dofla.attention.coding.heavy_hitters import ScoredTokens, seen, select_survivors
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.constants import LOG_ZERO
+from dofla.attention.eight_bits import pack
 from dofla.attention.exact import exact_attention
 from dofla.attention.kernel import exact_scores
 from dofla.attention.state import TokenBuffer, accumulable
@@ -25,6 +26,10 @@ class CodeOperations:
     """Operations on codes. A backend overrides what it has kernels for, with the same results bit for bit but for
     the sums of attention."""
 
+    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """:func:`dofla.attention.eight_bits.pack`."""
+        return pack(x)
+
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:
         """Vectors [B, Hkv, L, d] as the first tier keeps them, for each coder."""
         return encode_together(coders, [own.rotate_integer(x) for own, x in zip(coders, vectors, strict=True)], 0)
@@ -34,11 +39,15 @@ class CodeOperations:
         numbers = [coder.numbers(*own, tier) for coder, own in zip(coders, codes, strict=True)]
         return encode_together(coders, numbers, tier + 1)
 
+    def unrotated(self, coder: Coder, codes: Coded, tier: int) -> Tensor:
+        """Vectors [B, Hkv, L, d], float32, as they were before rotation, up to quantization, of codes of a tier."""
+        return coder.unrotate(coder.decode(*codes, tier))
+
     def chain(self, coder: Coder, x: Tensor) -> list[Tensor]:
         """Vectors [B, Hkv, L, d] as they come back from each tier."""
         (codes,), found = self.encode([coder], [x]), []
         for tier in range(len(coder.tiers)):
-            found.append(coder.unrotate(coder.decode(*codes, tier)))
+            found.append(self.unrotated(coder, codes, tier))
             if tier + 1 < len(coder.tiers):
                 (codes,) = self.requantize([coder], [codes], tier)
         return found

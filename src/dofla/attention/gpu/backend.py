@@ -16,6 +16,7 @@ from dofla.attention.coding import CodedTokens, Coder, ScoredTokens
 from dofla.attention.coding.coder import Numbers
 from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.coding.operations import Coded
+from dofla.attention.drawn import Drawn, Line
 from dofla.attention.exact import ExactPart
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.codes import Codes
@@ -62,6 +63,11 @@ class Triton(Backend):
             self._decoders[layout] = Decoder(layout)
         return self._decoders[layout]
 
+    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        from dofla.attention.gpu.pack import pack
+
+        return pack(x)
+
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:
         from dofla.attention.gpu.encode import entered
 
@@ -71,6 +77,11 @@ class Triton(Backend):
         from dofla.attention.gpu.encode import age
 
         return [age(coder, coder.numbers(*own, tier), tier + 1) for coder, own in zip(coders, codes, strict=True)]
+
+    def unrotated(self, coder: Coder, codes: Coded, tier: int) -> Tensor:
+        from dofla.attention.gpu.unrotate import unrotated
+
+        return unrotated(coder, Codes.of(coder, *codes, tier))
 
     def rotate_queries(self, coder: Coder, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
         from dofla.attention.gpu.rotate_query import rotate_queries
@@ -115,14 +126,11 @@ class Triton(Backend):
         out, normalizer, after = gpu.linear_attention(a, b, tokens.value, state=state)
         return joined(out, normalizer, exact), normalizer, after
 
-    def exact_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor, unseen: int, scaling: float, neighbors: int
-    ) -> tuple[Tensor, Tensor] | None:
-        before = key.shape[2] - query.shape[2]
-        if query.dtype != torch.bfloat16 or not real[:, before:].all():
-            return None
+    def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
+        if query.dtype != torch.bfloat16 or line.padded:
+            return super().exact_causal(query, line, window, sinks, scaling)
         from dofla.attention.gpu.drawn import drawn
         from dofla.attention.gpu.flash import flash_attention
 
-        out, normalizer = flash_attention(query, key, value, real, unseen, scaling)
-        return out, drawn(query, key.to(query.dtype), real, normalizer, neighbors, scaling)
+        out, normalizer = flash_attention(query, line, scaling)
+        return out, drawn(query, line, normalizer, window, sinks, scaling)

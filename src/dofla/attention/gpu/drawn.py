@@ -1,50 +1,95 @@
-"""Squared attention weights that keys draw from the queries of a prefill (prefill.py), as a Triton kernel: a
-second pass over queries and keys that reuses the log-sum-exp of flash attention and stores no weights. Importing this
-file needs triton."""
+"""Squared attention weights that tokens draw from the queries of a prefill (attention/drawn.py), as Triton kernels:
+further passes over queries and keys that reuse log-normalizers and store no weights. Importing this file needs
+triton."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.constants import DECAY
+from dofla.attention.drawn import LATELY, NEIGHBORS, Drawn, Line, first_tokens
+
 KEYS, QUERIES = 64, 64
 """Numbers of keys and queries in a block."""
+_NONE = tl.constexpr(-1e30)
+"""Score of a token that does not count."""
 
 
-def drawn(query: Tensor, key: Tensor, real: Tensor, normalizer: Tensor, neighbors: int, scaling: float) -> Tensor:
+def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int, scaling: float) -> Drawn:
+    """What the tokens of a line drew from queries [B, H, L, d], whose log-normalizers over all tokens are [B, H, L]."""
+    key = line.key.to(query.dtype)
+    total = squares(query, key, line.real, normalizer, min(NEIGHBORS, window), scaling)
+    last, far = query[:, :, -LATELY:], line.real & ~first_tokens(line.real, sinks)
+    return Drawn(total, squares(last, key, far, normalizers(last, key, far, window, scaling), window, scaling, DECAY))
+
+
+def squares(
+    query: Tensor,
+    key: Tensor,
+    seen: Tensor,
+    normalizer: Tensor,
+    nearest: int,
+    scaling: float,
+    decay: float = math.inf,
+) -> Tensor:
     """The sum over queries of the squares of their weights [B, Hkv, P], float32.
 
     Args:
         query: [B, H, L, d], of the last L of the P tokens.
         key: [B, Hkv, P, d], in the dtype of the queries.
-        real: [B, P], False for free slots.
-        normalizer: of each query over all keys that it sees [B, H, L], float32.
-        neighbors: queries right after a token, and its own, that do not count.
+        seen: [B, Hkv, P], False for tokens that do not count.
+        normalizer: of each query [B, H, L], float32.
+        nearest: how far behind a query a token is at least, to count.
         scaling: of the scores.
+        decay: each query counts less than the next by one part in so many.
     """
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    normalizer, real = normalizer.contiguous(), real.contiguous()
-    batch, heads, length, dim = query.shape
-    kv_heads, tokens = key.shape[1:3]
-    out = torch.empty(batch, kv_heads, tokens, dtype=torch.float32, device=query.device)
+    out = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
+    grid = triton.cdiv(key.shape[2], KEYS), key.shape[0] * key.shape[1]
+    query, key, sizes = _as_kernels_take_them(query, key)
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        _drawn[(triton.cdiv(tokens, KEYS), batch * kv_heads)](
-            *(query, key, real, normalizer, out, *query.stride()[:3], *key.stride()[:3]),
-            *(kv_heads, heads // kv_heads, length, tokens, dim, neighbors, scaling),
-            DIM=max(16, triton.next_power_of_2(dim)),
+        _squares[grid](
+            *(query, key, seen.contiguous(), normalizer.contiguous(), out, *query.stride()[:3], *key.stride()[:3]),
+            *(*sizes, nearest, scaling, math.log1p(-1 / decay)),
+            DIM=max(16, triton.next_power_of_2(query.shape[-1])),
             KEYS=KEYS,
             QUERIES=QUERIES,
         )
     return out
 
 
+def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling: float) -> Tensor:
+    """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any."""
+    out = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    grid = triton.cdiv(query.shape[2], QUERIES), query.shape[0] * query.shape[1]
+    query, key, sizes = _as_kernels_take_them(query, key)
+    with torch.cuda.device_of(query):
+        _normalizers[grid](
+            *(query, key, seen.contiguous(), out, *query.stride()[:3], *key.stride()[:3]),
+            *(*sizes, nearest, scaling),
+            DIM=max(16, triton.next_power_of_2(query.shape[-1])),
+            KEYS=KEYS,
+            QUERIES=QUERIES,
+        )
+    return out
+
+
+def _as_kernels_take_them(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Queries and keys whose last dimension is in one piece; KV heads, queries of each, L, P and d."""
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    kv_heads = key.shape[1]
+    return query, key, (kv_heads, query.shape[1] // kv_heads, query.shape[2], key.shape[2], key.shape[3])
+
+
 @triton.jit
-def _drawn(
+def _squares(
     query,
     key,
-    real,
+    seen,
     normalizer,
     out,
     query_batch,
@@ -58,8 +103,9 @@ def _drawn(
     length,
     tokens,
     dim,
-    neighbors,
+    nearest,
     scaling,
+    rate,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -74,8 +120,8 @@ def _drawn(
         mask=there[None, :] & (d[:, None] < dim),
         other=0.0,
     )
-    counts = tl.load(real + batch * tokens + own, mask=there, other=0) != 0
-    first = tl.maximum(block * KEYS + neighbors - (tokens - length), 0) // QUERIES * QUERIES
+    counts = tl.load(seen + unit * tokens + own, mask=there, other=0) != 0
+    first = tl.maximum(block * KEYS + nearest - (tokens - length), 0) // QUERIES * QUERIES
     total = tl.zeros([KEYS], dtype=tl.float32)
     for group in range(groups):
         asking = head * groups + group
@@ -89,7 +135,62 @@ def _drawn(
             )
             level = tl.load(levels + place, mask=asks, other=0.0)
             scores = tl.dot(asked, keys) * scaling - level[:, None]
-            far = place[:, None] + (tokens - length) - own[None, :] >= neighbors
+            far = place[:, None] + (tokens - length) - own[None, :] >= nearest
             weight = tl.where(far & asks[:, None] & counts[None, :], tl.exp(scores), 0.0)
-            total += tl.sum(weight * weight, axis=0)
+            fade = tl.exp(rate * (length - 1 - place).to(tl.float32))
+            total += tl.sum(weight * weight * fade[:, None], axis=0)
     tl.store(out + unit * tokens + own, total, mask=there)
+
+
+@triton.jit
+def _normalizers(
+    query,
+    key,
+    seen,
+    out,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    kv_heads,
+    groups,
+    length,
+    tokens,
+    dim,
+    nearest,
+    scaling,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """One program per block of queries of a head, which walks through the keys that they see."""
+    block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    heads = kv_heads * groups
+    batch, asking = unit // heads, unit % heads
+    kv_unit = batch * kv_heads + asking // groups
+    d, place, column = tl.arange(0, DIM), block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    asks = place < length
+    asked = tl.load(
+        query + batch * query_batch + asking * query_head + place[:, None] * query_token + d[None, :],
+        mask=asks[:, None] & (d[None, :] < dim),
+        other=0.0,
+    )
+    rows = key + batch * key_batch + (asking // groups) * key_head
+    most = tl.full([QUERIES], _NONE, dtype=tl.float32)
+    total = tl.zeros([QUERIES], dtype=tl.float32)
+    for start in range(0, tl.minimum(tokens - length + (block + 1) * QUERIES - nearest, tokens), KEYS):
+        own = start + column
+        there = own < tokens
+        keys = tl.load(
+            rows + own[None, :] * key_token + d[:, None], mask=there[None, :] & (d[:, None] < dim), other=0.0
+        )
+        counts = tl.load(seen + kv_unit * tokens + own, mask=there, other=0) != 0
+        far = place[:, None] + (tokens - length) - own[None, :] >= nearest
+        scores = tl.where(far & counts[None, :], tl.dot(asked, keys) * scaling, _NONE)
+        higher = tl.maximum(most, tl.max(scores, axis=1))
+        weights = tl.where(scores > _NONE, tl.exp(scores - higher[:, None]), 0.0)
+        total = total * tl.exp(most - higher) + tl.sum(weights, axis=1)
+        most = higher
+    tl.store(out + unit * length + place, most + tl.log(total), mask=asks)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dofla.attention.coding.coder import Coder
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
-from dofla.attention.eight_bits import pack
 from dofla.attention.gpu import block_count
 from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
+from dofla.attention.gpu.pack import pack
 
 RINGS = 16
 """Vectors of a program at most, of each one block: they walk side by side."""

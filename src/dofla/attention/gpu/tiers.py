@@ -23,7 +23,7 @@ ROWS = 64
 VALUES = 64
 """Numbers of a value of a program at most: what fits into its registers."""
 
-_PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 """Input precision of float32 products: three in TF32, on the matrix units, are as accurate as one in float32."""
 
 _NOTHING = tl.constexpr(LOG_ZERO)
@@ -73,7 +73,7 @@ def attend(
             VALUE_BLOCKS=triton.next_power_of_2(value.blocks),
             ROWS=rows,
             TOKENS=32,
-            PRECISION=_PRECISION,
+            PRECISION=PRECISION,
             num_stages=1,
         )
     return out, normalizer

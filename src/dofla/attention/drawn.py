@@ -1,0 +1,97 @@
+"""Exact causal attention of a call, and the attention that each token drew, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dofla.attention.constants import DECAY, LOG_ZERO
+from dofla.attention.state import accumulable
+
+NEIGHBORS = 64
+"""Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
+LATELY = 512
+"""Last queries of a call whose attention goes into the scores that decoding goes on with: earlier ones hardly count."""
+ELEMENTS = 2**23
+"""Attention weights at once."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The tokens that the queries of a call attend to: cached ones, then the new ones.
+
+    Attributes:
+        key: [B, Hkv, P, d].
+        value: [B, Hkv, P, dv].
+        real: [B, Hkv, P], False for free slots and padding.
+        padded: True if any new token may be padding.
+    """
+
+    key: Tensor
+    value: Tensor
+    real: Tensor
+    padded: bool
+
+    def __len__(self) -> int:
+        return self.key.shape[2]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Squared attention weights that tokens drew [B, Hkv, P], float32.
+
+    Attributes:
+        total: summed over the call's queries but the :data:`NEIGHBORS` after the token.
+        lately: as decoding goes on to count: weights among the tokens outside the local window and the sinks, of the
+            last queries, each of which counts a 64th less than the next.
+    """
+
+    total: Tensor
+    lately: Tensor
+
+
+def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
+    """Attention of queries [B, H, L, d], those of the last tokens of a line: output [B, H, L, dv], zeros for padding;
+    and what the tokens drew."""
+    key, value = accumulable(line.key), accumulable(line.value)
+    before, length = len(line) - query.shape[2], query.shape[2]
+    out = value.new_empty(*query.shape[:3], value.shape[-1])
+    total = value.new_zeros(*value.shape[:3], dtype=torch.float32)
+    size = max(1, ELEMENTS // (len(query) * query.shape[1] * len(line)))
+    for start in range(0, length, size):
+        rows, end = slice(start, min(start + size, length)), before + min(start + size, length)
+        share, distance = _weights(query[:, :, rows], key[:, :, :end], line.real[:, :, :end], before + start, scaling)
+        piece = (share.flatten(2, 3) @ value[:, :, :end]).unflatten(2, share.shape[2:4])
+        out[:, :, rows] = piece.flatten(1, 2)
+        total[:, :, :end] += share.square_().masked_fill_(distance < min(NEIGHBORS, window), 0).sum((2, 3))
+    if line.padded:
+        out = out * line.real[:, :1, before:, None]  # a query that is padding sees nothing
+    return out, Drawn(total, _lately(query[:, :, -LATELY:], key, line.real, window, sinks, scaling))
+
+
+def first_tokens(real: Tensor, count: int) -> Tensor:
+    """Which tokens of a line are among the first ``count`` real ones, as ``real`` [B, Hkv, P]."""
+    return real & (real.cumsum(-1) <= count)
+
+
+def _lately(query: Tensor, key: Tensor, real: Tensor, window: int, sinks: int, scaling: float) -> Tensor:
+    far = real & ~first_tokens(real, sinks)
+    share, distance = _weights(query, key, far, key.shape[2] - query.shape[2], scaling, window)
+    hidden = (distance < window) | ~far[:, :, None, None]  # of a query that sees none of them all weights are alike
+    decay = (1 - 1 / DECAY) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)
+    return (share.masked_fill_(hidden, 0).square_() * decay.unsqueeze(-1)).sum((2, 3))
+
+
+def _weights(
+    query: Tensor, key: Tensor, seen: Tensor, first: int, scaling: float, nearest: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Attention weights [B, Hkv, G, L, P] of queries, those of the tokens from ``first`` on, to the tokens of a line
+    that are ``seen`` [B, Hkv, P] and at least ``nearest`` behind; and how far behind tokens are [L, P]."""
+    place = torch.arange(key.shape[2], device=query.device)
+    distance = place[first : first + query.shape[2], None] - place
+    hidden = (distance < nearest) | ~seen.unsqueeze(2)
+    asked = (accumulable(query) * scaling).unflatten(1, (key.shape[1], -1))
+    scores = (asked.flatten(2, 3) @ key.mT).unflatten(2, asked.shape[2:4])
+    return scores.masked_fill_(hidden.unsqueeze(2), LOG_ZERO).softmax(-1), distance
