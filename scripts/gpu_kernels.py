@@ -25,13 +25,16 @@ from triton.runtime.jit import JITFunction
 
 from dofla.attention import CodedTiers, Coder, FeatureState, gpu
 from dofla.attention.coding.heavy_hitters import WEIGHTS
+from dofla.attention.drawn import Line
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.codes import Codes
+from dofla.attention.gpu.drawn import drawn
 from dofla.attention.gpu.encode import entered
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
 from dofla.attention.gpu.tiers import attend
 from dofla.attention.gpu.token import Decoder
+from dofla.attention.gpu.unrotate import unrotated
 
 
 class _Absent:
@@ -82,14 +85,19 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     codes = Codes.of(coder, *coder.encode(line), 0)
     rotated, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
     score, evicted_at = log_weight.to(torch.int16), log_weight.int()
+    prompt = Line(line.bfloat16(), line.bfloat16(), log_weight == 0, padded=False)
     if length == 1:  # all that a decoded token of a compressed cache takes
-        coded_tiers = CodedTiers(1, dim, dim, [(tokens // 4, 3.0)], tokens - tokens // 4)
-        layout, out = Layout(coded_tiers, [0], 0, 31, 2), torch.zeros_like(a)
-        state = layout.flat(layout.empty(1, a.device)).tokens
-        decoder = Decoder(layout)
+        sizes, newest = (tokens, tokens // 2), tokens // 4
+        tiers = [CodedTiers(1, dim, dim, [(newest, 3.0)], size - newest) for size in sizes]
+        for own in tiers:
+            own.reset()
+        layouts = [Layout(own, [n], 0, 31, 2) for n, own in enumerate(tiers)]
+        states = [layout.empty(1, a.device).tokens for layout in layouts]
+        query, new = torch.zeros(1, 2 * groups, 1, dim), torch.zeros(1, 2, 1, dim)
+        decoder, out = Decoder(layouts), torch.zeros_like(query)
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
-            lambda: decoder(a, b, value, None, state, out, 1.0, 1.0, WEIGHTS),
+            lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS),
         ]
     return [
         lambda: gpu.linear_attention(a, b, value, state=features),
@@ -101,6 +109,8 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         ),
         lambda: attend(rotated, codes, codes, log_weight[0], None, 1.0),
         lambda: attend(rotated, codes, codes, log_weight, evicted_at, 1.0),
+        lambda: drawn(a.bfloat16(), prompt, rotated[..., 0], 31, 2, 1.0),
+        lambda: unrotated(coder, codes),
     ]
 
 

@@ -72,6 +72,11 @@ class Layout:
         return self._rows.bytes
 
     @property
+    def parts(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of the parts of a row, in their order: [heads, tokens, ...], or [tokens] of what all share."""
+        return self._rows.parts
+
+    @property
     def starts(self) -> list[int]:
         """Where the parts begin in a row, in their order."""
         return self._rows.starts

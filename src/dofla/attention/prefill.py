@@ -97,7 +97,7 @@ def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Held:
-    """What the caches of a layer hold, all KV heads together. Tiers that are smaller than others have free slots in
+    """Contents of the caches of a layer, all KV heads together. Tiers that are smaller than others have free slots in
     front, so that the heads' tokens stand side by side.
 
     Attributes:
@@ -191,7 +191,7 @@ def _empty_window(layout: Layout, batch: int, device: torch.device) -> PackedTok
 
 
 def _heads(tokens: PackedTokens, first: int, end: int) -> PackedTokens:
-    """Those of some heads side by side."""
+    """Tokens of some heads side by side."""
     vectors = {x.name: getattr(tokens, x.name)[:, first:end] for x in fields(tokens) if x.name != "log_weight"}
     return PackedTokens(**vectors, log_weight=tokens.log_weight)
 

@@ -172,7 +172,7 @@ def test_float64_is_attended_to_in_plain_torch():
     coded_tiers = memory(*(x.float() for x in text[1:]), [(4, 3.0)], 5)
     with calls_of_kernels() as called:
         found = read(coded_tiers, text, device=DEVICE)
-    assert called == ["select_survivors"]
+    assert not called
     assert_same(found, read(coded_tiers, text), text)
 
 

@@ -21,6 +21,7 @@ SCALING = 0.3
 LAYERS = {  # heads' sizes, window, sinks, tiers and kept ones of each KV head, tokens read before
     "alike": (16, 24, [3, 3], [2, 2], [[(4, 3.0)]] * 2, [5, 5], 14),
     "others in each head": (16, 24, [3, 4], [2, 1], [[(4, 3.0)], [(3, 2.5)]], [5, 6], 14),
+    "tiers of other sizes": (16, 24, [3] * 4, [2] * 4, [[(4, 3.0)]] * 4, [5, 9, 5, 2], 14),
     "no sinks": (24, 8, [3, 3], [0, 0], [[(4, 3.0)]] * 2, [5, 5], 14),
     "while sinks fill": (8, 16, [5, 5], [4, 4], [[(4, 3.0)]] * 2, [5, 5], 3),
     "from the first token on": (8, 8, [2, 2], [2, 2], [[(2, 3.0)]] * 2, [3, 3], 0),
@@ -80,7 +81,11 @@ def check(layer, text, weight, before):
 
 @pytest.mark.parametrize(
     ("sizes", "groups"),
-    [*((sizes, 2) for sizes in LAYERS), pytest.param("alike", 1, marks=pytest.mark.interpreter)],
+    [
+        *((sizes, 2) for sizes in LAYERS),
+        pytest.param("alike", 1, marks=pytest.mark.interpreter),
+        pytest.param("tiers of other sizes", 1, marks=pytest.mark.interpreter),
+    ],
 )
 def test_states_and_outputs_are_those_of_plain_torch(sizes, groups):
     *shape, before = LAYERS[sizes]
@@ -161,12 +166,28 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+def test_coders_that_were_calibrated_again_are_those_of_the_next_token():
+    *shape, before = LAYERS["tiers of other sizes"]
+    layer = layer_of(*shape).to(DEVICE)
+    text = moved(text_of(layer, 1, before + 1, 1), DEVICE)
+    _, states = read(layer, text, None, [0, before])
+    with calls_of_kernels():
+        one, _ = read(layer, text, None, [before, before + 1], states)
+        for coded_tiers in layer.coded_tiers.values():
+            coded_tiers.value.mean.add_(1)
+        other, _ = read(layer, text, None, [before, before + 1], states)
+        fresh, _ = read(copy.deepcopy(layer), text, None, [before, before + 1], states)
+    assert not torch.equal(one, other)
+    assert torch.equal(other, fresh)
+
+
 @pytest.mark.interpreter
 @pytest.mark.skipif(not INTERPRETED, reason="counts launches, which the interpreter tells of")
-def test_a_token_is_a_dozen_operations_and_waits_for_nothing(monkeypatch):
+@pytest.mark.parametrize("sizes", ["alike", "tiers of other sizes"])
+def test_a_token_is_a_dozen_operations_and_waits_for_nothing(sizes, monkeypatch):
     from triton.runtime.interpreter import GridExecutor
 
-    *shape, before = LAYERS["alike"]
+    *shape, before = LAYERS[sizes]
     layer = layer_of(*shape)
     text, launched, run = text_of(layer, 1, before + 2, 2), [], GridExecutor.__call__
 

@@ -30,7 +30,7 @@ class Triton(Backend):
     """Triton kernels for a GPU, where no gradient is asked for."""
 
     def __init__(self) -> None:
-        self._decoders: WeakKeyDictionary[Layout, Decoder] = WeakKeyDictionary()
+        self._decoders: WeakKeyDictionary[Layout, list[tuple[list[int], Decoder]]] = WeakKeyDictionary()
 
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         return gpu.usable(*vectors)
@@ -49,19 +49,25 @@ class Triton(Backend):
             return None
         out = value.new_zeros(*query.shape[:-1], value.shape[-1])
         per_step, weights = weight_steps(scaling, query.device)
-        after = [
-            self._decoder(layout)(query, key, value, log_weight, state, out, scaling, per_step, weights)
-            for layout, state in zip(layouts, states, strict=True)
-        ]
+        after = list(states)
+        for places, decoder in self._decoders_of(layouts):
+            own = [states[n] for n in places]
+            found = decoder(query, key, value, log_weight, own, out, scaling, per_step, weights)
+            for n, state in zip(places, found, strict=True):
+                after[n] = state
         return Packed(out, after, [])
 
-    def _decoder(self, layout: Layout) -> Decoder:
-        """The decoder of a layout, made once: a decoded token is little else than what is looked up here."""
-        if layout not in self._decoders:
-            from dofla.attention.gpu.token import Decoder
+    def _decoders_of(self, layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
+        """The decoders of a layer, each with the places of its groups; made once, since a decoded token is little else
+        than what is looked up here."""
+        if layouts[0] not in self._decoders:
+            from dofla.attention.gpu.token import Decoder, alike
 
-            self._decoders[layout] = Decoder(layout)
-        return self._decoders[layout]
+            places: dict[object, list[int]] = {}
+            for n, layout in enumerate(layouts):
+                places.setdefault(alike(layout), []).append(n)
+            self._decoders[layouts[0]] = [(own, Decoder([layouts[n] for n in own])) for own in places.values()]
+        return self._decoders[layouts[0]]
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         from dofla.attention.gpu.pack import pack

@@ -21,7 +21,8 @@ _NONE = tl.constexpr(-1e30)
 
 
 def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int, scaling: float) -> Drawn:
-    """What the tokens of a line drew from queries [B, H, L, d], whose log-normalizers over all tokens are [B, H, L]."""
+    """Attention that the tokens of a line drew from queries [B, H, L, d], whose log-normalizers over all tokens are
+    [B, H, L]."""
     key = line.key.to(query.dtype)
     total = squares(query, key, line.real, normalizer, min(NEIGHBORS, window), scaling)
     last, far = query[:, :, -LATELY:], line.real & ~first_tokens(line.real, sinks)

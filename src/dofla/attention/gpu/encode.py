@@ -19,6 +19,7 @@ from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.gpu import block_count
 from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
 from dofla.attention.gpu.pack import pack
+from dofla.attention.gpu.side_by_side import JointCoder
 
 RINGS = 16
 """Vectors of a program at most, of each one block: they walk side by side."""
@@ -34,7 +35,9 @@ _SCALE = tl.constexpr(float(FINE * UNIT))
 """Code of a number as large as its block: units of a level, :data:`_FINE` to one."""
 
 
-def enter(coder: Coder, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0) -> None:
+def enter(
+    coder: Coder | JointCoder, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0
+) -> None:
     """:func:`entered`, of vectors that are in int8 already, to where there are places for them.
 
     Args:
@@ -64,7 +67,7 @@ def age(coder: Coder, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor
     return line
 
 
-def empty_line(coder: Coder, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
+def empty_line(coder: Coder | JointCoder, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
     """Places for codes and scales of vectors [*shape, d], to be filled."""
     blocks = coder.dim // coder.block
     sizes = coder.bytes_per_token(tier) - blocks, blocks
@@ -73,7 +76,7 @@ def empty_line(coder: Coder, shape: Sequence[int], tier: int) -> tuple[Tensor, T
 
 
 def _encode(
-    coder: Coder,
+    coder: Coder | JointCoder,
     tier: int,
     vectors: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
@@ -89,11 +92,12 @@ def _encode(
     scratch = codes.new_empty(piece * per_token)
     rings = min(RINGS, triton.next_power_of_2(piece))
     rotation, fineness, _, _, middle, bits = coder.starts
+    bits_head = blocks if isinstance(coder, JointCoder) else 0
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         for start in range(0, length, piece):
             _code[(batch * heads, block_count(piece, rings), blocks)](
                 *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
-                *(*strides, heads, length, start, piece, places, first, coder.dim, blocks, codes.shape[-1]),
+                *(*strides, heads, length, start, piece, places, first, coder.dim, blocks, bits_head, codes.shape[-1]),
                 TURN=rotation,
                 FINENESS=fineness,
                 MIDDLE=middle,
@@ -133,6 +137,7 @@ def _code(
     first,
     dim,
     blocks,
+    bits_head,  # how far the bits of a head are from the next one's; 0 if they share them
     size,  # bytes of a vector's codes
     TURN: tl.constexpr,  # where the parts of the constants begin
     FINENESS: tl.constexpr,
@@ -174,7 +179,8 @@ def _code(
     wanted = rounded(tl.div_rn(own * _SCALE, tl.zeros_like(own) + tl.maximum(root, 1e-3)[:, None]))
 
     every = tl.arange(0, BLOCKS)
-    widths = tl.load(at(constants, BITS, tl.uint8) + every, mask=every < blocks, other=0).to(tl.int32)
+    widths = at(constants, BITS, tl.uint8) + unit % heads * bits_head
+    widths = tl.load(widths + every, mask=every < blocks, other=0).to(tl.int32)
     before = tl.sum(tl.where(every < block, widths, 0), axis=0) * (BLOCK // 8)
     bits = tl.sum(tl.where(every == block, widths, 0), axis=0)
     scratch += ((unit * piece + of_piece) * blocks + block) * (BLOCK * 37)

@@ -36,6 +36,7 @@ def select_survivors(
     newest: int,
     per_step: float,
     weights: Tensor,
+    firsts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Let the last L of a line of S tokens enter a tier one by one, and each time one go.
 
@@ -47,6 +48,7 @@ def select_survivors(
         newest: how many tokens cannot go.
         per_step: steps of the logarithm of a weight to one of a product of a query and a key.
         weights: by steps below the largest [steps], float32; the last is that of all below.
+        firsts: [Hkv, 1], int32, where the tokens of each head begin in the line: nothing stands before. Default 0.
 
     Returns:
         Places in the line of the tokens that stay [B, Hkv, S - L], int64, and their scores, int16; places of those that
@@ -61,7 +63,7 @@ def select_survivors(
     tile = triton.next_power_of_2(groups) * lanes
     with torch.cuda.device_of(score):  # Triton launches on the current device
         _select_survivors[(batch * kv_heads,)](
-            *(steps, None if real is None else real.contiguous(), score.contiguous(), weights),
+            *(steps, None if real is None else real.contiguous(), score.contiguous(), weights, firsts),
             *(index, after, left, evicted_at),
             *(kv_heads, groups, length, tokens, newest, weights.numel() - 1),
             GROUPS=triton.next_power_of_2(groups),
@@ -89,7 +91,7 @@ def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: floa
     with torch.cuda.device_of(steps):
         _logarithms[(batch * kv_heads, block_count(length * groups, rows), block_count(tokens, columns))](
             *(numbers, unit, *key.arguments(), key.levels, key.units, steps),
-            *(key.blocks, groups * length, tokens, per_step),
+            *(kv_heads, key.blocks, groups * length, tokens, per_step),
             BLOCK=key.block,
             ROWS=rows,
             TOKENS=columns,
@@ -104,11 +106,13 @@ def _logarithms(
     unit,  # [units, G, L, blocks]
     key,  # [units, S, bytes]
     key_scale,  # [units, S, blocks]
-    key_bits,  # [blocks]
+    key_bits,  # [blocks], or [kv_heads, blocks] with the stride
+    key_bits_head,
     key_bytes,
     levels,
     scale_units,
     steps,  # [units, G, L, S], to be filled
+    kv_heads,
     blocks,
     rows,
     tokens,
@@ -126,6 +130,7 @@ def _logarithms(
     row, token = head * rows + i, head * tokens + j
     here = is_row[:, None] & (n < BLOCK)[None, :]
     scores = tl.zeros([ROWS, TOKENS], tl.float32)
+    key_bits += head % kv_heads * key_bits_head
     codes = key + token * key_bytes
     for block in range(0, blocks):
         bits = tl.load(key_bits + block).to(tl.int32)
@@ -145,6 +150,7 @@ def _select_survivors(
     real,  # [B, L], or None
     score,  # [units, S]
     weights,
+    firsts,  # [kv_heads], or None
     index,  # [units, S - L], to be filled, as all below
     after,  # [units, S - L]
     left,  # [units, L]
@@ -162,13 +168,16 @@ def _select_survivors(
     them may go."""
     unit = tl.program_id(0).to(tl.int64)
     g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
-    is_token, is_head = t < tokens, g < groups
+    first = 0
+    if firsts is not None:
+        first = tl.load(firsts + unit % kv_heads)
+    is_token, is_head = (t >= first) & (t < tokens), g < groups
     places = tokens - length
     steps += unit * groups * length * tokens
     drawn = tl.load(score + unit * tokens + t, mask=is_token, other=-1).to(tl.int32)
     goes = tl.full([TOKENS], _NEVER, tl.int32)
     for n in range(0, length):
-        may_go = (t <= places + n - newest) & (goes == _NEVER)
+        may_go = is_token & (t <= places + n - newest) & (goes == _NEVER)
         rank = (drawn.to(tl.int64) + 1) * TOKENS + t  # no two alike
         leaving = (tl.min(tl.where(may_go, rank, _LAST), axis=0) % TOKENS).to(tl.int32)
         tl.store(left + unit * length + n, leaving.to(tl.int64))
@@ -189,6 +198,6 @@ def _select_survivors(
             drawn = tl.where(there, tl.minimum(decayed + gain, _MOST_SCORE), drawn)
     tl.store(evicted_at + unit * tokens + t, goes, mask=is_token)
     stays = is_token & (goes == _NEVER)
-    place = unit * places + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+    place = unit * places + first + tl.cumsum(stays.to(tl.int32), axis=0) - 1
     tl.store(index + place, t.to(tl.int64), mask=stays)
     tl.store(after + place, drawn.to(tl.int16), mask=stays)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dofla.attention.coding.coder import Coder
 from dofla.attention.gpu.numbers import at, packed, power_of_two, rounded, whole
+from dofla.attention.gpu.side_by_side import JointCoder
 
 
 def rotate_queries(
-    coder: Coder, query: Tensor, groups: int, heads: Tensor | None = None
+    coder: Coder | JointCoder, query: Tensor, groups: int, heads: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Queries as :meth:`dofla.attention.Coder.rotate_query` turns them, and as
     :meth:`dofla.attention.Coder.rotate_query_integer` does.
@@ -22,7 +23,7 @@ def rotate_queries(
         coder: of the keys, of Hkv heads.
         query: [B, H, L, d], float32 or bfloat16.
         groups: query heads of a KV head.
-        heads: [Hkv], int32, those of the layer that the coder is for; default all.
+        heads: [Hkv], int32, those of the layer that the coder is for, at any stride; default all.
 
     Returns:
         Rotated queries [B, Hkv · groups, L, d + 1], float32, with what is to be added to their products in the last
@@ -39,7 +40,7 @@ def rotate_queries(
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _rotate_queries[(batch * count * length, blocks)](
             *(query, coder.constants, heads, rotated, numbers, units),
-            *(*query.stride()[:3], count, groups, length, dim, blocks),
+            *(*query.stride()[:3], 0 if heads is None else heads.stride(0), count, groups, length, dim, blocks),
             BACK=coder.starts[2],
             MEAN=coder.starts[3],
             DIM=triton.next_power_of_2(dim),
@@ -60,6 +61,7 @@ def _rotate_queries(
     query_batch,
     query_head,
     query_token,
+    heads_stride,
     count,
     groups,
     length,
@@ -76,7 +78,7 @@ def _rotate_queries(
     head = own // groups
     of_layer = head
     if heads is not None:
-        of_layer = tl.load(heads + head).to(tl.int64)
+        of_layer = tl.load(heads + head * heads_stride).to(tl.int64)
     d, n = tl.arange(0, DIM), tl.arange(0, BLOCK)
     is_number = d < dim
     query += batch * query_batch + (of_layer * groups + own % groups) * query_head + token * query_token

@@ -1,7 +1,7 @@
 """The rows of bytes that a compressed cache is kept in (flat.py), as Triton kernels read and write them for a decoded
 token. Importing this file needs triton.
 
-Names in capitals are where parts begin in a row, and their sizes; NEAR is the window.
+Where the parts of a head begin in a row, its description says (side_by_side.py); NEAR is the window.
 """
 
 from __future__ import annotations
@@ -11,6 +11,28 @@ import triton.language as tl
 
 from dofla.attention.constants import FREE, LOG_ZERO
 from dofla.attention.gpu.numbers import at, packed, power_of_two
+from dofla.attention.gpu.side_by_side import (
+    CODES,
+    FIRST,
+    NEAR_KEY,
+    NEAR_KEY_UNIT,
+    NEAR_VALUE,
+    NEAR_VALUE_UNIT,
+    NEAR_WEIGHT,
+    OF_LAYER,
+    SCALES,
+    SCORE,
+    SINK_KEY,
+    SINK_KEY_UNIT,
+    SINK_VALUE,
+    SINK_VALUE_UNIT,
+    SINK_WEIGHT,
+    SLOTS,
+    VALUE_CODES,
+    VALUE_SCALES,
+    described,
+    number,
+)
 
 _NOTHING = tl.constexpr(LOG_ZERO)
 _FREE = tl.constexpr(FREE)
@@ -19,47 +41,53 @@ _FREE = tl.constexpr(FREE)
 @triton.jit
 def line(
     before,  # [B, row]
-    codes,  # [units, PLACES + 1, KEY_SIZE], to be filled up to the last place, as the three below
-    scales,  # [units, PLACES + 1, KEY_BLOCKS]
-    value_codes,  # [units, PLACES + 1, VALUE_SIZE]
-    value_scales,  # [units, PLACES + 1, VALUE_BLOCKS]
-    score,  # [units, PLACES + 1], to be filled
-    log_weight,  # [units, PLACES + 1], to be filled
+    descriptions,  # of the heads
+    codes,  # [units, places + 1, KEY_SIZE], to be filled up to the last place, as the three below
+    scales,  # [units, places + 1, KEY_BLOCKS]
+    value_codes,  # [units, places + 1, VALUE_SIZE]
+    value_scales,  # [units, places + 1, VALUE_BLOCKS]
+    score,  # [units, places + 1], to be filled, as all below
+    log_weight,  # [units, places + 1]
+    leaving_key,  # [units, DIM]
+    leaving_key_unit,  # [units]
+    leaving_value,  # [units, VALUE_DIM]
+    leaving_value_unit,  # [units]
     row,
     heads,
-    NEAR_WEIGHT: tl.constexpr,
-    SINK_WEIGHT: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    VALUE_CODES: tl.constexpr,
-    VALUE_SCALES: tl.constexpr,
-    SCORE: tl.constexpr,
+    places,
     KEY_SIZE: tl.constexpr,
     KEY_BLOCKS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     SINKS: tl.constexpr,
-    PLACES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Copy a tier, with one more slot for the token that leaves the window. One program per head of a batch row and
-    some tokens."""
+    """Copy tiers, with one more slot for the token that leaves the window, and free slots in front of those that are
+    smaller than others; and that token. One program per head of a batch row and some tokens."""
     unit = tl.program_id(0).to(tl.int64)
-    head = unit % heads
+    own = described(descriptions, unit % heads)
     before += unit // heads * row
     t = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    here = t < PLACES
-    held, place = head * PLACES + t, unit * (PLACES + 1) + t
-    _moved(before + CODES, held, codes, place, here, KEY_SIZE)
-    _moved(before + SCALES, held, scales, place, here, KEY_BLOCKS)
-    _moved(before + VALUE_CODES, held, value_codes, place, here, VALUE_SIZE)
-    _moved(before + VALUE_SCALES, held, value_scales, place, here, VALUE_BLOCKS)
-    real, _, becomes_sink = _leaving(before, NEAR_WEIGHT, SINK_WEIGHT, SINKS)
-    entering = tl.where(real > becomes_sink, 0, _FREE)
-    drawn = tl.load(at(before, SCORE, tl.int16) + held, mask=here, other=0).to(tl.int32)
+    held = t - (places - number(own, SLOTS))
+    here, place = (held >= 0) & (t < places), unit * (places + 1) + t
+    _moved(before + number(own, CODES), held, codes, place, here, KEY_SIZE)
+    _moved(before + number(own, SCALES), held, scales, place, here, KEY_BLOCKS)
+    _moved(before + number(own, VALUE_CODES), held, value_codes, place, here, VALUE_SIZE)
+    _moved(before + number(own, VALUE_SCALES), held, value_scales, place, here, VALUE_BLOCKS)
+    real, _, becomes_sink = _leaving(before, own, SINKS)
+    entering = tl.where((t == places) & (real > becomes_sink), 0, _FREE)
+    drawn = tl.load(at(before + number(own, SCORE), 0, tl.int16) + held, mask=here, other=0).to(tl.int32)
     drawn = tl.where(here, drawn, entering)
-    tl.store(score + place, drawn.to(tl.int16), mask=t <= PLACES)
-    tl.store(log_weight + place, tl.where(drawn == _FREE, _NOTHING, 0.0), mask=t <= PLACES)
+    tl.store(score + place, drawn.to(tl.int16), mask=t <= places)
+    tl.store(log_weight + place, tl.where(drawn == _FREE, _NOTHING, 0.0), mask=t <= places)
+    if tl.program_id(1) == 0:
+        only, first = tl.zeros([1], tl.int32) == 0, tl.zeros([1], tl.int64)
+        _moved(before + number(own, NEAR_KEY), first, leaving_key, first + unit, only, DIM)
+        _moved(before + number(own, NEAR_KEY_UNIT), first, leaving_key_unit, first + unit, only, 1)
+        _moved(before + number(own, NEAR_VALUE), first, leaving_value, first + unit, only, VALUE_DIM)
+        _moved(before + number(own, NEAR_VALUE_UNIT), first, leaving_value_unit, first + unit, only, 1)
 
 
 @triton.jit
@@ -68,7 +96,7 @@ def near(
     key,  # of the new token
     value,
     log_weight,  # [B], or None
-    of_layer,  # [heads]
+    descriptions,  # of the heads
     before,  # [B, row]
     constants,  # of the values' coder
     seen,  # [units, groups, VALUE_DIM], of the tier, rotated
@@ -88,16 +116,6 @@ def near(
     scaling,
     BACK: tl.constexpr,  # where the parts of the constants begin
     MEAN: tl.constexpr,
-    NEAR_KEY: tl.constexpr,
-    NEAR_KEY_UNIT: tl.constexpr,
-    NEAR_VALUE: tl.constexpr,
-    NEAR_VALUE_UNIT: tl.constexpr,
-    NEAR_WEIGHT: tl.constexpr,
-    SINK_KEY: tl.constexpr,
-    SINK_KEY_UNIT: tl.constexpr,
-    SINK_VALUE: tl.constexpr,
-    SINK_VALUE_UNIT: tl.constexpr,
-    SINK_WEIGHT: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -108,8 +126,9 @@ def near(
     place = tl.program_id(0).to(tl.int64)
     unit = place // groups
     batch, head = unit // heads, unit % heads
-    own = tl.load(of_layer + head).to(tl.int64)
-    query_index = own * groups + place % groups
+    own = described(descriptions, head)
+    of_layer = number(own, OF_LAYER)
+    query_index = of_layer * groups + place % groups
     before += batch * row
     d, v = tl.arange(0, triton.next_power_of_2(DIM)), tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     is_number, is_value = d < DIM, v < VALUE_DIM
@@ -131,28 +150,27 @@ def near(
 
     # The token itself, as it is kept.
     counts, weight = _weight_of(log_weight, batch)
-    new, exponent = _as_kept(key + batch * key_batch + own * key_head, counts, DIM)
+    new, exponent = _as_kept(key + batch * key_batch + of_layer * key_head, counts, DIM)
     score = tl.sum(new * power_of_two(exponent) * asked, axis=0) * scaling + weight
     score = tl.where(counts > 0, score, float("-inf"))
-    new, exponent = _as_kept(value + batch * value_batch + own * value_head, counts, VALUE_DIM)
+    new, exponent = _as_kept(value + batch * value_batch + of_layer * value_head, counts, VALUE_DIM)
     top = tl.maximum(best, score)
     left, share = tl.exp(best - top), tl.exp(score - top)
     total = left * total + share * new * power_of_two(exponent)
     mass = left * mass + share
     best = top
 
-    _, _, becomes_sink = _leaving(before, NEAR_WEIGHT, SINK_WEIGHT, SINKS)
+    _, _, becomes_sink = _leaving(before, own, SINKS)
     for begin in range(0, WINDOW, TILE):  # of whose tokens the first leaves, unless it becomes a sink
         t = begin + tl.arange(0, TILE)
         here = (t < WINDOW) & (t >= 1 - becomes_sink)
         best, mass, total = _seen(
             asked,
-            before + NEAR_KEY,
-            before + NEAR_KEY_UNIT,
-            before + NEAR_VALUE,
-            before + NEAR_VALUE_UNIT,
-            before + NEAR_WEIGHT,
-            head * WINDOW,
+            before + number(own, NEAR_KEY),
+            before + number(own, NEAR_KEY_UNIT),
+            before + number(own, NEAR_VALUE),
+            before + number(own, NEAR_VALUE_UNIT),
+            before + number(own, NEAR_WEIGHT),
             t,
             here,
             scaling,
@@ -166,12 +184,11 @@ def near(
         t = tl.arange(0, triton.next_power_of_2(SINKS))
         best, mass, total = _seen(
             asked,
-            before + SINK_KEY,
-            before + SINK_KEY_UNIT,
-            before + SINK_VALUE,
-            before + SINK_VALUE_UNIT,
-            before + SINK_WEIGHT,
-            head * SINKS,
+            before + number(own, SINK_KEY),
+            before + number(own, SINK_KEY_UNIT),
+            before + number(own, SINK_VALUE),
+            before + number(own, SINK_VALUE_UNIT),
+            before + number(own, SINK_WEIGHT),
             t,
             t < SINKS,
             scaling,
@@ -194,7 +211,6 @@ def _seen(
     value,
     value_unit,
     log_weight,
-    first,
     t,
     here,
     scaling,
@@ -204,20 +220,20 @@ def _seen(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Attend with a query to some tokens in int8, as one step of an online softmax; ``first`` is the index of the
-    head's first token. Returns the new ``best``, ``mass`` and ``total``."""
+    """Attend with a query to some tokens in int8, as one step of an online softmax. Returns the new ``best``, ``mass``
+    and ``total``."""
     d, v = tl.arange(0, triton.next_power_of_2(DIM)), tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     weight = tl.load(at(log_weight, 0, tl.float32) + t, mask=here, other=_NOTHING)
     here = here & (weight > _NOTHING)
-    unit = tl.load(at(key_unit, 0, tl.int8) + first + t, mask=here, other=0).to(tl.int32)
-    numbers = at(key, 0, tl.int8) + (first + t)[:, None] * DIM + d[None, :]
+    unit = tl.load(at(key_unit, 0, tl.int8) + t, mask=here, other=0).to(tl.int32)
+    numbers = at(key, 0, tl.int8) + t[:, None] * DIM + d[None, :]
     keys = tl.load(numbers, mask=here[:, None] & (d < DIM)[None, :], other=0).to(tl.float32)
     scores = tl.sum(keys * asked[None, :], axis=1) * power_of_two(unit) * scaling + weight
     scores = tl.where(here, scores, float("-inf"))
     top = tl.maximum(best, tl.max(scores, axis=0))
     left, shares = tl.exp(best - top), tl.exp(scores - top)
-    unit = tl.load(at(value_unit, 0, tl.int8) + first + t, mask=here, other=0).to(tl.int32)
-    numbers = at(value, 0, tl.int8) + (first + t)[:, None] * VALUE_DIM + v[None, :]
+    unit = tl.load(at(value_unit, 0, tl.int8) + t, mask=here, other=0).to(tl.int32)
+    numbers = at(value, 0, tl.int8) + t[:, None] * VALUE_DIM + v[None, :]
     values = tl.load(numbers, mask=here[:, None] & (v < VALUE_DIM)[None, :], other=0).to(tl.float32)
     total = left * total + tl.sum((shares * power_of_two(unit))[:, None] * values, axis=0)
     return top, left * mass + tl.sum(shares, axis=0), total
@@ -228,14 +244,14 @@ def write(
     key,  # of the new token
     value,
     log_weight,  # [B], or None
-    of_layer,  # [heads]
+    descriptions,  # of the heads
     before,  # [B, row]
     codes,  # of the line
     scales,
     value_codes,
     value_scales,
-    index,  # [units, PLACES], places in the line of the tokens that stay
-    stays,  # [units, PLACES], their scores
+    index,  # [units, places], places in the line of the tokens that stay
+    stays,  # [units, places], their scores
     after,  # [B, row], to be filled
     key_batch,
     key_head,
@@ -243,83 +259,75 @@ def write(
     value_head,
     row,
     heads,
-    NEAR_KEY: tl.constexpr,
-    NEAR_KEY_UNIT: tl.constexpr,
-    NEAR_VALUE: tl.constexpr,
-    NEAR_VALUE_UNIT: tl.constexpr,
-    NEAR_WEIGHT: tl.constexpr,
-    SINK_KEY: tl.constexpr,
-    SINK_KEY_UNIT: tl.constexpr,
-    SINK_VALUE: tl.constexpr,
-    SINK_VALUE_UNIT: tl.constexpr,
-    SINK_WEIGHT: tl.constexpr,
-    CODES: tl.constexpr,
-    SCALES: tl.constexpr,
-    VALUE_CODES: tl.constexpr,
-    VALUE_SCALES: tl.constexpr,
-    SCORE: tl.constexpr,
+    places,
     KEY_SIZE: tl.constexpr,
     KEY_BLOCKS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    PLACES: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
     """One program per head of a batch row and some tokens."""
     unit = tl.program_id(0).to(tl.int64)
-    batch, head = unit // heads, unit % heads
+    batch, own = unit // heads, described(descriptions, unit % heads)
     before += batch * row
     after += batch * row
     t = tl.program_id(1) * TILE + tl.arange(0, TILE)
 
-    here = t < PLACES
-    source = unit * (PLACES + 1) + tl.load(index + unit * PLACES + t, mask=here, other=0)
-    place = head * PLACES + t
-    _moved(codes, source, after + CODES, place, here, KEY_SIZE)
-    _moved(scales, source, after + SCALES, place, here, KEY_BLOCKS)
-    _moved(value_codes, source, after + VALUE_CODES, place, here, VALUE_SIZE)
-    _moved(value_scales, source, after + VALUE_SCALES, place, here, VALUE_BLOCKS)
-    drawn = tl.load(stays + unit * PLACES + t, mask=here, other=0)
-    tl.store(at(after, SCORE, tl.int16) + place, drawn, mask=here)
+    to = t - (places - number(own, SLOTS))
+    here = (to >= 0) & (t < places)
+    source = unit * (places + 1) + tl.load(index + unit * places + t, mask=here, other=0)
+    _moved(codes, source, after + number(own, CODES), to, here, KEY_SIZE)
+    _moved(scales, source, after + number(own, SCALES), to, here, KEY_BLOCKS)
+    _moved(value_codes, source, after + number(own, VALUE_CODES), to, here, VALUE_SIZE)
+    _moved(value_scales, source, after + number(own, VALUE_SCALES), to, here, VALUE_BLOCKS)
+    drawn = tl.load(stays + unit * places + t, mask=here, other=0)
+    tl.store(at(after + number(own, SCORE), 0, tl.int16) + to, drawn, mask=here)
 
-    here, place = t < WINDOW - 1, head * WINDOW + t
-    _moved(before + NEAR_KEY, place + 1, after + NEAR_KEY, place, here, DIM)
-    _moved(before + NEAR_KEY_UNIT, place + 1, after + NEAR_KEY_UNIT, place, here, 1)
-    _moved(before + NEAR_VALUE, place + 1, after + NEAR_VALUE, place, here, VALUE_DIM)
-    _moved(before + NEAR_VALUE_UNIT, place + 1, after + NEAR_VALUE_UNIT, place, here, 1)
-    _, held, becomes_sink = _leaving(before, NEAR_WEIGHT, SINK_WEIGHT, SINKS)
-    if head == 0:
-        weight = tl.load(at(before, NEAR_WEIGHT, tl.float32) + t + 1, mask=here, other=0.0)
-        tl.store(at(after, NEAR_WEIGHT, tl.float32) + t, weight, mask=here)
+    near_key, near_key_unit = number(own, NEAR_KEY), number(own, NEAR_KEY_UNIT)
+    near_value, near_value_unit = number(own, NEAR_VALUE), number(own, NEAR_VALUE_UNIT)
+    near_weight, is_first = number(own, NEAR_WEIGHT), number(own, FIRST) == 1
+    here = t < WINDOW - 1
+    _moved(before + near_key, t + 1, after + near_key, t, here, DIM)
+    _moved(before + near_key_unit, t + 1, after + near_key_unit, t, here, 1)
+    _moved(before + near_value, t + 1, after + near_value, t, here, VALUE_DIM)
+    _moved(before + near_value_unit, t + 1, after + near_value_unit, t, here, 1)
+    _, held, becomes_sink = _leaving(before, own, SINKS)
+    if is_first:
+        weight = tl.load(at(before + near_weight, 0, tl.float32) + t + 1, mask=here, other=0.0)
+        tl.store(at(after + near_weight, 0, tl.float32) + t, weight, mask=here)
     if tl.program_id(1) == 0:
         counts, weight = _weight_of(log_weight, batch)
-        own, last = tl.load(of_layer + head).to(tl.int64), head * WINDOW + WINDOW - 1
-        _stored(key + batch * key_batch + own * key_head, counts, after + NEAR_KEY, after + NEAR_KEY_UNIT, last, DIM)
-        value += batch * value_batch + own * value_head
-        _stored(value, counts, after + NEAR_VALUE, after + NEAR_VALUE_UNIT, last, VALUE_DIM)
-        if head == 0:
-            tl.store(at(after, NEAR_WEIGHT, tl.float32) + WINDOW - 1, weight)
+        of_layer, last = number(own, OF_LAYER), WINDOW - 1
+        key += batch * key_batch + of_layer * key_head
+        _stored(key, counts, after + near_key, after + near_key_unit, last, DIM)
+        value += batch * value_batch + of_layer * value_head
+        _stored(value, counts, after + near_value, after + near_value_unit, last, VALUE_DIM)
+        if is_first:
+            tl.store(at(after + near_weight, 0, tl.float32) + WINDOW - 1, weight)
 
     if SINKS > 0:
-        here, place = t < SINKS, head * SINKS + t
+        sink_key, sink_key_unit = number(own, SINK_KEY), number(own, SINK_KEY_UNIT)
+        sink_value, sink_value_unit = number(own, SINK_VALUE), number(own, SINK_VALUE_UNIT)
+        sink_weight = number(own, SINK_WEIGHT)
+        here = t < SINKS
         comes = here & (t == held) & (t < held + becomes_sink)
-        old, first = here & (comes == 0), head * WINDOW + tl.zeros_like(t)
-        _moved(before + SINK_KEY, place, after + SINK_KEY, place, old, DIM)
-        _moved(before + SINK_KEY_UNIT, place, after + SINK_KEY_UNIT, place, old, 1)
-        _moved(before + SINK_VALUE, place, after + SINK_VALUE, place, old, VALUE_DIM)
-        _moved(before + SINK_VALUE_UNIT, place, after + SINK_VALUE_UNIT, place, old, 1)
-        _moved(before + NEAR_KEY, first, after + SINK_KEY, place, comes, DIM)
-        _moved(before + NEAR_KEY_UNIT, first, after + SINK_KEY_UNIT, place, comes, 1)
-        _moved(before + NEAR_VALUE, first, after + SINK_VALUE, place, comes, VALUE_DIM)
-        _moved(before + NEAR_VALUE_UNIT, first, after + SINK_VALUE_UNIT, place, comes, 1)
-        if head == 0:
-            weight = tl.load(at(before, SINK_WEIGHT, tl.float32) + t, mask=old, other=0.0)
-            weight = tl.where(comes, tl.load(at(before, NEAR_WEIGHT, tl.float32)), weight)
-            tl.store(at(after, SINK_WEIGHT, tl.float32) + t, weight, mask=here)
+        old, first = here & (comes == 0), tl.zeros_like(t)
+        _moved(before + sink_key, t, after + sink_key, t, old, DIM)
+        _moved(before + sink_key_unit, t, after + sink_key_unit, t, old, 1)
+        _moved(before + sink_value, t, after + sink_value, t, old, VALUE_DIM)
+        _moved(before + sink_value_unit, t, after + sink_value_unit, t, old, 1)
+        _moved(before + near_key, first, after + sink_key, t, comes, DIM)
+        _moved(before + near_key_unit, first, after + sink_key_unit, t, comes, 1)
+        _moved(before + near_value, first, after + sink_value, t, comes, VALUE_DIM)
+        _moved(before + near_value_unit, first, after + sink_value_unit, t, comes, 1)
+        if is_first:
+            weight = tl.load(at(before + sink_weight, 0, tl.float32) + t, mask=old, other=0.0)
+            weight = tl.where(comes, tl.load(at(before + near_weight, 0, tl.float32)), weight)
+            tl.store(at(after + sink_weight, 0, tl.float32) + t, weight, mask=here)
 
 
 @triton.jit
@@ -358,13 +366,14 @@ def _weight_of(log_weight, batch):
 
 
 @triton.jit
-def _leaving(before, NEAR_WEIGHT: tl.constexpr, SINK_WEIGHT: tl.constexpr, SINKS: tl.constexpr):
+def _leaving(before, own, SINKS: tl.constexpr):
     """Three integers about the token that leaves the window: 1 if it is real and no padding, the number of sinks
     before it, and 1 if it becomes the next sink."""
-    real = (tl.load(at(before, NEAR_WEIGHT, tl.float32)) > _NOTHING).to(tl.int32)
+    real = (tl.load(at(before + number(own, NEAR_WEIGHT), 0, tl.float32)) > _NOTHING).to(tl.int32)
     held = 0 * real
     if SINKS > 0:
         t = tl.arange(0, triton.next_power_of_2(SINKS))
-        weight = tl.load(at(before, SINK_WEIGHT, tl.float32) + t, mask=t < SINKS, other=_NOTHING)
+        weights = at(before + number(own, SINK_WEIGHT), 0, tl.float32)
+        weight = tl.load(weights + t, mask=t < SINKS, other=_NOTHING)
         held = tl.sum((weight > _NOTHING).to(tl.int32), axis=0)
     return real, held, real * (held < SINKS).to(tl.int32)

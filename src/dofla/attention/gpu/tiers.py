@@ -84,11 +84,13 @@ def _attend(
     rotated,  # [B, H, L, KEY_DIM + 1]
     key,  # [units, S, bytes]
     key_scale,  # [units, S, blocks]
-    key_bits,  # [blocks]
+    key_bits,  # [blocks], or [kv_heads, blocks] with the stride
+    key_bits_head,
     key_bytes,
     value,  # [units, S, bytes]
     value_scale,  # [units, S, blocks]
-    value_bits,  # [blocks]
+    value_bits,  # likewise
+    value_bits_head,
     value_bytes,
     levels,
     scale_units,
@@ -127,6 +129,8 @@ def _attend(
     is_number, is_value = k < KEY_BLOCK, n < value_dim
     key_blocks, value_blocks = key_dim // KEY_BLOCK, value_dim // VALUE_BLOCK
 
+    key_bits += kv_head * key_bits_head
+    value_bits += kv_head * value_bits_head
     key += unit * tokens * key_bytes
     key_scale += unit * tokens * key_blocks
     value_scale += unit * tokens * value_blocks + n // VALUE_BLOCK

@@ -1,9 +1,9 @@
-"""A decoded token of a compressed cache, from its state in one piece to the next (flat.py), as Triton kernels: in
+"""A decoded token of compressed caches, from their states in one piece to the next (flat.py), as Triton kernels: in
 plain torch it is some four hundred small operations. Importing this file needs triton.
 
 What leaves the window is coded (encode.py) behind the tokens of the tier, queries are rotated (rotate_query.py), one
 token goes (heavy_hitters.py) and the others are attended to (tiers.py); what stands in the rows of the state is read
-and written as it is (rows.py). Nothing waits for the GPU.
+and written as it is (rows.py). Heads of all sizes are done at once (side_by_side.py). Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -21,36 +21,54 @@ from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.encode import empty_line, enter
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
+from dofla.attention.gpu.side_by_side import OF_LAYER, JointCoder, descriptions, joined_states, made_of
 from dofla.attention.gpu.tiers import attend
 
 TILE = 32
 """Tokens of a program at once."""
 
 
+def alike(layout: Layout) -> tuple[object, ...]:
+    """Properties that groups decoded together have in common: all but the size of their tiers."""
+    tiers = layout.coded_tiers
+    return layout.window, layout.sinks, tiers.counts[0], tiers.key.tiers, tiers.key.dim, tiers.value.dim
+
+
 class Decoder:
-    """Attention of new tokens of some KV heads of a layer, one by one: heads with a window, one tier that keeps what
-    draws attention, and no features.
+    """Attention of new tokens of groups of KV heads of a layer, one by one: heads with a window, one tier that keeps
+    what draws attention, and no features.
 
     Args:
-        layout: of their packed cache.
+        layouts: of the groups' packed caches, which are :func:`alike`.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        tiers, window, sinks = layout.coded_tiers, layout.window, layout.sinks
-        key, value, newest = tiers.key, tiers.value, tiers.counts[0]
-        self.key, self.value, self.heads = key, value, tuple(layout.heads)
-        self.window, self.newest, self.places = window, newest, newest + tiers.heavy_hitters
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        first = layouts[0]
+        tiers, window, sinks = first.coded_tiers, first.window, first.sinks
+        self.window, self.newest, self.bytes = window, tiers.counts[0], [layout.bytes for layout in layouts]
+        self._sides = [x.coded_tiers.key for x in layouts], [x.coded_tiers.value for x in layouts]
+        self.numbers = tuple(map(tuple, descriptions(layouts)))
+        slots = [layout.coded_tiers.slots[-1] for layout in layouts for _ in layout.heads]
+        self.places = max(slots)
+        self.firsts = None if min(slots) == max(slots) else tuple((self.places - n,) for n in slots)
         self.longest = max(self.places, window, sinks)
-        self.starts = _named(layout.starts, sinks)
-        known = self.starts | {"BACK": value.starts[2], "MEAN": value.starts[3], "DIM": key.dim, "VALUE_DIM": value.dim}
-        for name, coder in (("KEY", key), ("VALUE", value)):
+        self.row = sum(self.bytes)
+        known = {"DIM": tiers.key.dim, "VALUE_DIM": tiers.value.dim, "WINDOW": window, "SINKS": sinks, "TILE": TILE}
+        for name, coder in (("KEY", tiers.key), ("VALUE", tiers.value)):
             blocks = coder.dim // coder.block
             known |= {f"{name}_SIZE": coder.bytes_per_token(0) - blocks, f"{name}_BLOCKS": blocks}
-        known |= {"WINDOW": window, "SINKS": sinks, "PLACES": self.places, "TILE": TILE}
         self._of_line, self._of_near, self._of_after = (
             {name: known[name] for name in kernel.arg_names if name in known}
             for kernel in (rows.line, rows.near, rows.write)
         )
+        self._coders: tuple[JointCoder, JointCoder] | None = None
+
+    def coders(self) -> tuple[JointCoder, JointCoder]:
+        """Coders of keys and of values, of all heads; made again when one of theirs was calibrated, loaded or moved."""
+        known, sides = self._coders, self._sides
+        if known is None or any(own.made_of != made_of(side) for own, side in zip(known, sides, strict=True)):
+            known = self._coders = JointCoder(sides[0]), JointCoder(sides[1])
+        return known
 
     def __call__(
         self,
@@ -58,71 +76,64 @@ class Decoder:
         key: Tensor,
         value: Tensor,
         log_weight: Tensor | None,
-        before: Tensor,
+        before: Sequence[Tensor],
         out: Tensor,
         scaling: float,
         per_step: float,
         weights: Tensor,
-    ) -> Tensor:
-        """The state after a token.
+    ) -> list[Tensor]:
+        """The states after a token.
 
         Args:
             query: of all heads of the layer, [B, H, 1, d].
             key, value: likewise [B, Hkv, 1, d] and [B, Hkv, 1, dv].
             log_weight: of the token [B, 1], LOG_ZERO for padding; None where there is none.
-            before: the state [B, bytes], uint8.
+            before: the states of the groups [B, bytes], uint8.
             out: [B, H, 1, dv], whose rows of these heads are to be filled.
             scaling: of the scores.
             per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.select_survivors` takes them.
         """
-        groups, heads, places, row = query.shape[1] // key.shape[1], len(self.heads), self.places, before.shape[-1]
+        device, batch, groups = query.device, len(query), query.shape[1] // key.shape[1]
+        heads, places = len(self.numbers), self.places
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        of_layer, units = _on_device(self.heads, query.device), len(query) * heads
-        after = torch.zeros_like(before)
-        keys, values = (empty_line(coder, (len(query), heads, places + 1), 0) for coder in (self.key, self.value))
-        score = before.new_empty(len(query), heads, places + 1, dtype=torch.int16)
+        units, of_heads, states = batch * heads, on_device(self.numbers, device), joined_states(before)
+        firsts = None if self.firsts is None else on_device(self.firsts, device)
+        after = torch.zeros_like(states)
+        coders = self.coders()
+        lines = [empty_line(coder, (batch, heads, places + 1), 0) for coder in coders]
+        score = states.new_empty(batch, heads, places + 1, dtype=torch.int16)
         log_weights = torch.empty_like(score, dtype=torch.float32)
-        new, strides = (key, value, log_weight, of_layer), (*key.stride()[:2], *value.stride()[:2])
+        leaving = [states.new_empty(batch, heads, 1, n, dtype=torch.int8) for x in coders for n in (x.dim, 1)]
+        new, strides = (key, value, log_weight, of_heads), (*key.stride()[:2], *value.stride()[:2])
         with torch.cuda.device_of(query):  # Triton launches on the current device
             rows.line[(units, block_count(places + 1, TILE))](
-                *(before, *keys, *values, score, log_weights, row, heads), **self._of_line
+                *(states, of_heads, *lines[0], *lines[1], score, log_weights, *leaving, self.row, heads, places),
+                **self._of_line,
             )
-            for coder, name, line in ((self.key, "KEY", keys), (self.value, "VALUE", values)):
-                enter(coder, *self._leaving(before, name, coder.dim), line, places)
-            rotated, query_integers = rotate_queries(self.key, query, groups, of_layer)
-            known = Codes.of(self.key, *keys, 0), Codes.of(self.value, *values, 0)
+            for n, coder in enumerate(coders):
+                enter(coder, leaving[2 * n], leaving[2 * n + 1].squeeze(-1), lines[n], places)
+            rotated, query_integers = rotate_queries(coders[0], query, groups, of_heads[:, OF_LAYER.value])
+            known = [Codes.of(coder, *line, 0) for coder, line in zip(coders, lines, strict=True)]
             real = None if log_weight is None else log_weight > LOG_ZERO
             index, stays, _, evicted_at = select_survivors(
-                query_integers, real, known[0], score, self.newest, per_step, weights
+                query_integers, real, known[0], score, self.newest, per_step, weights, firsts
             )
-            seen, normalizer = attend(rotated, *known, log_weights, evicted_at, scaling)
+            seen, normalizer = attend(rotated, known[0], known[1], log_weights, evicted_at, scaling)
             rows.near[(units * groups,)](
-                *(query, *new, before, self.value.constants, seen, normalizer, out),
-                *(*query.stride()[:2], *strides, *out.stride()[:2], row, heads, groups, scaling),
+                *(query, *new, states, coders[1].constants, seen, normalizer, out),
+                *(*query.stride()[:2], *strides, *out.stride()[:2], self.row, heads, groups, scaling),
+                BACK=coders[1].starts[2],
+                MEAN=coders[1].starts[3],
                 **self._of_near,
             )
             rows.write[(units, block_count(self.longest, TILE))](
-                *(*new, before, *keys, *values, index, stays, after, *strides, row, heads), **self._of_after
+                *(*new, states, *lines[0], *lines[1], index, stays, after, *strides, self.row, heads, places),
+                **self._of_after,
             )
-        return after
-
-    def _leaving(self, before: Tensor, name: str, dim: int) -> tuple[Tensor, Tensor]:
-        """The vectors of the oldest token of the window, integers [B, Hkv, 1, dim] and exponents [B, Hkv, 1], int8."""
-        numbers, window = before.view(torch.int8), self.window
-        shape, row = (len(before), len(self.heads), 1), before.shape[-1]
-        integers = numbers.as_strided((*shape, dim), (row, window * dim, dim, 1), self.starts[f"NEAR_{name}"])
-        return integers, numbers.as_strided(shape, (row, window, 1), self.starts[f"NEAR_{name}_UNIT"])
+        return list(after.split(self.bytes, 1))
 
 
 @cache
-def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
+def on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Once, for the CPU waits for a GPU while it copies something there."""
-    return torch.tensor(heads, dtype=torch.int32, device=device)
-
-
-def _named(starts: Sequence[int], sinks: int) -> dict[str, int]:
-    """The offsets in a row of bytes by the kernels' names for them; those of sinks are 0 if there are none."""
-    vectors = ("KEY", "KEY_UNIT", "VALUE", "VALUE_UNIT", "WEIGHT")
-    near, first = ([f"{where}_{name}" for name in vectors] for where in ("NEAR", "SINK"))
-    names = [*near, *(first if sinks else ()), "CODES", "SCALES", "VALUE_CODES", "VALUE_SCALES", "SCORE"]
-    return dict.fromkeys(first, 0) | dict(zip(names, starts, strict=True))
+    return torch.tensor(numbers, dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ TOKENS = 32
 
 def unrotated(coder: Coder, vectors: Codes) -> Tensor:
     """Vectors [B, Hkv, n, d], float32, of codes."""
-    codes, scales, bits, size = vectors.arguments()
+    codes, scales, bits, _, size = vectors.arguments()
     batch, heads, tokens = codes.shape[:3]
     out = torch.empty(batch, heads, tokens, coder.dim, dtype=torch.float32, device=codes.device)
     _, _, back, mean, *_ = coder.starts
@@ -33,6 +33,7 @@ def unrotated(coder: Coder, vectors: Codes) -> Tensor:
             BLOCK=coder.block,
             BLOCKS=triton.next_power_of_2(vectors.blocks),
             DIM=max(16, triton.next_power_of_2(coder.dim)),
+            CHUNK=min(32, max(16, triton.next_power_of_2(coder.dim))),
             TOKENS=TOKENS,
             PRECISION=PRECISION,
         )
@@ -58,24 +59,27 @@ def _unrotated(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per KV head of a batch row and some of its vectors."""
     unit = tl.program_id(0).to(tl.int64)
-    token, n, every = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM), tl.arange(0, BLOCKS)
-    is_token, is_number = token < tokens, n < dim
+    token, v, every = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM), tl.arange(0, BLOCKS)
+    is_token, is_number = token < tokens, v < dim
+    place, row = unit * tokens + token, unit % heads * dim + v
     widths = tl.load(bits + every, mask=every < blocks, other=0).to(tl.int32) * (BLOCK // 8)
-    before = tl.sum(tl.where(every[None, :] < (n // BLOCK)[:, None], widths[None, :], 0), axis=1)
-    own = tl.load(bits + n // BLOCK, mask=is_number, other=1).to(tl.int32)
-    place = unit * tokens + token
-    here = is_token[:, None] & is_number[None, :]
-    rotated = levels_of(codes + place[:, None] * size + before[None, :], n % BLOCK, own, levels, here, BLOCK)
-    rotated *= units_of(scales + place[:, None] * blocks + (n // BLOCK)[None, :], scale_units, here)
-    head = unit % heads
-    both = is_number[:, None] & is_number[None, :]
-    # rotated @ back.mT
-    back = tl.load(at(constants, BACK, tl.float32) + (head * dim + n[None, :]) * dim + n[:, None], mask=both, other=0.0)
-    mean = tl.load(at(constants, MEAN, tl.float32) + head * dim + n, mask=is_number, other=0.0)
-    found = tl.dot(rotated, back, input_precision=PRECISION) + mean[None, :]
-    tl.store(out + place[:, None] * dim + n[None, :], found, mask=here)
+    mean = tl.load(at(constants, MEAN, tl.float32) + row, mask=is_number, other=0.0)
+    found = tl.zeros([TOKENS, DIM], tl.float32) + mean[None, :]
+    for begin in range(0, dim, CHUNK):  # rotated @ back.mT
+        n = begin + tl.arange(0, CHUNK)
+        is_own = n < dim
+        before = tl.sum(tl.where(every[None, :] < (n // BLOCK)[:, None], widths[None, :], 0), axis=1)
+        own = tl.load(bits + n // BLOCK, mask=is_own, other=1).to(tl.int32)
+        here = is_token[:, None] & is_own[None, :]
+        rotated = levels_of(codes + place[:, None] * size + before[None, :], n % BLOCK, own, levels, here, BLOCK)
+        rotated *= units_of(scales + place[:, None] * blocks + (n // BLOCK)[None, :], scale_units, here)
+        back = at(constants, BACK, tl.float32) + row[None, :] * dim + n[:, None]
+        back = tl.load(back, mask=is_own[:, None] & is_number[None, :], other=0.0)
+        found += tl.dot(rotated, back, input_precision=PRECISION)
+    tl.store(out + place[:, None] * dim + v[None, :], found, mask=is_token[:, None] & is_number[None, :])
