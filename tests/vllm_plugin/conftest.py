@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import dofla
 
@@ -24,7 +25,11 @@ os.environ |= {
 def saved(folder, **options):
     """The bundled model, compressed, and its folder."""
     model, tokenizer, _ = dofla.demo()
-    model.float()
+    return compressed_in(folder, model.float(), tokenizer, **options)
+
+
+def compressed_in(folder, model, tokenizer, **options):
+    """A model, compressed if there are options, and its folder."""
     windows = dofla.token_windows("sample", tokenizer, windows=12)
     if options:
         dofla.compress(model, windows, progress=False, **options)
@@ -50,6 +55,38 @@ def mixed(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def sliding(tmp_path_factory):
+    """Every other layer has a sliding window: the weights of the bundled model, in a family that has such layers."""
+    teacher, tokenizer, _ = dofla.demo()
+    known = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    known += ("num_hidden_layers", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "max_position_embeddings")
+    known += ("bos_token_id", "eos_token_id")
+    kinds = ["sliding_attention", "full_attention"] * teacher.config.num_hidden_layers
+    config = Qwen2Config(
+        **{name: getattr(teacher.config, name) for name in known},
+        layer_types=kinds[: teacher.config.num_hidden_layers],
+        sliding_window=48,
+        use_sliding_window=True,
+    )
+    model = Qwen2ForCausalLM(config).float().eval()
+    lacking, others = model.load_state_dict(teacher.state_dict(), strict=False)
+    assert not others
+    for name in lacking:  # biases of queries, keys and values
+        model.get_parameter(name).data.zero_()
+    return compressed_in(tmp_path_factory.mktemp("sliding"), model, tokenizer, ratio=4, head_budgets="even")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def features(tmp_path_factory):
+    """Feature maps, which are not served; its folder."""
+    folder = tmp_path_factory.mktemp("features")
+    model, tokenizer, _ = dofla.demo()
+    dofla.linearize(model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
 def plain(tmp_path_factory):
     """The model as it came."""
     return saved(tmp_path_factory.mktemp("plain"))
@@ -67,9 +104,25 @@ def prompts():
 
 @pytest.fixture(scope="session", autouse=True)
 def check(compressed, prompts):
+    """The function that checks what was written after the prompt of a number."""
+    return check_of(compressed[0], prompts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def check_mixed(mixed, prompts):
+    """:func:`check` of the model whose one layer stays softmax."""
+    return check_of(mixed[0], prompts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def check_sliding(sliding, prompts):
+    """:func:`check` of the model with sliding layers."""
+    return check_of(sliding[0], prompts)
+
+
+def check_of(model, prompts):
     """The function that checks what was written after the prompt of a number: it is what generate writes, up to a token
     whose next best is as good. (Sums are in another order, and codes at a border of two round the other way.)"""
-    model, _ = compressed
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     wanted, leads = [], []
     for prompt in prompts:
@@ -84,5 +137,5 @@ def check(compressed, prompts):
         differs = next((at for at in range(12) if tokens[at] != wanted[n][at]), None)
         assert differs is None or leads[n][differs] < 0.02, f"token {differs} of {tokens} is not that of {wanted[n]}"
 
-    assert sum(lead < 0.02 for own in leads for lead in own) < 10
+    assert sum(lead < 0.02 for own in leads for lead in own) < 12 * len(prompts) / 10
     return checked

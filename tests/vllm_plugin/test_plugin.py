@@ -7,7 +7,7 @@ import gc
 import pytest
 from vllm import LLM, SamplingParams
 
-from dofla.vllm.model import DoflaForCausalLM
+from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
 
 GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
 
@@ -29,6 +29,10 @@ def llm(compressed):
 def texts(llm, prompts, sampling=GREEDY):
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def model_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
 
 
 def cache_of(llm):
@@ -88,15 +92,25 @@ def test_more_requests_than_pages_wait_for_their_turn(compressed, prompts, check
         check(n, tokens)
 
 
+@pytest.mark.parametrize("kind", ["mixed", "sliding"])
+def test_softmax_and_sliding_layers_beside_compressed_ones(kind, prompts, request):
+    _, folder = request.getfixturevalue(kind)
+    both = engine(folder, max_num_batched_tokens=64)
+    assert isinstance(model_of(both), DoflaHybridForCausalLM)
+    for n, tokens in enumerate(texts(both, prompts)):
+        request.getfixturevalue(f"check_{kind}")(n, tokens)
+
+
 @pytest.mark.slow
-def test_what_is_not_supported_is_refused_by_name(compressed, mixed):
-    with pytest.raises(Exception, match="cannot be shared by prefix"):
-        engine(compressed[1], enable_prefix_caching=True)
-    with pytest.raises(Exception, match=r"model.layers.1.self_attn stays softmax"):
-        engine(mixed[1])
+def test_prefix_caching_is_off_and_features_are_refused(compressed, features, prompts, check):
+    made = engine(compressed[1], enable_prefix_caching=True)
+    assert not made.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    for _ in range(2):
+        check(15, *texts(made, prompts[-1:]))
+    with pytest.raises(Exception, match=r"model.layers.0.self_attn has feature maps"):
+        engine(features)
 
 
 def test_other_models_are_those_of_vllm(plain):
     made = engine(plain[1])
-    found = made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-    assert not isinstance(found, DoflaForCausalLM)
+    assert not isinstance(model_of(made), DoflaForCausalLM | DoflaHybridForCausalLM)

@@ -5,5 +5,6 @@ sequence that holds its state. vLLM finds :func:`dofla.vllm.plugin.register` by 
 knows of this package, and it does not import transformers' part of dofla (:mod:`dofla.integration`).
 """
 
-ARCHITECTURE, METHOD, BACKEND = "DoflaForCausalLM", "dofla", "DOFLA"
-"""Names under which vLLM knows the model, its checkpoints and its cache."""
+ARCHITECTURE, HYBRID, METHOD, BACKEND = "DoflaForCausalLM", "DoflaHybridForCausalLM", "dofla", "DOFLA"
+"""Names under which vLLM knows models all of whose layers are compressed, those with other layers beside them, the
+checkpoints of both, and their cache."""

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from dofla.attention import FlatState
+from dofla.attention.flat import Layout
 from dofla.feature_maps.layer import LinearAttention
 from dofla.plans.plan import LayerPlan
 from dofla.vllm import BACKEND
@@ -42,7 +43,7 @@ class CompressedAttention(nn.Module, MambaBase):
     ) -> None:
         super().__init__()
         self.linear = LinearAttention(**layer.arguments()).requires_grad_(False)
-        layouts = [layout for n in range(len(self.linear.groups)) if (layout := self.linear.layout_of(n)) is not None]
+        layouts = _layouts(self.linear)
         self.sizes = [layout.bytes for layout in layouts]
         self._before = torch.cat([layout.empty(1, torch.device("cpu")).tokens for layout in layouts], -1)
         self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
@@ -61,13 +62,14 @@ class CompressedAttention(nn.Module, MambaBase):
         return MambaAttentionBackendEnum[BACKEND]
 
     def get_kv_cache_spec(self, vllm_config: object) -> KVCacheSpec | None:
-        """Pages of all layers have one size, that of the largest state (``page_bytes``)."""
+        """Pages of all layers have one size: that of the largest state (``page_bytes``), or beside vLLM's attention the
+        one that vLLM has found for both."""
         cache = vllm_config.cache_config  # type: ignore[attr-defined]
         return MambaSpec(
             shapes=self.get_state_shape(),
             dtypes=self.get_state_dtype(),
             block_size=cache.mamba_block_size,
-            page_size_padded=self.page_bytes,
+            page_size_padded=cache.mamba_page_size_padded or self.page_bytes,
             mamba_type=self.mamba_type,
             mamba_cache_mode=cache.mamba_cache_mode,
         )
@@ -111,6 +113,15 @@ class CompressedAttention(nn.Module, MambaBase):
         out, after = self.linear(*tokens, scaling=self.scaling, states=states, exact=self.exact_prefill)
         pool[pages] = torch.cat([state.tokens for state in after], -1)
         return out
+
+
+def state_bytes(layer: LayerPlan) -> int:
+    """Bytes of a layer's state."""
+    return sum(layout.bytes for layout in _layouts(LinearAttention(**layer.arguments())))
+
+
+def _layouts(linear: LinearAttention) -> list[Layout]:
+    return [layout for n in range(len(linear.groups)) if (layout := linear.layout_of(n)) is not None]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.utils import WeightsMapper
@@ -12,29 +14,35 @@ from vllm.model_executor.models.utils import WeightsMapper
 from dofla.errors import DoflaError
 from dofla.plans.plan import LayerPlan, Plan
 from dofla.vllm.checkpoint import DoflaConfig
-from dofla.vllm.layer import CompressedAttention
+from dofla.vllm.layer import CompressedAttention, state_bytes
 
 
-class DoflaForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
-    """A decoder all of whose attention layers have a compressed cache."""
+class _Compressed(TransformersForCausalLM, HasInnerState):
+    """A decoder whose attention layers have a compressed cache, or are those of vLLM."""
 
     def _create_attention_instances(self, prefix: str = "") -> None:
-        """One :class:`CompressedAttention` a layer, in the place of vLLM's attention."""
+        """vLLM's attention for each layer, and a :class:`CompressedAttention` in the place of those in the plan."""
         assert isinstance(self.quant_config, DoflaConfig)
-        self._check(self.quant_config.plan)
-        layers = {layer.name: layer for layer in self.quant_config.plan.layers}
-        prefill = self.quant_config.plan.prefill
-        exact = prefill == "exact" or (prefill == "auto" and self.device_config.device.type == "cuda")
-        made = []
+        plan = self.quant_config.plan
+        self._check(plan)
+        super()._create_attention_instances(prefix)
+        exact = plan.prefill == "exact" or (plan.prefill == "auto" and self.device_config.device.type == "cuda")
+        compressed, made = compressed_layers(plan), []
         for name, fuser in self.attention_fusers.values():
-            module = self.get_submodule(name)
-            layer = _layer_of(layers, name)
+            if (layer := _layer_of(compressed, name)) is None:
+                continue
+            module, own = self.get_submodule(name), f"{name}.{VLLM_ATTN_ATTR}"
+            context = self.compilation_config.static_forward_context
+            del context[getattr(module, VLLM_ATTN_ATTR).layer_name]
             scaling = fuser.scale(module) or layer.head_dim**-0.5
             heads = self.text_config.num_attention_heads
-            own = f"{name}.{VLLM_ATTN_ATTR}"
-            context = self.compilation_config.static_forward_context
             made.append(CompressedAttention(layer, heads, scaling, exact, own, context))
             setattr(module, VLLM_ATTN_ATTR, made[-1])
+        if len(made) < len(compressed):
+            raise DoflaError(
+                f"the plan of the checkpoint has {len(compressed)} compressed layers, the model {len(made)} of them: "
+                "save the model again with this dofla"
+            )
         for attention in made:
             attention.page_bytes = max(one.page_bytes for one in made)
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_substr={".dofla.": f".{VLLM_ATTN_ATTR}."})
@@ -43,14 +51,11 @@ class DoflaForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
         """Refuse by name what is not supported.
 
         Raises:
-            DoflaError: a layer that stays softmax or has feature maps, or values of another size than keys;
-                several GPUs for one model; prefix caching.
+            DoflaError: a layer that has feature maps, or values of another size than keys; several GPUs for one model.
         """
-        softmax = [layer.name for layer in plan.layers if layer.keep_softmax]
-        features = [layer.name for layer in plan.layers if not layer.keep_softmax and layer.feature_map != "none"]
-        uneven = [layer.name for layer in plan.layers if layer.head_dim != layer.value_dim]
-        if softmax:
-            raise DoflaError(f"layer {softmax[0]} stays softmax: vLLM serves models whose layers are all compressed")
+        compressed = compressed_layers(plan)
+        features = [layer.name for layer in compressed if layer.feature_map != "none"]
+        uneven = [layer.name for layer in compressed if layer.head_dim != layer.value_dim]
         if features:
             raise DoflaError(f"layer {features[0]} has feature maps: vLLM serves compressed caches, of dofla.compress")
         if uneven:
@@ -60,13 +65,41 @@ class DoflaForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
                 "a compressed model is on one GPU: leave out --tensor-parallel-size and --pipeline-parallel-size, and "
                 "take --data-parallel-size for several"
             )
-        if self.cache_config.enable_prefix_caching:
-            raise DoflaError("a compressed cache cannot be shared by prefix: leave out --enable-prefix-caching")
 
 
-def _layer_of(layers: dict[str, LayerPlan], name: str) -> LayerPlan:
+class DoflaForCausalLM(_Compressed, IsAttentionFree):
+    """A decoder all of whose attention layers have a compressed cache."""
+
+
+class DoflaHybridForCausalLM(_Compressed, IsHybrid):
+    """A decoder some of whose attention layers have a compressed cache; others stay softmax, or have a sliding
+    window."""
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        super()._create_attention_instances(prefix)
+        if self.device_config.device.type == "cpu":
+            from dofla.vllm.cpu import clear_blocks_of_sliding_layers
+
+            clear_blocks_of_sliding_layers()
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """The state of the largest layer, after which vLLM sizes the pages of all."""
+        assert isinstance(vllm_config.quant_config, DoflaConfig)
+        return ((max(map(state_bytes, compressed_layers(vllm_config.quant_config.plan))),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Bytes."""
+        return (torch.uint8,)
+
+
+def compressed_layers(plan: Plan) -> list[LayerPlan]:
+    """Layers of a plan that do not stay softmax."""
+    return [layer for layer in plan.layers if not layer.keep_softmax]
+
+
+def _layer_of(layers: list[LayerPlan], name: str) -> LayerPlan | None:
     """The plan of a module, which has another prefix here than in the model of transformers; with its name here."""
-    found = next((layer for own, layer in layers.items() if name == own or name.endswith(f".{own}")), None)
-    if found is None:
-        raise DoflaError(f"the plan of the checkpoint has no layer {name!r}: save the model again with this dofla")
-    return replace(found, name=name)
+    found = next((layer for layer in layers if name == layer.name or name.endswith(f".{layer.name}")), None)
+    return None if found is None else replace(found, name=name)

@@ -5,37 +5,50 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from dofla.vllm import ARCHITECTURE, BACKEND, METHOD
+from dofla.vllm import ARCHITECTURE, BACKEND, HYBRID, METHOD
 
 
 def register() -> None:
     """Register with vLLM, in each of its processes; a second call changes nothing."""
-    from vllm.config import CompilationConfig
+    from vllm.config import CompilationConfig, ModelConfig
     from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     from dofla.vllm import checkpoint  # noqa: F401 - importing registers
+    from dofla.vllm.config import CompressedModelConfig
 
     if ARCHITECTURE in ModelRegistry.models:
         return
-    ModelRegistry.register_model(ARCHITECTURE, "dofla.vllm.model:DoflaForCausalLM")
-    MODELS_CONFIG_MAP[ARCHITECTURE] = MambaModelConfig
+    for name in (ARCHITECTURE, HYBRID):
+        ModelRegistry.register_model(name, f"dofla.vllm.model:{name}")
+        MODELS_CONFIG_MAP[name] = CompressedModelConfig
     if BACKEND not in MambaAttentionBackendEnum.__members__:
         register_backend(BACKEND, "dofla.vllm.metadata.CompressedCacheBackend", is_mamba=True)
     CompilationConfig._attention_ops.append("vllm::dofla_attention")
     for name in ("inspect_model_cls", "resolve_model_cls"):
         setattr(ModelRegistry, name, _with_our_models(getattr(ModelRegistry, name)))
+    # vLLM takes a model for one without states where its config names attention layers alone.
+    of_vllm = ModelConfig.is_hybrid.fget
+    ModelConfig.is_hybrid = property(lambda own: _architecture(own) == HYBRID or of_vllm(own))
 
 
 def _with_our_models(resolve: Any) -> Any:
-    """A method of vLLM's registry that takes compressed checkpoints for :data:`ARCHITECTURE`: their config names the
-    class of the original model, which vLLM would take otherwise."""
+    """A method of vLLM's registry that takes compressed checkpoints for models of dofla: their config names the class
+    of the original model, which vLLM would take otherwise."""
 
     @wraps(resolve)
     def resolved(architectures: str | list[str], model_config: Any) -> Any:
-        if getattr(model_config.hf_config, "quantization_config", {}).get("quant_method") == METHOD:
-            architectures = [ARCHITECTURE]
-        return resolve(architectures, model_config)
+        own = _architecture(model_config)
+        return resolve(architectures if own is None else [own], model_config)
 
     return resolved
+
+
+def _architecture(model_config: Any) -> str | None:
+    """The name of a compressed checkpoint's class; None for all other checkpoints."""
+    plan = getattr(model_config.hf_config, "quantization_config", {})
+    if plan.get("quant_method") != METHOD:
+        return None
+    compressed = sum(not layer.get("keep_softmax") for layer in plan["layers"].values())
+    return ARCHITECTURE if compressed == model_config.hf_text_config.num_hidden_layers else HYBRID

@@ -1,0 +1,22 @@
+"""Settings of vLLM that a compressed model needs."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import MambaModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class CompressedModelConfig(MambaModelConfig):
+    """The settings of a model with states, without prefix caching: a state cannot be cut at a token."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Turn prefix caching off, and tell of it."""
+        if vllm_config.cache_config.enable_prefix_caching:
+            logger.warning("prefix caching is off: a compressed cache is not kept token by token")
+            vllm_config.cache_config.enable_prefix_caching = False
+        super().verify_and_update_config(vllm_config)
