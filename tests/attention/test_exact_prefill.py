@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import LOG_ZERO, Moments
-from dofla.attention.drawn import NEIGHBORS
+from dofla.attention.constants import DECAY
+from dofla.attention.drawn import LATELY, NEIGHBORS
 from dofla.feature_maps.layer import LinearAttention
 
 SCALING, DIM = 0.25, 16
@@ -43,6 +44,17 @@ def softmax(query, key, value, real=None):
         hidden = hidden | ~real[:, None, None]
     share = (query @ key.mT * SCALING).masked_fill(hidden, LOG_ZERO).softmax(-1)
     return share @ value, share
+
+
+def scores_of(share, window, sinks):
+    """The scores of tokens by the weights of queries [B, H, L, L], for each query head [B, H, L]."""
+    length = share.shape[-1]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    far = share * (distance >= window) * (torch.arange(length) >= sinks)
+    far = far / far.sum(-1, keepdim=True).clamp_min(1e-300)
+    decay = (1 - 1 / DECAY) ** torch.arange(length - 1, -1, -1, dtype=torch.float64)[:, None]
+    lately = (far.square() * decay * (torch.arange(length) >= length - LATELY)[:, None]).sum(2)
+    return (share * (distance >= NEIGHBORS)).square().sum(2) + lately
 
 
 def tokens_of(layer: LinearAttention, states) -> list[torch.Tensor]:
@@ -92,8 +104,7 @@ def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, len
     out, states = layer(query, key, value, scaling=SCALING, exact=True)
     right, share = softmax(query, key, value)
     assert (out - right).abs().max() <= 8 * sum_error(length + DIM, float(value.abs().max()) * 20)
-    far = torch.arange(length)[:, None] - torch.arange(length) >= min(NEIGHBORS, sizes["window"])
-    score = (share * far).square().unflatten(1, (3, groups)).sum((2, 3))
+    score = scores_of(share, sizes["window"], sizes["sinks"]).unflatten(1, (3, groups)).sum(2)
     for n, heads in enumerate(held_positions(layer, states, key)):
         for head, held in enumerate(heads):
             must = set(range(min(sizes["sinks"], length)))

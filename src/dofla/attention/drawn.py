@@ -11,9 +11,9 @@ from dofla.attention.constants import DECAY, LOG_ZERO
 from dofla.attention.state import accumulable
 
 NEIGHBORS = 64
-"""Queries right after a token whose attention to it does not count, or those that see it in a smaller window."""
+"""Queries right after a token whose attention to it does not count: neighbors say little of who needs it later."""
 LATELY = 512
-"""Last queries of a call whose attention goes into the scores that decoding goes on with: earlier ones hardly count."""
+"""Last queries of a call, whose attention counts once more: earlier ones would hardly count."""
 ELEMENTS = 2**23
 """Attention weights at once."""
 
@@ -44,8 +44,8 @@ class Drawn:
 
     Attributes:
         total: summed over the call's queries but the :data:`NEIGHBORS` after the token.
-        lately: as decoding goes on to count: weights among the tokens outside the local window and the sinks, of the
-            last queries, each of which counts a 64th less than the next.
+        lately: as decode counts: weights among the tokens outside the local window and the sinks, of the last queries,
+            each of which counts a 64th less than the next.
     """
 
     total: Tensor
@@ -65,7 +65,7 @@ def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: fl
         share, distance = _weights(query[:, :, rows], key[:, :, :end], line.real[:, :, :end], before + start, scaling)
         piece = (share.flatten(2, 3) @ value[:, :, :end]).unflatten(2, share.shape[2:4])
         out[:, :, rows] = piece.flatten(1, 2)
-        total[:, :, :end] += share.square_().masked_fill_(distance < min(NEIGHBORS, window), 0).sum((2, 3))
+        total[:, :, :end] += share.square_().masked_fill_(distance < NEIGHBORS, 0).sum((2, 3))
     if line.padded:
         out = out * line.real[:, :1, before:, None]  # a query that is padding sees nothing
     return out, Drawn(total, _lately(query[:, :, -LATELY:], key, line.real, window, sinks, scaling))

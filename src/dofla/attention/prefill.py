@@ -2,9 +2,10 @@
 are selected once, at the end of the call.
 
 The score of a token is the sum of its squared attention weights over the queries of the call, as in H2O (Zhang et al.
-2023, arXiv 2306.14048) but for the square and for the queries right after the token, which see it in the local window
-anyway. Without a prefill, token by token, the selection is that of :mod:`dofla.attention.coding.heavy_hitters`, which
-decoding goes on with.
+2023, arXiv 2306.14048) but for the square and for the queries right after the token; and over the last queries once
+more, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). The scores that decode goes on with are what a
+token drew from a query in the mean of the whole call: by the last queries alone, what the selection retained would soon
+be evicted.
 
 All KV heads of a layer are done at once, whatever their sizes, and in the order of their groups: on a GPU a prompt of
 some thousand tokens takes as long as its kernels are many.
@@ -26,7 +27,7 @@ from dofla.attention.backends import backend_for
 from dofla.attention.carried import State
 from dofla.attention.coding.heavy_hitters import ScoredTokens, chosen
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
-from dofla.attention.drawn import Drawn, Line
+from dofla.attention.drawn import NEIGHBORS, Drawn, Line
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.flat import FlatState, Layout
 from dofla.attention.heads import query_heads
@@ -36,6 +37,9 @@ MOST_TOKENS = 8192
 """Tokens at once: longer calls are read in several parts, in constant memory and linear time."""
 _LATER = 1e-30
 """Increase of the score from one position to the next: among tokens that drew no attention, the newest are retained."""
+_REMEMBERED = 4 * DECAY
+"""Queries whose mean attention a score is, which decode goes on with: so many as decays leave of equal ones, times what
+weights are larger among the tokens of the tier alone (benchmarks/quality/prefill.py)."""
 
 
 def exact_prefill(
@@ -176,7 +180,7 @@ def _retained(
     if len(new) < layout.window:
         before = held.window if held else _all_heads([_empty_window(x, len(new.key), new.key.device) for x in layouts])
         window = before.shifted(window)
-    tiers = _tiers(layouts, held, line, drawn, left, age, backend)
+    tiers = _tiers(layouts, held, line, drawn, left, age, len(new), backend)
     borders = list(pairwise(accumulate((len(x.heads) for x in layouts), initial=0)))
     return [
         layout.flat(State(None, _heads(window, *own), None if sinks is None else _heads(sinks, *own), (tier,)))
@@ -203,21 +207,24 @@ def _tiers(
     drawn: Drawn,
     left: Tensor,
     age: Tensor,
+    new: int,
     backend: Backend,
 ) -> list[ScoredTokens]:
-    """Tokens of each group's tier after the call, from the tokens that have ``left`` the window [B, Hkv, P]."""
+    """Tokens of each group's tier after the call, from the tokens that have ``left`` the window [B, Hkv, P], of which
+    ``new`` are this call's."""
     window, sinks, device = layouts[0].window, layouts[0].sinks, left.device
     slots = [layout.coded_tiers.slots[-1] for layout in layouts]
     newest, room = (
         _per_head(tuple((n, len(layout.heads)) for n, layout in zip(own, layouts, strict=True)), device)
         for own in ([layout.coded_tiers.counts[0] for layout in layouts], slots)
     )
-    score, lately = drawn.total + _LATER * torch.arange(len(line), device=device), GAIN * drawn.lately
+    position = torch.arange(len(line), device=device)
+    queries = (len(line) - NEIGHBORS - position).clamp(1, new)
+    score, later = drawn.total + drawn.lately + _LATER * position, GAIN * _REMEMBERED * drawn.total / queries
     if held is not None:
         before = slice(sinks, sinks + held.score.shape[2])
         score[:, :, before] += held.score.clamp_min(0) / GAIN
-        length = len(line) - window - before.stop
-        lately[:, :, before] += held.score.clamp_min(0) * (1 - 1 / DECAY) ** length
+        later[:, :, before] += held.score.clamp_min(0) * (1 - 1 / DECAY) ** new
     score = score.masked_fill(left & (age < window + newest), torch.inf).masked_fill(~left, -1.0)
     best = score.topk(min(max(slots), len(line)), -1)
     fits = (best.values >= 0) & (torch.arange(best.values.shape[2], device=device) < room)
@@ -225,19 +232,19 @@ def _tiers(
     order = torch.where(fits, best.indices, best.indices - len(line)).sort(-1).values
     order = F.pad(order, (max(slots) - order.shape[2], 0), value=-1)
     index, free = order % len(line), order < 0
-    drawn_lately = chosen(lately, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
+    after = chosen(later, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
     k, v = (accumulable(chosen(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
     borders = list(accumulate((len(layout.heads) for layout in layouts), initial=0))
     spans = zip(pairwise(borders), slots, strict=True)
     own = [(slice(None), slice(first, end), slice(max(slots) - n, None)) for (first, end), n in spans]
     coders = [coder for layout in layouts for coder in (layout.coded_tiers.key, layout.coded_tiers.value)]
     codes = iter(backend.encode(coders, [x[place] for place in own for x in (k, v)]))
-    found = [ScoredTokens(*next(codes), *next(codes), drawn_lately[place]) for place in own]
+    found = [ScoredTokens(*next(codes), *next(codes), after[place]) for place in own]
     if held is None:
         return found
     return [
-        _with_codes_of(tier, new, index[place] - (before.stop - len(tier)), free[place])
-        for tier, new, place in zip(held.tiers, found, own, strict=True)
+        _with_codes_of(tier, tokens, index[place] - (before.stop - len(tier)), free[place])
+        for tier, tokens, place in zip(held.tiers, found, own, strict=True)
     ]
 
 

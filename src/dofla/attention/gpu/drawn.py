@@ -24,7 +24,7 @@ def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int
     """Attention that the tokens of a line drew from queries [B, H, L, d], whose log-normalizers over all tokens are
     [B, H, L]."""
     key = line.key.to(query.dtype)
-    total = squares(query, key, line.real, normalizer, min(NEIGHBORS, window), scaling)
+    total = squares(query, key, line.real, normalizer, NEIGHBORS, scaling)
     last, far = query[:, :, -LATELY:], line.real & ~first_tokens(line.real, sinks)
     return Drawn(total, squares(last, key, far, normalizers(last, key, far, window, scaling), window, scaling, DECAY))
 
