@@ -11,7 +11,7 @@ again, so a long run can be done in pieces; the tables are written there as Mark
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.probe import probe
 from dofla.feature_maps import feature_map_class
-from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.student import Student
 from dofla.paper.bench import Bench, layer_mean, recalled
@@ -128,7 +127,7 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
         with evaluation_mode(model):
             found = {name: next_token_figures(model, windows) for name, windows in others.items()}
             for name, hidden in (("no_window", hidden_windows), ("no_features", hidden_features)):
-                with hidden(Student.of(model).layers.values()):
+                with hidden(model):
                     found[name] = next_token_figures(model, bench.workshop.validation().take(4))
         return found
 
@@ -151,9 +150,9 @@ def _windows(bench: Bench, name: str) -> TokenWindows:
 
 
 @contextmanager
-def hidden_features(layers: Collection[AttachedLinearAttention]) -> Iterator[None]:
+def hidden_features(student: PreTrainedModel) -> Iterator[None]:
     """Within the block the layers see their windows and sinks alone."""
-    layers = [layer for layer in layers if layer.is_hybrid]
+    layers = [layer for layer in Student.of(student).layers.values() if layer.is_hybrid]
     kept, nothing = [layer.maps for layer in layers], feature_map_class("none")
     for layer in layers:
         layer.maps = nn.ModuleList(nothing(m.heads, m.head_dim, m.features) for m in layer.maps)

@@ -274,7 +274,7 @@ def test_window_dropout_hides_the_window_in_some_steps(tiny, tmp_path, token_dty
         layer.load_state_dict(layers[name].state_dict())
         layer.sizes = [(features, 0, 0) for features, _, _ in layer.sizes]
     dofla.merge_lora(bare, tmp_path / "lora")
-    with hidden_windows(Student.of(student).layers.values()):
+    with hidden_windows(student):
         assert torch.equal(logits(student, tokens), logits(bare, tokens))
     assert not torch.equal(logits(student, tokens), logits(bare, tokens))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dofla.errors import DoflaError
-from dofla.paper.methods import STRATEGIES, baselines, paper_methods
+from dofla.paper.methods import STRATEGIES, baselines, over_heads, paper_methods
 from dofla.paper.study import SCALES, STUDIES, Study
+from dofla.runs.recipe import StudentSpec
 from dofla.tasks.finetune import settings_for
 
 NAMES = sorted(path.stem for path in STUDIES.glob("*.yaml"))
@@ -84,3 +85,11 @@ def test_the_papers_rows_are_all_there():
     assert [spec.name for spec in paper_methods()] == [
         f"{label}, {loss}" for label in STRATEGIES for loss in ("direct", "softmax", "l2")
     ]
+
+
+def test_numbers_over_heads_differ_in_one_option():
+    for label, strategy in (("DoF", "dof"), ("DoF + Clip", "dof_clip")):
+        of_label = [spec for spec in over_heads() if spec.strategy == strategy]
+        options = [(spec.over_heads, spec.per_head) for spec in of_label]
+        assert options == [("mean", None), ("q75", None), (StudentSpec("").over_heads, True)]
+        assert all(spec.name.startswith(f"{label}, ") for spec in of_label)

@@ -170,7 +170,7 @@ def distill_end_to_end(
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
                 of_step = batches.of_step(step, torch.default_generator)
-                with hidden_windows(layers.values()) if hide else nullcontext():
+                with hidden_windows(student) if hide else nullcontext():
                     value = _gradients(loss, of_step, precision, together)
                 if not math.isfinite(value):
                     raise DoflaError(f"the {loss.name} loss is {value} at step {step}: lower learning_rates")

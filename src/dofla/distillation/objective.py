@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -115,8 +115,13 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def hidden_windows(layers: Collection[LinearAttention]) -> Iterator[None]:
-    """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all."""
+def hidden_windows(student: PreTrainedModel) -> Iterator[None]:
+    """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all.
+
+    Asks the model for its layers instead of a :class:`~dofla.integration.student.Student`: under FSDP the model runs
+    sharded copies of the layers that the handle knows.
+    """
+    layers = [module for module in student.modules() if isinstance(module, LinearAttention)]
     try:
         for layer in layers:
             layer.hides_tokens = True

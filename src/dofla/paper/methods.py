@@ -58,12 +58,12 @@ def over_heads() -> list[StudentSpec]:
     """DoF and DoF + Clip, with the layer's number from its heads' in several ways, and with a number per head."""
     students = []
     for label in ("DoF", "DoF + Clip"):
-        for name, options in (
-            ("mean over heads", {"over_heads": "mean"}),
-            ("75 % quantile over heads", {"over_heads": "q75"}),
-            ("per head", {"per_head": True}),
-        ):
-            students.append(replace(trained(label, "softmax", **options), name=f"{label}, {name}"))
+        student = trained(label, "softmax")
+        students += [
+            replace(student, name=f"{label}, mean over heads", over_heads="mean"),
+            replace(student, name=f"{label}, 75 % quantile over heads", over_heads="q75"),
+            replace(student, name=f"{label}, per head", per_head=True),
+        ]
     return students
 
 
