@@ -81,6 +81,28 @@ class Backend(CodeOperations):
         """
         return None
 
+    def read_pages(
+        self,
+        layouts: Sequence[Layout],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pools: list[Tensor],
+        pages: Tensor,
+        scaling: float,
+    ) -> Tensor | None:
+        """:meth:`read_packed` of groups without features, whose states are pages of pools, and are updated there.
+
+        Args:
+            layouts, query, key, value, scaling: as :meth:`read_packed` takes them.
+            pools: of each group, [P, bytes], uint8.
+            pages: of each sequence [B], int64.
+
+        Returns:
+            Output [B, H, L, dv], zeros of heads in no group; None if there are no kernels for such a call.
+        """
+        return None
+
     def through_features(
         self,
         query: Tensor,

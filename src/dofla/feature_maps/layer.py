@@ -244,6 +244,39 @@ class LinearAttention(nn.Module):
                     after[n] = state
         return out, [after[n] for n in range(len(after))]
 
+    @without_autocast
+    def read_pages(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        pools: list[Tensor],
+        pages: Tensor,
+        exact: bool = False,
+    ) -> Tensor:
+        """:meth:`forward` of sequences whose states are pages of pools, and are updated there: what servers hold.
+
+        Args:
+            query, key, value, scaling, exact: as :meth:`forward` takes them.
+            pools: of each group [P, bytes], uint8, of a layer all of whose groups have a layout and no features.
+            pages: of each sequence [B], int64; no two are the same.
+
+        Returns:
+            Output [B, H, L, dv].
+        """
+        if not exact or query.shape[-2] == 1:
+            own = *self.smoothed(query, key), value
+            out = backend_for(own).read_pages(list(self._layouts.values()), *own, pools, pages, scaling)
+            if out is not None:
+                return out
+        states = [FlatState(None, pool[pages]) for pool in pools]
+        out, after = self(query, key, value, scaling=scaling, states=states, exact=exact)
+        for pool, state in zip(pools, after, strict=True):
+            pool[pages] = state.tokens
+        return out
+
     def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)
 

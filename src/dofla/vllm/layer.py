@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from dofla.attention import FlatState
 from dofla.attention.flat import Layout
 from dofla.feature_maps.layer import LinearAttention
 from dofla.plans.plan import LayerPlan
@@ -95,24 +95,19 @@ class CompressedAttention(nn.Module, MambaBase):
         step: CompressedCacheMetadata = metadata[self.prefix]
         counts = (self.heads, self.kv_heads, self.kv_heads)
         split = [x.unflatten(-1, (count, -1)) for x, count in zip((query, key, value), counts, strict=True)]
-        if len(step.begins):
-            self.kv_cache[0][step.pages[step.begins]] = self._before.to(query.device)
+        pool = self.kv_cache[0]
+        if step.begins:
+            pool[step.pages[step.begins]] = self._before.to(query.device)
+        pools = list(pool.split(self.sizes, 1))
+        read = partial(self.linear.read_pages, scaling=self.scaling, pools=pools, exact=self.exact_prefill)
         if step.decodes:
             rows = slice(0, step.decodes)
             tokens = [x[rows].unsqueeze(2) for x in split]  # [n, heads, 1, d]
-            out[rows] = self._read(tokens, step.pages[rows]).flatten(1)
+            out[rows] = read(*tokens, pages=step.pages[rows]).flatten(1)
         for n in range(step.decodes, len(step.starts) - 1):
             rows = slice(step.starts[n], step.starts[n + 1])
             tokens = [x[rows].transpose(0, 1).unsqueeze(0) for x in split]  # [1, heads, L, d]
-            out[rows] = self._read(tokens, step.pages[n : n + 1])[0].transpose(0, 1).flatten(1)
-
-    def _read(self, tokens: list[Tensor], pages: Tensor) -> Tensor:
-        """Output [B, H, L, dv] of the tokens of requests with these pages [B], into which their states go."""
-        pool = self.kv_cache[0]
-        states = [FlatState(None, part.contiguous()) for part in pool[pages].split(self.sizes, -1)]
-        out, after = self.linear(*tokens, scaling=self.scaling, states=states, exact=self.exact_prefill)
-        pool[pages] = torch.cat([state.tokens for state in after], -1)
-        return out
+            out[rows] = read(*tokens, pages=step.pages[n : n + 1])[0].transpose(0, 1).flatten(1)
 
 
 def state_bytes(layer: LayerPlan) -> int:

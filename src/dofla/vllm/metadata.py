@@ -17,7 +17,7 @@ class CompressedCacheMetadata:
 
     Attributes:
         decodes: how many read one token.
-        pages: of each request [n], int32.
+        pages: of each request [n], int64.
         starts: row of each request's first token, and the number of rows [n + 1].
         begins: numbers of the requests whose first tokens these are.
     """
@@ -47,7 +47,7 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
         starts = common.query_start_loc_cpu[: requests + 1].tolist()
         lengths = common.seq_lens[:requests].tolist()
         begins = [n for n, length in enumerate(lengths) if length == starts[n + 1] - starts[n]]
-        return CompressedCacheMetadata(decodes, pages[:, 0], starts, begins)
+        return CompressedCacheMetadata(decodes, pages[:requests, 0].long(), starts, begins)
 
 
 class CompressedCacheBackend(AttentionBackend):

@@ -151,6 +151,32 @@ def test_other_memories_are_read_as_longer_parts_are():
     assert (opened[0].window.log_weight > LOG_ZERO).all()
 
 
+@pytest.mark.interpreter
+def test_states_are_updated_in_their_pages():
+    *shape, before = LAYERS["tiers of other sizes"]
+    layer = layer_of(*shape)
+    text = text_of(layer, 2, before + 2, 2)
+    _, states = read(layer, text, None, [0, before])
+    wanted, after = read(layer, text, None, [before, before + 1, before + 2], states)
+    sizes, pages = [state.tokens.shape[1] for state in states], torch.tensor([3, 1])
+    whole = torch.randint(0, 256, (5, sum(sizes) + 16), dtype=torch.uint8)
+    others = whole[[0, 2, 4]], whole[:, -16:].clone()
+    whole[pages, :-16] = torch.cat([state.tokens for state in states], 1)
+    own, whole, pages = copy.deepcopy(layer).to(DEVICE), whole.to(DEVICE), pages.to(DEVICE)
+    pools, text = list(whole[:, :-16].split(sizes, 1)), moved(text, DEVICE)
+    with calls_of_kernels() as called:
+        for n in range(2):
+            inputs = [x[:, :, before + n : before + n + 1] for x in text]
+            out = own.read_pages(*inputs, scaling=SCALING, pools=pools, pages=pages)
+            off = (out.cpu() - wanted[:, :, n : n + 1]).abs().max()
+            assert off < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
+    assert not called
+    assert own._layouts[0] in BACKENDS[0]._decoders
+    assert torch.equal(whole[pages, :-16].cpu(), torch.cat([state.tokens for state in after], 1))
+    assert torch.equal(whole[[0, 2, 4]].cpu(), others[0])
+    assert torch.equal(whole[:, -16:].cpu(), others[1])
+
+
 class _Operations(TorchDispatchMode):
     """Names of those of torch that a GPU would be given, or wait for; views are none."""
 

@@ -13,7 +13,7 @@ from dofla.attention.backend import Backend, Features, Packed
 from dofla.attention.coding import Coder
 from dofla.attention.coding.levels import TABLES
 from dofla.attention.coding.operations import Coded
-from dofla.attention.compiled.tiers import attend_and_code, encode
+from dofla.attention.compiled.tiers import attend_and_code, attend_and_code_in_pages, encode
 from dofla.attention.exact import ExactPart
 from dofla.attention.flat import Layout
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
@@ -42,25 +42,24 @@ class Compiled(Backend):
     ) -> Packed | None:
         if query.shape[-2] == 0:
             return None
-        coders = [(layout.coded_tiers.key, layout.coded_tiers.value) for layout in layouts]
-        # As an attribute it takes ten times as long to find; torch's type says that a buffer may be None.
-        keys, values = ([coder._buffers["constants"] for coder in side] for side in zip(*coders, strict=True))
-        sizes = [number for layout in layouts for number in layout.sizes]
-        out, *found = attend_and_code(
-            query,
-            key,
-            value,
-            log_weight,
-            states,
-            keys,  # type: ignore[arg-type]
-            values,  # type: ignore[arg-type]
-            TABLES,
-            sizes,
-            scaling,
-        )
+        constants, sizes = _constants(layouts)
+        out, *found = attend_and_code(query, key, value, log_weight, states, *constants, TABLES, sizes, scaling)
         rest = iter(found[len(layouts) :])
         behind = [(next(rest), TokenBuffer(*islice(rest, 3))) for layout in layouts if layout.features]
         return Packed(out, found[: len(layouts)], behind)
+
+    def read_pages(
+        self,
+        layouts: Sequence[Layout],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pools: list[Tensor],
+        pages: Tensor,
+        scaling: float,
+    ) -> Tensor | None:
+        constants, sizes = _constants(layouts)
+        return attend_and_code_in_pages(query, key, value, pools, pages, *constants, TABLES, sizes, scaling)
 
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:
         if not compiled.usable(vectors, (), DTYPES):
@@ -93,6 +92,14 @@ class Compiled(Backend):
         if not _usable([a, b, value], [tokens.log_weight], state, exact):
             return super().linear_attention(a, b, tokens, state, exact)
         return compiled.linear_attention(a, TokenBuffer(b, value, tokens.log_weight), state, exact=exact)
+
+
+def _constants(layouts: Sequence[Layout]) -> tuple[tuple[list[Tensor], list[Tensor]], list[int]]:
+    """Constants of the coders of keys and of values, and sizes, of the groups of a layer."""
+    coders = [(layout.coded_tiers.key, layout.coded_tiers.value) for layout in layouts]
+    # As an attribute it takes ten times as long to find; torch's type says that a buffer may be None.
+    keys, values = ([coder._buffers["constants"] for coder in side] for side in zip(*coders, strict=True))
+    return (keys, values), [number for layout in layouts for number in layout.sizes]  # type: ignore[return-value]
 
 
 def _usable(vectors: list[Tensor], others: list[Tensor], state: FeatureState, exact: ExactPart | None) -> bool:

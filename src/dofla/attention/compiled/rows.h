@@ -76,7 +76,8 @@ struct Tokens {
   Widths widths{};
   std::array<std::int64_t, 5> starts{};  // of codes and scales, of log-weights or scores in a row
   char* rows = nullptr;
-  std::int64_t stride = 0;  // bytes of a row
+  std::int64_t stride = 0;              // bytes from a row to the next
+  const std::int64_t* pages = nullptr;  // row of each sequence; or the n-th has row n
 
   Tokens() = default;
   Tokens(std::int64_t heads, std::int64_t count, bool apart, const Widths& widths, Cut& cut)
@@ -85,23 +86,27 @@ struct Tokens {
     starts[4] = cut.next(apart ? heads * count * sizeof(std::int16_t) : count * sizeof(float));
   }
 
-  Tokens in(const at::Tensor& memory) const {
+  Tokens in(const at::Tensor& memory, const std::int64_t* of_sequences = nullptr) const {
     Tokens other = *this;
     other.rows = static_cast<char*>(memory.data_ptr());
-    other.stride = memory.size(1);
+    other.stride = memory.stride(0);
+    other.pages = of_sequences;
     return other;
   }
 
   template <typename T>
   T* row(std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token) const {
-    return reinterpret_cast<T*>(rows + n * stride + starts[part] + (h * count + token) * widths[part]);
+    return reinterpret_cast<T*>(of(n) + starts[part] + (h * count + token) * widths[part]);
   }
 
-  float* log_weights(std::int64_t n) const { return reinterpret_cast<float*>(rows + n * stride + starts[4]); }
+  float* log_weights(std::int64_t n) const { return reinterpret_cast<float*>(of(n) + starts[4]); }
 
   std::int16_t* scores(std::int64_t n, std::int64_t h) const {
-    return reinterpret_cast<std::int16_t*>(rows + n * stride + starts[4]) + h * count;
+    return reinterpret_cast<std::int16_t*>(of(n) + starts[4]) + h * count;
   }
+
+ private:
+  char* of(std::int64_t n) const { return rows + (pages ? pages[n] : n) * stride; }
 };
 
 inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int64_t h, std::int64_t first,

@@ -33,6 +33,12 @@ def _attend_and_code(
     return found
 
 
+@torch.library.register_fake("dofla::attend_and_code_in_pages")
+def _attend_and_code_in_pages(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+    batch, heads, length, _ = query.shape
+    return value.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+
+
 def _groups(numbers: list[int]) -> Iterator[tuple[int, bool]]:
     """KV heads of each group that :attr:`dofla.attention.Layout.sizes` describes, and whether it has features."""
     while numbers:

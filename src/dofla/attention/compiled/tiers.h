@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
 
 #include <algorithm>
 #include <iterator>
@@ -124,6 +125,22 @@ inline std::vector<Sizes> sizes_of(const std::vector<std::int64_t>& numbers) {
   return found;
 }
 
+// The states of a group between calls: [B, bytes], made anew by the call; or rows `pages` [B] of a pool [P, bytes], which the
+// call updates. Those before are copied first, as tokens move within a state.
+struct States {
+  at::Tensor before, after;
+  const std::int64_t* pages = nullptr;
+
+  explicit States(const at::Tensor& given) : before(given.contiguous()), after(at::empty(before.sizes(), before.options())) {
+    std::memset(after.mutable_data_ptr(), 0, after.numel());  // between the parts as well: equal states have equal bytes
+  }
+
+  States(const at::Tensor& pool, const at::Tensor& of_sequences)
+      : before(at::index_select(pool, 0, of_sequences)), after(pool), pages(of_sequences.const_data_ptr<std::int64_t>()) {
+    TORCH_CHECK(pool.stride(1) == 1, "bytes of a state must be contiguous");
+  }
+};
+
 // A group of heads: queries [B, H, L, d] of all heads, of which those of the KV heads `heads` are meant, as keys and values;
 // log-weights [B, L] of the tokens, 0 if there are none.
 struct Group {
@@ -133,7 +150,7 @@ struct Group {
   bool behind;
   Vectors query, key, value;
   Coders keys, values;
-  at::Tensor before, after;  // the state, [B, bytes]
+  States states;
   Tokens window, window_after;
   std::optional<Tokens> sinks, sinks_after;
   std::vector<Tokens> tiers, tiers_after;
@@ -145,13 +162,12 @@ struct Group {
   std::vector<std::int64_t> sources;  // [B, s]: which of the tokens that leave the window becomes this sink; or -1
 
   Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
-        const at::Tensor& state, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables,
-        double scaling, const Sizes& sizes)
+        States given, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables, double scaling,
+        const Sizes& sizes)
       : batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)), scaling(static_cast<float>(scaling)),
         heads(sizes.heads), behind(sizes.behind), query(q), key(k), value(v),
         keys(of_keys, heads.size(), k.size(3), sizes.tiers.size(), tables),
-        values(of_values, keys.heads, v.size(3), keys.tiers, tables), before(state.contiguous()),
-        after(at::empty(before.sizes(), before.options())) {
+        values(of_values, keys.heads, v.size(3), keys.tiers, tables), states(std::move(given)) {
     TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
     TORCH_CHECK(q.size(3) == keys.dim, "sizes of heads differ");
     for (const std::int64_t head : heads) TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
@@ -194,7 +210,7 @@ struct Group {
     Cut cut;
     const auto next = [&](std::int64_t count, bool apart, const Widths& widths) {
       const Tokens tokens(keys.heads, count, apart, widths, cut);
-      return std::pair(tokens.in(before), tokens.in(after));
+      return std::pair(tokens.in(states.before), tokens.in(states.after, states.pages));
     };
     std::tie(window, window_after) = next(sizes.window, false, exact);
     if (sizes.sinks) std::tie(sinks, sinks_after) = next(sizes.sinks, false, exact);
@@ -205,9 +221,9 @@ struct Group {
       tiers.push_back(held);
       tiers_after.push_back(held_after);
     }
+    const at::Tensor& before = states.before;
     TORCH_CHECK(before.scalar_type() == at::kByte && before.size(0) == batch && before.size(1) == cut.end(),
                 "the state is another layer's");
-    std::memset(after.mutable_data_ptr(), 0, after.numel());  // between the parts as well: equal states have equal bytes
   }
 
   void move_log_weights(const float* given) {

@@ -45,6 +45,25 @@ def attend_and_code(
     )
 
 
+def attend_and_code_in_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pools: list[Tensor],
+    pages: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    tables: Tensor,
+    sizes: list[int],
+    scaling: float,
+) -> Tensor:
+    """:func:`attend_and_code` of groups without features, whose states are rows ``pages`` [B], int64, of ``pools``
+    [P, bytes], and are updated there. Returns the output alone."""
+    return torch.ops.dofla.attend_and_code_in_pages.default(
+        query, key, value, pools, pages, keys, values, tables, scaling, sizes
+    )
+
+
 def encode(x: Tensor, constants: Tensor, tables: Tensor, tiers: int) -> tuple[Tensor, Tensor]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d] in the first tier:
     :meth:`dofla.attention.Coder.encode`."""

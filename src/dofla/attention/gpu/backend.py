@@ -47,15 +47,39 @@ class Triton(Backend):
     ) -> Packed | None:
         if query.shape[-2] != 1 or not all(layout.retains for layout in layouts):
             return None
+        from dofla.attention.gpu.side_by_side import joined_states
+
         out = value.new_zeros(*query.shape[:-1], value.shape[-1])
-        per_step, weights = weight_steps(scaling, query.device)
         after = list(states)
         for places, decoder in self._decoders_of(layouts):
-            own = [states[n] for n in places]
-            found = decoder(query, key, value, log_weight, own, out, scaling, per_step, weights)
-            for n, state in zip(places, found, strict=True):
+            before = joined_states([states[n] for n in places])
+            own = torch.zeros_like(before)
+            decoder(query, key, value, log_weight, before, own, out, scaling, *weight_steps(scaling, query.device))
+            for n, state in zip(places, own.split(decoder.bytes, 1), strict=True):
                 after[n] = state
         return Packed(out, after, [])
+
+    def read_pages(
+        self,
+        layouts: Sequence[Layout],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pools: list[Tensor],
+        pages: Tensor,
+        scaling: float,
+    ) -> Tensor | None:
+        if query.shape[-2] != 1 or not all(layout.retains for layout in layouts):
+            return None
+        from dofla.attention.gpu.side_by_side import common_rows
+
+        (_, decoder), *others = self._decoders_of(layouts)
+        if others or (pool := common_rows(pools)) is None:
+            return None
+        out = value.new_zeros(*query.shape[:-1], value.shape[-1])
+        steps = weight_steps(scaling, query.device)
+        decoder(query, key, value, None, pool[pages], pool, out, scaling, *steps, pages)
+        return out
 
     def _decoders_of(self, layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
         """The decoders of a layer, each with the places of its groups; made once, since a decoded token is little else

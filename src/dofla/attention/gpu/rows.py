@@ -252,12 +252,14 @@ def write(
     value_scales,
     index,  # [units, places], places in the line of the tokens that stay
     stays,  # [units, places], their scores
-    after,  # [B, row], to be filled
+    after,  # [B, after_row], or a pool of such rows, to be filled
+    pages,  # row in the pool of each batch row [B], or None
     key_batch,
     key_head,
     value_batch,
     value_head,
     row,
+    after_row,
     heads,
     places,
     KEY_SIZE: tl.constexpr,
@@ -274,7 +276,10 @@ def write(
     unit = tl.program_id(0).to(tl.int64)
     batch, own = unit // heads, described(descriptions, unit % heads)
     before += batch * row
-    after += batch * row
+    page = batch
+    if pages is not None:
+        page = tl.load(pages + batch).to(tl.int64)
+    after += page * after_row
     t = tl.program_id(1) * TILE + tl.arange(0, TILE)
 
     to = t - (places - number(own, SLOTS))

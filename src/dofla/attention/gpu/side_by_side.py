@@ -64,13 +64,20 @@ def _head_sizes(layout: Layout) -> list[int]:
 
 def joined_states(states: Sequence[Tensor]) -> Tensor:
     """States [B, bytes] of groups as rows [B, total]: no copy where they are parts of such rows already."""
+    joined = common_rows(states)
+    return torch.cat(list(states), 1) if joined is None or joined.stride(0) != joined.shape[1] else joined
+
+
+def common_rows(states: Sequence[Tensor]) -> Tensor | None:
+    """The rows [B, total] of which states [B, bytes] are the parts, in their order, as a view; None if there are none
+    such."""
     first, total = states[0], sum(state.shape[1] for state in states)
-    place = first.data_ptr()
+    place, stride = first.data_ptr(), first.stride(0)
     for state in states:
-        if state.data_ptr() != place or state.stride(0) != total:
-            return torch.cat(list(states), 1)
+        if state.data_ptr() != place or state.stride() != (stride, 1):
+            return None
         place += state.shape[1]
-    return first.as_strided((len(first), total), (total, 1))
+    return first.as_strided((len(first), total), (stride, 1))
 
 
 class JointCoder:

@@ -21,7 +21,7 @@ from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.encode import empty_line, enter
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
-from dofla.attention.gpu.side_by_side import OF_LAYER, JointCoder, descriptions, joined_states, made_of
+from dofla.attention.gpu.side_by_side import OF_LAYER, JointCoder, descriptions, made_of
 from dofla.attention.gpu.tiers import attend
 
 TILE = 32
@@ -76,29 +76,32 @@ class Decoder:
         key: Tensor,
         value: Tensor,
         log_weight: Tensor | None,
-        before: Sequence[Tensor],
+        states: Tensor,
+        after: Tensor,
         out: Tensor,
         scaling: float,
         per_step: float,
         weights: Tensor,
-    ) -> list[Tensor]:
-        """The states after a token.
+        pages: Tensor | None = None,
+    ) -> None:
+        """Attention of a token, and the states after it.
 
         Args:
             query: of all heads of the layer, [B, H, 1, d].
             key, value: likewise [B, Hkv, 1, d] and [B, Hkv, 1, dv].
             log_weight: of the token [B, 1], LOG_ZERO for padding; None where there is none.
-            before: the states of the groups [B, bytes], uint8.
+            states: before, those of the groups beside one another in rows [B, total] without gaps, uint8.
+            after: likewise, to be filled; or a pool of such rows, which may have gaps.
             out: [B, H, 1, dv], whose rows of these heads are to be filled.
             scaling: of the scores.
             per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.select_survivors` takes them.
+            pages: row in the pool of each sequence [B]; None where ``after`` is no pool.
         """
         device, batch, groups = query.device, len(query), query.shape[1] // key.shape[1]
         heads, places = len(self.numbers), self.places
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        units, of_heads, states = batch * heads, on_device(self.numbers, device), joined_states(before)
+        units, of_heads = batch * heads, on_device(self.numbers, device)
         firsts = None if self.firsts is None else on_device(self.firsts, device)
-        after = torch.zeros_like(states)
         coders = self.coders()
         lines = [empty_line(coder, (batch, heads, places + 1), 0) for coder in coders]
         score = states.new_empty(batch, heads, places + 1, dtype=torch.int16)
@@ -127,10 +130,10 @@ class Decoder:
                 **self._of_near,
             )
             rows.write[(units, block_count(self.longest, TILE))](
-                *(*new, states, *lines[0], *lines[1], index, stays, after, *strides, self.row, heads, places),
+                *(*new, states, *lines[0], *lines[1], index, stays, after, pages),
+                *(*strides, self.row, after.stride(0), heads, places),
                 **self._of_after,
             )
-        return list(after.split(self.bytes, 1))
 
 
 @cache
