@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from coded_layers import LAYERS, SCALING, TIERS, layer_of, vectors
@@ -9,13 +11,12 @@ from forms import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import FlatState, compiled
+from dofla.attention import compiled
 
-PAGES, GAP = 7, 16
-"""Pages of a pool, and the bytes between them."""
-SEQUENCES = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
-CALLS = st.lists(st.tuples(SEQUENCES, st.integers(1, 20)), min_size=1)
-"""Which sequences read together, and how many tokens."""
+PAGES, GAP, LENGTHS = 7, 16, st.sampled_from([1, 1, 1, 2, 9, 20])
+"""Pages of a pool, the bytes between them, and tokens that a sequence reads at once."""
+CALLS = st.lists(st.dictionaries(st.integers(0, 3), LENGTHS, min_size=1), min_size=1, max_size=6)
+"""Which sequences read in a call, and how many tokens each."""
 
 
 def pools_of(layer):
@@ -26,50 +27,72 @@ def pools_of(layer):
 
 
 def check(layer, calls, groups, exact=False):
-    """Sequences that read pieces of texts in turns, some together, by pages and by states of their own."""
+    """Sequences that read pieces of texts in turns, some together, by pages and each by states of its own."""
     pools, whole = pools_of(layer)
     pages, begun = torch.randperm(PAGES)[:4], {}
-    layouts = [layer.layout_of(n) for n in range(len(layer.groups))]
     free = [page for page in range(PAGES) if page not in pages]
     untouched = whole[free].clone(), whole[:, -GAP:].clone()
-    for number, (sequences, length) in enumerate(calls):
-        for n in sequences:
+    for number, call in enumerate(calls):
+        call = dict(sorted(call.items(), key=lambda item: item[1] > 1))  # those that read one token stand first
+        starts, out = [0, *accumulate(call.values())], []
+        inputs = vectors(number, layer, 1, groups, starts[-1])
+        for (n, length), start in zip(call.items(), starts, strict=False):
             if n not in begun:
-                begun[n] = [layout.empty(1, torch.device("cpu")) for layout in layouts]
+                begun[n] = [layer.layout_of(n).empty(1, torch.device("cpu")) for n in range(len(layer.groups))]
                 for pool, state in zip(pools, begun[n], strict=True):
                     pool[pages[n]] = state.tokens[0]
-        of_groups = zip(*(begun[n] for n in sequences), strict=True)
-        states = [FlatState(None, torch.cat([part.tokens for part in parts])) for parts in of_groups]
-        inputs = vectors(number, layer, len(sequences), groups, length)
-        out, after = layer(*inputs, scaling=SCALING, states=states, exact=exact)
-        found = layer.read_pages(*inputs, scaling=SCALING, pools=pools, pages=pages[sequences], exact=exact)
-        assert torch.equal(found, out)
-        for state, pool in zip(after, pools, strict=True):
-            assert torch.equal(pool[pages[sequences]], state.tokens)
-        for place, n in enumerate(sequences):
-            begun[n] = [FlatState(None, state.tokens[place : place + 1]) for state in after]
+            own = [x[:, :, start : start + length] for x in inputs]
+            found, begun[n] = layer(*own, scaling=SCALING, states=begun[n], exact=exact)
+            out.append(found)
+        options = {"pools": pools, "pages": pages[list(call)], "starts": starts, "exact": exact}
+        assert torch.equal(layer.read_pages(*inputs, scaling=SCALING, **options), torch.cat(out, 2))
+        for n in call:
+            for state, pool in zip(begun[n], pools, strict=True):
+                assert torch.equal(pool[pages[n]], state.tokens[0])
     assert torch.equal(whole[free], untouched[0])
     assert torch.equal(whole[:, -GAP:], untouched[1])
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shape=LAYERS, calls=CALLS, groups=st.sampled_from([1, 3]))
 def test_pages_are_read_and_written_by_the_kernels(shape, calls, groups):
     check(layer_of(0, **shape | {"features": 0}), calls, groups)
 
 
+@needs_kernels
+def test_a_token_may_stand_behind_a_longer_part():
+    layer = layer_of(0, 16, 24, 5, 2, [TIERS[0], TIERS[0]], 0, 6)
+    inputs, pages = vectors(0, layer, 1, 2, 7), torch.tensor([4, 2])
+    found = []
+    for starts, order in (([0, 6, 7], [0, 1, 2, 3, 4, 5, 6]), ([0, 1, 7], [6, 0, 1, 2, 3, 4, 5])):
+        (pool,), _ = pools_of(layer)
+        pool[:] = layer.layout_of(0).empty(1, torch.device("cpu")).tokens
+        own = [x[:, :, order] for x in inputs]
+        own_pages = pages if starts[1] == 6 else pages.flip(0)
+        out = layer.read_pages(*own, scaling=SCALING, pools=[pool], pages=own_pages, starts=starts)
+        found.append((out[:, :, torch.tensor(order).argsort()], pool[pages]))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_without_kernels_and_with_exact_prefill(exact, monkeypatch):
     monkeypatch.setattr(compiled, "usable", lambda *_: False)
-    tiers = [((4, 3.0),), ((4, 3.0),)]
-    layer = layer_of(0, 16, 24, 5, 2, tiers, 0, 6)
-    check(layer, [([0, 2], 9), ([1], 1), ([2, 1, 0], 1), ([0], 12)], 2, exact)
+    layer = layer_of(0, 16, 24, 5, 2, [((4, 3.0),), ((4, 3.0),)], 0, 6)
+    check(layer, [{0: 9, 2: 9}, {1: 1}, {2: 1, 1: 1, 0: 1}, {0: 12, 1: 1, 3: 1}], 2, exact)
 
 
 @needs_kernels
-def test_a_pool_must_be_the_layers_own():
+@pytest.mark.parametrize(
+    ("bytes_", "pages", "starts", "words"),
+    [
+        (8, [1], [0, 1], "another layer"),
+        (None, [1, 2], [0, 1], "a page and a start"),
+        (None, [1], [0, 2], "a page and a start"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
     layer = layer_of(0, 16, 16, 5, 2, [TIERS[0]], 0, 1)
-    inputs, pool = vectors(0, layer, 1, 1, 1), torch.zeros(3, 8, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="another layer"):
-        layer.read_pages(*inputs, scaling=SCALING, pools=[pool], pages=torch.tensor([1]))
+    inputs, pool = vectors(0, layer, 1, 1, 1), torch.zeros(3, bytes_ or layer.layout_of(0).bytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=words):
+        layer.read_pages(*inputs, scaling=SCALING, pools=[pool], pages=torch.tensor(pages), starts=starts)

@@ -89,17 +89,23 @@ class Backend(CodeOperations):
         value: Tensor,
         pools: list[Tensor],
         pages: Tensor,
+        starts: list[int],
         scaling: float,
     ) -> Tensor | None:
-        """:meth:`read_packed` of groups without features, whose states are pages of pools, and are updated there.
+        """:meth:`read_packed` of n sequences of different lengths, whose states are pages of pools, and are updated
+        there.
 
         Args:
-            layouts, query, key, value, scaling: as :meth:`read_packed` takes them.
-            pools: of each group, [P, bytes], uint8.
-            pages: of each sequence [B], int64.
+            layouts: of the groups, which have no features.
+            query: of all sequences, one after the other, [1, H, L, d].
+            key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
+            pools: of each group [P, bytes], uint8.
+            pages: of each sequence [n], int64.
+            starts: where each sequence begins among the tokens, and their number, [n + 1].
+            scaling: of the scores.
 
         Returns:
-            Output [B, H, L, dv], zeros of heads in no group; None if there are no kernels for such a call.
+            Output [1, H, L, dv], zeros of heads in no group; None if there are no kernels for such a call.
         """
         return None
 

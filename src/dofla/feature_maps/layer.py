@@ -254,27 +254,41 @@ class LinearAttention(nn.Module):
         scaling: float,
         pools: list[Tensor],
         pages: Tensor,
+        starts: list[int],
         exact: bool = False,
     ) -> Tensor:
-        """:meth:`forward` of sequences whose states are pages of pools, and are updated there: what servers hold.
+        """:meth:`forward` of n sequences of different lengths, whose states are pages of pools, and are updated there:
+        a step of a server.
 
         Args:
-            query, key, value, scaling, exact: as :meth:`forward` takes them.
+            query: of all sequences, one after the other, [1, H, L, d].
+            key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
+            scaling, exact: as :meth:`forward` takes them.
             pools: of each group [P, bytes], uint8, of a layer all of whose groups have a layout and no features.
-            pages: of each sequence [B], int64; no two are the same.
+            pages: of each sequence [n], int64; no two are the same.
+            starts: where each sequence begins among the tokens, and their number, [n + 1].
 
         Returns:
-            Output [B, H, L, dv].
+            Output [1, H, L, dv].
         """
-        if not exact or query.shape[-2] == 1:
+        count = len(starts) - 1
+        single = next((n for n in range(count) if starts[n + 1] - starts[n] > 1), count)
+        if not exact or single == count:
             own = *self.smoothed(query, key), value
-            out = backend_for(own).read_pages(list(self._layouts.values()), *own, pools, pages, scaling)
+            out = backend_for(own).read_pages(list(self._layouts.values()), *own, pools, pages, starts, scaling)
             if out is not None:
                 return out
-        states = [FlatState(None, pool[pages]) for pool in pools]
-        out, after = self(query, key, value, scaling=scaling, states=states, exact=exact)
-        for pool, state in zip(pools, after, strict=True):
-            pool[pages] = state.tokens
+        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        for first, last in [(0, single)] * (single > 0) + [(n, n + 1) for n in range(single, count)]:
+            rows, own_pages = slice(starts[first], starts[last]), pages[first:last]
+            parts = [x[:, :, rows] for x in (query, key, value, out)]
+            if first < single:  # a token of each sequence: as a batch
+                parts = [part.transpose(0, 2) for part in parts]
+            states = [FlatState(None, pool[own_pages]) for pool in pools]
+            own_out, after = self(*parts[:3], scaling=scaling, states=states, exact=exact)
+            parts[3].copy_(own_out)
+            for pool, state in zip(pools, after, strict=True):
+                pool[own_pages] = state.tokens
         return out
 
     def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

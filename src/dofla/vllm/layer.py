@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,21 +92,22 @@ class CompressedAttention(nn.Module, MambaBase):
             out.zero_()
             return
         step: CompressedCacheMetadata = metadata[self.prefix]
-        counts = (self.heads, self.kv_heads, self.kv_heads)
-        split = [x.unflatten(-1, (count, -1)) for x, count in zip((query, key, value), counts, strict=True)]
-        pool = self.kv_cache[0]
+        pool, rows, counts = self.kv_cache[0], step.starts[-1], (self.heads, self.kv_heads, self.kv_heads)
         if step.begins:
             pool[step.pages[step.begins]] = self._before.to(query.device)
-        pools = list(pool.split(self.sizes, 1))
-        read = partial(self.linear.read_pages, scaling=self.scaling, pools=pools, exact=self.exact_prefill)
-        if step.decodes:
-            rows = slice(0, step.decodes)
-            tokens = [x[rows].unsqueeze(2) for x in split]  # [n, heads, 1, d]
-            out[rows] = read(*tokens, pages=step.pages[rows]).flatten(1)
-        for n in range(step.decodes, len(step.starts) - 1):
-            rows = slice(step.starts[n], step.starts[n + 1])
-            tokens = [x[rows].transpose(0, 1).unsqueeze(0) for x in split]  # [1, heads, L, d]
-            out[rows] = read(*tokens, pages=step.pages[n : n + 1])[0].transpose(0, 1).flatten(1)
+        tokens = [
+            x[:rows].unflatten(-1, (count, -1)).transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
+            for x, count in zip((query, key, value), counts, strict=True)
+        ]
+        found = self.linear.read_pages(
+            *tokens,
+            scaling=self.scaling,
+            pools=list(pool.split(self.sizes, 1)),
+            pages=step.pages,
+            starts=step.starts,
+            exact=self.exact_prefill,
+        )
+        out[:rows] = found[0].transpose(0, 1).flatten(1)
 
 
 def state_bytes(layer: LayerPlan) -> int:

@@ -16,13 +16,11 @@ class CompressedCacheMetadata:
     """Requests of a batch, those that decode one token first.
 
     Attributes:
-        decodes: how many read one token.
         pages: of each request [n], int64.
         starts: row of each request's first token, and the number of rows [n + 1].
         begins: numbers of the requests whose first tokens these are.
     """
 
-    decodes: int
     pages: Tensor
     starts: list[int]
     begins: list[int]
@@ -47,7 +45,7 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
         starts = common.query_start_loc_cpu[: requests + 1].tolist()
         lengths = common.seq_lens[:requests].tolist()
         begins = [n for n, length in enumerate(lengths) if length == starts[n + 1] - starts[n]]
-        return CompressedCacheMetadata(decodes, pages[:requests, 0].long(), starts, begins)
+        return CompressedCacheMetadata(pages[:requests, 0].long(), starts, begins)
 
 
 class CompressedCacheBackend(AttentionBackend):

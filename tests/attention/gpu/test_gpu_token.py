@@ -166,8 +166,8 @@ def test_states_are_updated_in_their_pages():
     pools, text = list(whole[:, :-16].split(sizes, 1)), moved(text, DEVICE)
     with calls_of_kernels() as called:
         for n in range(2):
-            inputs = [x[:, :, before + n : before + n + 1] for x in text]
-            out = own.read_pages(*inputs, scaling=SCALING, pools=pools, pages=pages)
+            inputs = [x[:, :, before + n : before + n + 1].transpose(0, 2) for x in text]
+            out = own.read_pages(*inputs, scaling=SCALING, pools=pools, pages=pages, starts=[0, 1, 2]).transpose(0, 2)
             off = (out.cpu() - wanted[:, :, n : n + 1]).abs().max()
             assert off < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
     assert not called

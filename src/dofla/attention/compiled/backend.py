@@ -56,10 +56,11 @@ class Compiled(Backend):
         value: Tensor,
         pools: list[Tensor],
         pages: Tensor,
+        starts: list[int],
         scaling: float,
     ) -> Tensor | None:
         constants, sizes = _constants(layouts)
-        return attend_and_code_in_pages(query, key, value, pools, pages, *constants, TABLES, sizes, scaling)
+        return attend_and_code_in_pages(query, key, value, pools, pages, starts, *constants, TABLES, sizes, scaling)
 
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:
         if not compiled.usable(vectors, (), DTYPES):

@@ -19,16 +19,18 @@ struct Prompt {
   }
 };
 
-// What threads do of prompts. Of each KV head somebody has to let tokens enter its last tier one after the other, where it
-// keeps what draws attention, before blocks of its queries can be read. Whoever is free takes what comes next: all of the
-// former, then the latter.
+// What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its last tier
+// one after the other, where it keeps what draws attention, before blocks of its queries can be read. Whoever is free takes
+// what comes next: all of the former, then the latter.
 class Work {
  public:
   explicit Work(const std::vector<Job>& jobs)
-      : jobs_(jobs), units_(units_of(jobs)), blocks_((jobs[0].group.length + kRows - 1) / kRows), chosen_(units_.size()) {
+      : jobs_(jobs), units_(units_of(jobs)), chosen_(units_.size()) {
     for (const Job& job : jobs) prompts_.emplace_back(job.group);
     for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-      if (prompts_[units_[unit].group].evictions) choices_.push_back(unit);
+      const std::size_t which = units_[unit].group;
+      if (prompts_[which].evictions) choices_.push_back(unit);
+      for (std::int64_t first = 0; first < jobs[which].group.length; first += kRows) blocks_.push_back({unit, first});
     }
   }
 
@@ -41,14 +43,20 @@ class Work {
   }
 
  private:
+  // Queries of a unit, from one on.
+  struct Block {
+    std::size_t unit;
+    std::int64_t first;
+  };
+
   template <typename Real>
   void take() {
-    const std::int64_t choices = choices_.size(), all = choices + units_.size() * blocks_;
-    std::int64_t place = next_++;
+    const std::size_t choices = choices_.size(), all = choices + blocks_.size();
+    std::size_t place = next_++;
     Mine<Drawing> drawing;
     for (; place < choices; place = next_++) select(choices_[place], drawing);
     Mine<Reader<Real>> reader;
-    for (; place < all; place = next_++) read((place - choices) / blocks_, (place - choices) % blocks_ * kRows, reader);
+    for (; place < all; place = next_++) read(blocks_[place - choices], reader);
     Operands<Real>::release();
   }
 
@@ -69,7 +77,8 @@ class Work {
   }
 
   template <typename Real>
-  void read(std::size_t place, std::int64_t first, Mine<Reader<Real>>& mine) {
+  void read(const Block& block, Mine<Reader<Real>>& mine) {
+    const auto [place, first] = block;
     const auto [which, n, h] = units_[place];
     const auto& [group, result, scores] = jobs_[which];
     auto& [lines, sound, evictions] = prompts_[which];
@@ -87,10 +96,10 @@ class Work {
   const std::vector<Job>& jobs_;
   std::vector<Prompt> prompts_;
   std::vector<Unit> units_;
-  std::int64_t blocks_;
+  std::vector<Block> blocks_;
   std::vector<std::size_t> choices_;
   std::vector<std::atomic<bool>> chosen_;
-  std::atomic<std::int64_t> next_ = 0;
+  std::atomic<std::size_t> next_ = 0;
 };
 
 inline void prefill(const std::vector<Job>& jobs) {

@@ -51,16 +51,29 @@ def attend_and_code_in_pages(
     value: Tensor,
     pools: list[Tensor],
     pages: Tensor,
+    starts: list[int],
     keys: list[Tensor],
     values: list[Tensor],
     tables: Tensor,
     sizes: list[int],
     scaling: float,
 ) -> Tensor:
-    """:func:`attend_and_code` of groups without features, whose states are rows ``pages`` [B], int64, of ``pools``
-    [P, bytes], and are updated there. Returns the output alone."""
+    """:func:`attend_and_code` of n sequences of different lengths, whose states are pages of pools, and are updated
+    there.
+
+    Args:
+        query: of all sequences, one after the other, [1, H, L, d].
+        key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
+        pools: of each group of heads, which has no features, [P, bytes].
+        pages: of each sequence [n], int64.
+        starts: where each sequence begins among the tokens, and their number, [n + 1].
+        keys, values, tables, sizes, scaling: as :func:`attend_and_code` takes them.
+
+    Returns:
+        Output [1, H, L, dv].
+    """
     return torch.ops.dofla.attend_and_code_in_pages.default(
-        query, key, value, pools, pages, keys, values, tables, scaling, sizes
+        query, key, value, pools, pages, starts, keys, values, tables, scaling, sizes
     )
 
 

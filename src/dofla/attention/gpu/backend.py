@@ -67,19 +67,21 @@ class Triton(Backend):
         value: Tensor,
         pools: list[Tensor],
         pages: Tensor,
+        starts: list[int],
         scaling: float,
     ) -> Tensor | None:
-        if query.shape[-2] != 1 or not all(layout.retains for layout in layouts):
-            return None
+        if starts != list(range(len(pages) + 1)) or not all(layout.retains for layout in layouts):
+            return None  # kernels are for a token of each sequence
         from dofla.attention.gpu.side_by_side import common_rows
 
         (_, decoder), *others = self._decoders_of(layouts)
         if others or (pool := common_rows(pools)) is None:
             return None
+        query, key, value = (x.transpose(0, 2) for x in (query, key, value))
         out = value.new_zeros(*query.shape[:-1], value.shape[-1])
         steps = weight_steps(scaling, query.device)
         decoder(query, key, value, None, pool[pages], pool, out, scaling, *steps, pages)
-        return out
+        return out.transpose(0, 2)
 
     def _decoders_of(self, layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
         """The decoders of a layer, each with the places of its groups; made once, since a decoded token is little else
