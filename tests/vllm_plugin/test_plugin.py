@@ -101,6 +101,18 @@ def test_softmax_and_sliding_layers_beside_compressed_ones(kind, prompts, reques
         request.getfixturevalue(f"check_{kind}")(n, tokens)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "cannot take back tokens"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "not moved between"),
+    ],
+)
+def test_what_a_state_cannot_do_is_refused(compressed, options, words):
+    with pytest.raises(Exception, match=words):
+        engine(compressed[1], **options)
+
+
 @pytest.mark.slow
 def test_prefix_caching_is_off_and_features_are_refused(compressed, features, prompts, check):
     made = engine(compressed[1], enable_prefix_caching=True)
