@@ -5,8 +5,9 @@ how many sequences fit.
 
 Run it in an environment with vLLM (``nox -s vllm`` makes one). COMPRESSED is a folder that ``save_pretrained`` wrote
 of a compressed model, ORIGINAL that of the model before. All clients ask at once, each with a text of its own; each
-cell is the median over ``--rounds``, and the models take turns, each in a process of its own. ``--kv-cache-dtype fp8``
-adds vLLM's fp8 cache, where the device has it. Sequences that fit are those of the longest length in ``--space`` GiB.
+cell is the median over ``--rounds``, after one round of the first cell that is not counted. The models take turns, each
+in a process of its own. ``--kv-cache-dtype fp8`` adds vLLM's fp8 cache, where the device has it. Sequences that fit are
+those of the longest length in ``--space`` GiB.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; repeatable; default 512, 2048.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Of which the median counts.")] = 3,
+    most: Annotated[int | None, typer.Option(help="Leave out cells with more prompt tokens, of all clients.")] = None,
     space: Annotated[int, typer.Option(min=1, help="GiB of cache on a CPU.")] = 1,
     kv_cache_dtype: Annotated[list[str] | None, typer.Option(help="More caches of the original; repeatable.")] = None,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     clients, lengths = clients or [1, 8, 32], length or [512, 2048]
+    cells = [(count, tokens) for count in clients for tokens in lengths if most is None or count * tokens <= most]
+    if not cells:
+        raise typer.BadParameter(f"--most {most} leaves nothing out of {clients} clients and {lengths} tokens")
     if worker is not None:
-        return measure(**json.loads(worker), clients=clients, lengths=lengths, new_tokens=new_tokens, rounds=rounds)
+        return measure(**json.loads(worker), cells=cells, new_tokens=new_tokens, rounds=rounds)
     kinds = {"dofla": (compressed, "auto"), "vLLM's cache": (original, "auto")}
     kinds |= {f"vLLM's {name} cache": (original, name) for name in kv_cache_dtype or []}
     found = {}
@@ -54,46 +59,46 @@ def main(
     for name, of in found.items():
         print(f"| {name} | {of['bytes'] / 1024:.0f} | {of['sequences']} |")
     print("\n| clients | prompt | cache | tokens a second | time to first token |\n|---|---|---|---|---|")
-    for count in clients:
-        for tokens in lengths:
-            for name, of in found.items():
-                cell = of["cells"][f"{count} {tokens}"]
-                base = found["vLLM's cache"]["cells"][f"{count} {tokens}"]
-                times = f"{cell['first']:.2f} s ({cell['first'] / base['first']:.2f} x)"
-                speed = f"{cell['speed']:.1f} ({cell['speed'] / base['speed']:.2f} x)"
-                print(f"| {count} | {tokens} | {name} | {speed} | {times} |", flush=True)
+    for count, tokens in cells:
+        base = found["vLLM's cache"]["cells"][f"{count} {tokens}"]
+        for name, of in found.items():
+            cell = of["cells"][f"{count} {tokens}"]
+            times = f"{cell['first']:.2f} s ({cell['first'] / base['first']:.2f} x)"
+            speed = f"{cell['speed']:.1f} ({cell['speed'] / base['speed']:.2f} x)"
+            print(f"| {count} | {tokens} | {name} | {speed} | {times} |", flush=True)
 
 
-def measure(model: str, dtype: str, clients: list[int], lengths: list[int], new_tokens: int, rounds: int) -> None:
+def measure(model: str, dtype: str, cells: list[tuple[int, int]], new_tokens: int, rounds: int) -> None:
     """Print the figures of one model as JSON."""
     import torch
     from vllm import LLM, SamplingParams
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    most = max(lengths) + new_tokens + 1
-    llm = LLM(model, kv_cache_dtype=dtype, max_model_len=most, max_num_seqs=max(clients), enable_prefix_caching=False)
+    most, clients = max(tokens for _, tokens in cells) + new_tokens + 1, max(count for count, _ in cells)
+    llm = LLM(model, kv_cache_dtype=dtype, max_model_len=most, max_num_seqs=clients, enable_prefix_caching=False)
     engine, sampling = llm.llm_engine, SamplingParams(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0)
-    generator, cells = torch.Generator().manual_seed(0), {}
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    for count in clients:
-        for length in lengths:
-            speeds, firsts = [], []
-            for n in range(1 + rounds):  # the first compiles
-                prompts = torch.randint(vocabulary // 2, (count, length), generator=generator).tolist()
-                start, first = time.perf_counter(), {}
-                for number, prompt in enumerate(prompts):
-                    engine.add_request(f"{count} {length} {n} {number}", {"prompt_token_ids": prompt}, sampling)
-                while engine.has_unfinished_requests():
-                    for output in engine.step():
-                        first.setdefault(output.request_id, time.perf_counter() - start)
-                if n:
-                    speeds.append(count * new_tokens / (time.perf_counter() - start))
-                    firsts.append(statistics.median(first.values()))
-            cells[f"{count} {length}"] = {"speed": statistics.median(speeds), "first": statistics.median(firsts)}
+    generator, found = torch.Generator().manual_seed(0), {}
+    vocabulary = engine.model_config.get_vocab_size()
+
+    def answer(count: int, length: int, name: str) -> tuple[float, float]:
+        """Tokens a second, and the median time to the first token."""
+        prompts = torch.randint(vocabulary // 2, (count, length), generator=generator).tolist()
+        start, first = time.perf_counter(), {}
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"{name} {number}", {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - start)
+        return count * new_tokens / (time.perf_counter() - start), statistics.median(first.values())
+
+    answer(*cells[0], "compiles")
+    for count, length in cells:
+        speeds, firsts = zip(*(answer(count, length, f"{count} {length} {n}") for n in range(rounds)), strict=True)
+        found[f"{count} {length}"] = {"speed": statistics.median(speeds), "first": statistics.median(firsts)}
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups for _ in group.layer_names]
-    size = sum(spec.max_memory_usage_bytes(engine.vllm_config) for spec in specs)
-    total = sum(tensor.size for tensor in config.kv_cache_tensors)
-    print(json.dumps({"cells": cells, "bytes": size, "sequences": total // size}))
+    sequences = get_max_concurrency_for_kv_cache_config(engine.vllm_config, config)
+    size = config.kv_cache_tensors[0].size / sequences  # all are parts of one allocation, whose size each has
+    print(json.dumps({"cells": found, "bytes": size, "sequences": int(sequences)}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import gc
 import pytest
 from vllm import LLM, SamplingParams
 
+from dofla.vllm.layer import state_bytes
 from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
 
 GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
@@ -56,11 +57,19 @@ def test_a_request_has_one_page_a_layer_and_gives_it_back(llm, prompts):
         llm.llm_engine.add_request(f"page {n}", {"prompt_token_ids": prompt}, GREEDY)
     for _ in range(3):
         llm.llm_engine.step()
-    groups = len(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
-    assert free - pool.get_num_free_blocks() == 3 * groups
+    assert free - pool.get_num_free_blocks() == 3
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     assert pool.get_num_free_blocks() == free
+
+
+def test_pages_are_as_large_as_the_states_of_their_layers(llm, compressed):
+    layers = compressed[0].config.quantization_config.plan.layers
+    sizes = {layer.name: state_bytes(layer) for layer in layers}
+    assert len(set(sizes.values())) > 1
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    assert len(config.kv_cache_groups) == 1
+    assert config.kv_cache_tensors[0].size == config.num_blocks * sum(sizes.values())
 
 
 def test_an_aborted_request_leaves_the_others_alone(llm, prompts, check):

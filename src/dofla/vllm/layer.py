@@ -10,13 +10,14 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from dofla.attention.flat import Layout
 from dofla.feature_maps.layer import LinearAttention
 from dofla.plans.plan import LayerPlan
 from dofla.vllm import BACKEND
 from dofla.vllm.metadata import CompressedCacheMetadata
+from dofla.vllm.pages import StateSpec
 
 
 class CompressedAttention(nn.Module, MambaBase):
@@ -46,7 +47,7 @@ class CompressedAttention(nn.Module, MambaBase):
         self.sizes = [layout.bytes for layout in layouts]
         self._before = torch.cat([layout.empty(1, torch.device("cpu")).tokens for layout in layouts], -1)
         self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
-        self.page_bytes, self.prefix = sum(self.sizes), name
+        self.prefix = name
         context[name] = self
         self.kv_cache = (torch.empty(0),)
 
@@ -61,14 +62,13 @@ class CompressedAttention(nn.Module, MambaBase):
         return MambaAttentionBackendEnum[BACKEND]
 
     def get_kv_cache_spec(self, vllm_config: object) -> KVCacheSpec | None:
-        """Pages of all layers have one size: that of the largest state (``page_bytes``), or beside vLLM's attention the
-        one that vLLM has found for both."""
+        """Pages of the state's size; beside vLLM's attention of the one that vLLM has found for both."""
         cache = vllm_config.cache_config  # type: ignore[attr-defined]
-        return MambaSpec(
+        return StateSpec(
             shapes=self.get_state_shape(),
             dtypes=self.get_state_dtype(),
             block_size=cache.mamba_block_size,
-            page_size_padded=cache.mamba_page_size_padded or self.page_bytes,
+            page_size_padded=cache.mamba_page_size_padded,
             mamba_type=self.mamba_type,
             mamba_cache_mode=cache.mamba_cache_mode,
         )

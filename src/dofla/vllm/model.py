@@ -43,8 +43,6 @@ class _Compressed(TransformersForCausalLM, HasInnerState):
                 f"the plan of the checkpoint has {len(compressed)} compressed layers, the model {len(made)} of them: "
                 "save the model again with this dofla"
             )
-        for attention in made:
-            attention.page_bytes = max(one.page_bytes for one in made)
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_substr={".dofla.": f".{VLLM_ATTN_ATTR}."})
 
     def _check(self, plan: Plan) -> None:
