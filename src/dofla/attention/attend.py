@@ -59,14 +59,14 @@ def attend(
     Returns:
         Output [B, H, L, dv] in the dtype of ``value``, and the state after the last token (None unless causal).
     """
-    asking = query_heads(heads, query.shape[1] // key.shape[1])
+    own_heads = query_heads(heads, query.shape[1] // key.shape[1])
     if not causal:
         tokens = weighted(select(key, heads), select(value, heads), weight)
-        result = _attend_both_ways(select(query, asking), tokens, features, scaling, window, sinks)
-        return write(result.to(value.dtype), out, asking), None
+        result = _attend_both_ways(select(query, own_heads), tokens, features, scaling, window, sinks)
+        return write(result.to(value.dtype), out, own_heads), None
     backend = backend or backend_for((query, key, value), () if weight is None else (weight,))
     length = query.shape[-2]
-    count = query.shape[1] if asking is None else len(asking)
+    count = query.shape[1] if own_heads is None else len(own_heads)
     size = segment(query.shape[0] * count * features.features, query)
     if out is None and length > size:
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
@@ -80,9 +80,9 @@ def attend(
             state = empty_state(line, features.features, window, sinks)
         if state.window is not None and before < window:
             line = state.window.then(line)
-        queries = select(query, asking, part)
+        queries = select(query, own_heads, part)
         piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, coded_tiers, backend)
-        result = write(piece.to(value.dtype), out, asking, part)
+        result = write(piece.to(value.dtype), out, own_heads, part)
     if state is not None and state.window is not None and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
     return result, state

@@ -58,22 +58,22 @@ class Facts:
             raise DoflaError(f"the tokenizer has {len(words)} words of one token, fewer than {facts} facts: all differ")
         rng, documents = Random(seed), []
         for _ in range(count):
-            told = [
+            own = [
                 pieces(tokenizer, FACT.format(word=word, number=rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS)))
                 for word in rng.sample(words, facts)
             ]
             order = torch.tensor(rng.sample(range(len(text)), len(text)))
-            documents.append(_told_twice(text.input_ids[order].flatten().tolist(), told, length, rng))
+            documents.append(_with_facts(text.input_ids[order].flatten().tolist(), own, length, rng))
         length, asked = (min(sizes) for sizes in zip(*((len(ids), own) for ids, own in documents), strict=True))
         ids = torch.tensor([ids[len(ids) - length :] for ids, _ in documents])
         return cls(TokenWindows(ids, source=f"facts among {text.source}"), asked)
 
 
-def _told_twice(text: list[int], told: list[list[int]], length: int, rng: Random) -> tuple[list[int], int]:
-    """At most ``length`` tokens, and how many of them tell the facts again."""
-    again = [token for fact in rng.sample(told, len(told)) for token in fact]
+def _with_facts(text: list[int], facts: list[list[int]], length: int, rng: Random) -> tuple[list[int], int]:
+    """At most ``length`` tokens, of a text with facts in it and again at its end; and how many the latter are."""
+    again = [token for fact in rng.sample(facts, len(facts)) for token in fact]
     text = text[: length - 2 * len(again)]
-    places = sorted(rng.randrange(len(text) + 1) for _ in told)
-    for place, fact in reversed(list(zip(places, told, strict=True))):
+    places = sorted(rng.randrange(len(text) + 1) for _ in facts)
+    for place, fact in reversed(list(zip(places, facts, strict=True))):
         text[place:place] = fact
     return text + again, len(again)

@@ -103,9 +103,9 @@ class PasskeyText:
 
     def _prompt(self, rng: Random, filler: list[list[int]], before: int) -> PasskeyPrompt:
         keys = rng.sample(self.keys, self.choices)
-        told = rng.sample(filler, len(filler))
-        told.insert(before, self._needle(keys[0]))
-        ids = [*self._head, *(token for sentence in told for token in sentence), *self._question]
+        sentences = rng.sample(filler, len(filler))
+        sentences.insert(before, self._needle(keys[0]))
+        ids = [*self._head, *(token for sentence in sentences for token in sentence), *self._question]
         return PasskeyPrompt(ids, [self._answer(key) for key in keys])
 
     def _needle(self, key: str) -> list[int]:

@@ -72,10 +72,10 @@ def dof_against_fixed(bench: Bench) -> Table:
     teacher = _teacher_scores(bench)
     shown = [("Performer", baselines()[-1]), *((x, trained(x, "softmax")) for x in ("Fix", "DoF", "DoF + Clip"))]
     scores = {label: [_student_scores(bench, spec, seed) for seed in _seeds(bench)] for label, spec in shown}
-    rows: list[list[Cell]] = [["Original", _accuracies([teacher])[0], *_against(scores["Fix"], [teacher])]]
+    rows: list[list[Cell]] = [["Original", _accuracies([teacher])[0], *_difference(scores["Fix"], [teacher])]]
     for label, several in scores.items():
-        against = [None, None] if label == "Fix" else _against(scores["Fix"], several)
-        rows.append([label, _accuracies(several)[0], *against])
+        difference = [None, None] if label == "Fix" else _difference(scores["Fix"], several)
+        rows.append([label, _accuracies(several)[0], *difference])
     return Table(
         "6",
         "Table 6: is an allocation by degrees of freedom better than an equal split?",
@@ -87,7 +87,7 @@ def dof_against_fixed(bench: Bench) -> Table:
     )
 
 
-def _against(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) -> list[Cell]:
+def _difference(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) -> list[Cell]:
     """The gain in accuracy over the equal split, paired by seed, and its interval."""
     several = several * len(fixed) if len(several) == 1 else several
     pairs = [pair for a, b in zip(fixed, several, strict=True) for pair in _pairs(a, b)]

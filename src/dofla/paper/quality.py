@@ -109,10 +109,10 @@ def _correlations(bench: Bench) -> dict[str, Any]:
         name: rank_correlation([statistics.fmean(layer_mean(run, name) for run in runs) for runs in several], quality)
         for name in ("kernel_error", "kl", "output_error")
     }
-    said = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
+    titles = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
     notes = [
         f"rank correlation with the {key} over the {len(chosen)} trained students: "
-        + ", ".join(f"{said[name]} {value:.2f}" for name, value in values.items())
+        + ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
     ]
     return {"values": values, "notes": notes}
 

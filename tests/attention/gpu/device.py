@@ -28,7 +28,7 @@ def calls_of_kernels() -> Iterator[list[str]]:
 
     called: list[str] = []
 
-    def told(function):
+    def recorded(function):
         def call(*args):
             called.append(function.__name__)
             return function(*args)
@@ -40,8 +40,8 @@ def calls_of_kernels() -> Iterator[list[str]]:
         return not gradients and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "attend", told(tiers.attend))
-        patch.setattr(heavy_hitters, "select_survivors", told(heavy_hitters.select_survivors))
+        patch.setattr(tiers, "attend", recorded(tiers.attend))
+        patch.setattr(heavy_hitters, "select_survivors", recorded(heavy_hitters.select_survivors))
         if INTERPRETED:
             patch.setattr(gpu, "usable", usable)
         yield called

@@ -12,7 +12,7 @@ namespace dofla::tiers {
 
 // The place of the least score among the first `count`, the foremost of several; evicted tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
-  std::uint32_t best = 0xffffffff;  // what kGone - kFree is
+  std::uint32_t best = 0xffffffff;  // what kEvicted - kFree is
 #pragma omp simd reduction(min : best)
   for (std::int64_t t = 0; t < count; ++t) best = std::min(best, static_cast<std::uint32_t>(score[t] - kFree));
   return std::find(score, score + count, static_cast<std::int32_t>(best) + kFree) - score;
@@ -218,11 +218,11 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
       const std::int64_t leaves = least(score.data(), count + i + 1 - heavy_hitters.newest);
       left[first + i] = place[leaves];
       until[place[leaves]] = first + i;
-      score[leaves] = kGone;
+      score[leaves] = kEvicted;
       if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
     }
     for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
-      if (score[t] == kGone) continue;
+      if (score[t] == kEvicted) continue;
       place[next] = place[t];
       score[next++] = score[t];
     }

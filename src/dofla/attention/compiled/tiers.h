@@ -66,7 +66,7 @@ class Vectors {
   bool half_;
 };
 
-constexpr std::int32_t kGone = -2;  // score of a token that leaves
+constexpr std::int32_t kEvicted = -2;  // score of a token that leaves
 
 inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZero : 0.0f; }
 

@@ -125,9 +125,9 @@ def _squares(
     first = tl.maximum(block * KEYS + nearest - (tokens - length), 0) // QUERIES * QUERIES
     total = tl.zeros([KEYS], dtype=tl.float32)
     for group in range(groups):
-        asking = head * groups + group
-        rows = query + batch * query_batch + asking * query_head
-        levels = normalizer + (batch * kv_heads * groups + asking) * length
+        query_head_index = head * groups + group
+        rows = query + batch * query_batch + query_head_index * query_head
+        levels = normalizer + (batch * kv_heads * groups + query_head_index) * length
         for start in range(first, length, QUERIES):
             place = start + row
             asks = place < length
@@ -169,16 +169,16 @@ def _normalizers(
     """One program per block of queries of a head, which walks through the keys that they see."""
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads = kv_heads * groups
-    batch, asking = unit // heads, unit % heads
-    kv_unit = batch * kv_heads + asking // groups
+    batch, query_head_index = unit // heads, unit % heads
+    kv_unit = batch * kv_heads + query_head_index // groups
     d, place, column = tl.arange(0, DIM), block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     asks = place < length
     asked = tl.load(
-        query + batch * query_batch + asking * query_head + place[:, None] * query_token + d[None, :],
+        query + batch * query_batch + query_head_index * query_head + place[:, None] * query_token + d[None, :],
         mask=asks[:, None] & (d[None, :] < dim),
         other=0.0,
     )
-    rows = key + batch * key_batch + (asking // groups) * key_head
+    rows = key + batch * key_batch + (query_head_index // groups) * key_head
     most = tl.full([QUERIES], _NONE, dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     for start in range(0, tl.minimum(tokens - length + (block + 1) * QUERIES - nearest, tokens), KEYS):

@@ -153,14 +153,14 @@ function speedTile(run, { word, speed, crossings }) {
     theirs = speed.teacher[what];
   if (!own || !theirs) return null;
   const [length, seconds] = own.at(-1),
-    against = theirs.at(-1)[1],
+    original = theirs.at(-1)[1],
     from = crossings[what];
-  const big = against >= seconds ? [times(against / seconds), "as fast"] : [times(seconds / against), "as long"];
+  const big = original >= seconds ? [times(original / seconds), "as fast"] : [times(seconds / original), "as long"];
   return tile(
     run.language ? "Writing a token" : "Reading",
     big[0],
     `${big[1]} as the original, at ${whole(length)} tokens`,
     [from === null ? "Not faster at the longest context timed." : `Faster from ${roughly(from)} tokens on.`],
-    both(word, against, seconds, time),
+    both(word, original, seconds, time),
   );
 }
