@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # process needs a gigabyte.) `pytest tests/x.py` is quicker alone.
 PARALLEL = -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-slow test-long test-gpu-interpreter test-vllm lint docs wheel venv
+.PHONY: demo test test-slow test-long test-gpu-interpreter test-lowest test-vllm lint docs wheel venv
 
 demo: $(VENV)/package
 	$(BIN)/dofla demo
@@ -26,6 +26,10 @@ test-long: venv
 test-gpu-interpreter: venv
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/gpu-tests.txt
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/attention/gpu -m interpreter
+
+# The lowest versions declared of everything but torch, in an environment of their own: two minutes, half of them pip's.
+test-lowest: venv
+	$(BIN)/nox -s lowest
 
 # The plug-in for vLLM, in an environment of its own: five minutes, half of them pip's.
 test-vllm: venv
