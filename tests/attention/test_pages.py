@@ -76,8 +76,10 @@ def test_a_token_may_stand_behind_a_longer_part():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_without_kernels_and_with_exact_prefill(exact, monkeypatch):
-    monkeypatch.setattr(compiled, "usable", lambda *_: False)
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_kernels)])
+def test_without_kernels_and_with_exact_prefill(exact, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(compiled, "usable", lambda *_: False)
     layer = layer_of(0, 16, 24, 5, 2, [((4, 3.0),), ((4, 3.0),)], 0, 6)
     check(layer, [{0: 9, 2: 9}, {1: 1}, {2: 1, 1: 1, 0: 1}, {0: 12, 1: 1, 3: 1}], 2, exact)
 
