@@ -43,6 +43,7 @@ def check(calls: Calls, count: int) -> None:
         torch.library.opcheck(func, args, kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

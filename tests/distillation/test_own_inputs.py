@@ -112,6 +112,7 @@ def own_error(student, tokens):
         return [softmax_loss(teacher[name], own[name], layer, rows).item() for name, layer in layers.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["softmax", "output"])
 @pytest.mark.parametrize("plan", [{}, {"feature_map": "mlp", "window": 2, "sinks": 1}])
 def test_training_on_own_inputs_lowers_the_error_there(tiny, loss, plan):

@@ -147,6 +147,7 @@ def test_a_model_that_fails_with_a_cache_by_itself_is_taken():
     assert student(tokens(2, 32), use_cache=False).logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "ragged", "eight_bits", "softmax_first"])
 @pytest.mark.parametrize("family", sorted(CAUSAL))
 def test_students_pass_in_every_precision(family, kind):

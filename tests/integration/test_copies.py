@@ -56,6 +56,7 @@ def student_of(tiny):
     return dofla.linearize(model, tiny.plan(model, **COMPRESSED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", COPIES)
 @pytest.mark.parametrize("how", ALL_WAYS)
 def test_a_copy_answers_with_its_own_weights(tiny, how, made):

@@ -125,6 +125,7 @@ def test_what_a_map_is_made_of_stays_float32(name, tmp_path):
         assert torch.isfinite(output(model, tokens(2, 20))).all()
 
 
+@pytest.mark.slow
 @every_map
 def test_a_checkpoint_with_a_part_of_a_map_missing_or_cut_is_refused_with_its_name(name, tmp_path):
     student("llama", "ragged", name).save_pretrained(tmp_path / "whole")

@@ -35,6 +35,7 @@ def written(model, samples):
     return student.generate(samples, **options).tolist(), dofla.Stream(student).read(samples).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [compressed, features, profiled, judged, written])
 def test_defaults_change_nothing(tiny, way):
     samples = tiny.tokens(8, 48)

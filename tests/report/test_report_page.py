@@ -24,6 +24,8 @@ from dofla.runs.frontier import FRONTIER, Frontier
 from dofla.runs.frontier import Point as Judged
 from dofla.storage.files import write_json
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = ["answer", "compared", "bytes", "layers", "attention", "texts", "speed", "repeat"]  # of a run
 
 
@@ -59,7 +61,6 @@ def both_runs(llama_run, bert_run, tmp_path_factory):
     return write_report([llama_run, bert_run], tmp_path_factory.mktemp("both") / "report.html")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 def test_a_run_ends_with_a_page_that_opens_anywhere(browser, llama_run, width, scheme):
     path = llama_run / "report.html"

@@ -11,6 +11,8 @@ import dofla
 from dofla.integration.cache import cache_bytes
 from dofla.integration.positions import restart_index
 
+pytestmark = pytest.mark.slow
+
 POSITIONS, AGAIN, ANSWER = 64, 16, 6
 SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED}
 
@@ -32,7 +34,6 @@ def of_the_end(plain, text, begun, tokens=ANSWER):
     return torch.cat([text[:, :begun], answer(plain, text[:, begun:], tokens)], 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_a_conversation_begins_a_state_anew_before_positions_end(pair, tiny, static):
     student, plain = pair

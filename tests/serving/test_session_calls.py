@@ -226,6 +226,7 @@ def qwen():
     return seeing(config), [{"pixel_values": torch.full((64, 1176), light).double(), **grid} for light in (-1.0, 1.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [llava, qwen])
 @pytest.mark.parametrize("together", [False, True])
 def test_pictures_pass_through_and_texts_beside_them_go_on(tiny, family, together):

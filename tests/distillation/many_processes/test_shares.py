@@ -102,6 +102,7 @@ def assert_alike(together, alone):
     assert_close(together, alone, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_they_train_as_one_does_with_larger_batches(tiny, trained, case):
     count, folder = trained

@@ -45,6 +45,7 @@ def call(*arguments):
 FAST = ["--learning-rate", "0.01", "--batch-size", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "options"), [("teacher", []), ("adapter", []), ("adapter", ["--lora-rank", "4"])])
 def test_teachers_and_students_by_one_verb(home, tasks, tmp_path, model, options):
     out = tmp_path / "out"

@@ -17,6 +17,8 @@ from dofla.tasks.finetune import finetune, loop
 from dofla.tasks.scores import TaskScores
 from dofla.tasks.scoring import score
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["llama", "llama student", "gpt2", "gpt2 student"]
 OPTIONS = {"learning_rate": 1e-2, "batch_size": 4, "epochs": 6}
 
