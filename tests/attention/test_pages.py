@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import compiled
+from dofla.feature_maps.pages import read_pages
 
 PAGES, GAP, LENGTHS = 7, 16, st.sampled_from([1, 1, 1, 2, 9, 20])
 """Pages of a pool, the bytes between them, and tokens that a sequence reads at once."""
@@ -45,7 +46,7 @@ def check(layer, calls, groups, exact=False):
             found, begun[n] = layer(*own, scaling=SCALING, states=begun[n], exact=exact)
             out.append(found)
         options = {"pools": pools, "pages": pages[list(call)], "starts": starts, "exact": exact}
-        assert torch.equal(layer.read_pages(*inputs, scaling=SCALING, **options), torch.cat(out, 2))
+        assert torch.equal(read_pages(layer, *inputs, scaling=SCALING, **options), torch.cat(out, 2))
         for n in call:
             for state, pool in zip(begun[n], pools, strict=True):
                 assert torch.equal(pool[pages[n]], state.tokens[0])
@@ -70,7 +71,7 @@ def test_a_token_may_stand_behind_a_longer_part():
         pool[:] = layer.layout_of(0).empty(1, torch.device("cpu")).tokens
         own = [x[:, :, order] for x in inputs]
         own_pages = pages if starts[1] == 6 else pages.flip(0)
-        out = layer.read_pages(*own, scaling=SCALING, pools=[pool], pages=own_pages, starts=starts)
+        out = read_pages(layer, *own, scaling=SCALING, pools=[pool], pages=own_pages, starts=starts)
         found.append((out[:, :, torch.tensor(order).argsort()], pool[pages]))
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
@@ -97,4 +98,4 @@ def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
     layer = layer_of(0, 16, 16, 5, 2, [TIERS[0]], 0, 1)
     inputs, pool = vectors(0, layer, 1, 1, 1), torch.zeros(3, bytes_ or layer.layout_of(0).bytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=words):
-        layer.read_pages(*inputs, scaling=SCALING, pools=[pool], pages=torch.tensor(pages), starts=starts)
+        read_pages(layer, *inputs, scaling=SCALING, pools=[pool], pages=torch.tensor(pages), starts=starts)

@@ -130,6 +130,11 @@ class LinearAttention(nn.Module):
         return None if self.hides_tokens else self._layouts.get(group)
 
     @property
+    def layouts(self) -> list[Layout]:
+        """The layouts of the groups that have one (:meth:`layout_of`)."""
+        return [] if self.hides_tokens else list(self._layouts.values())
+
+    @property
     def only_forgets(self) -> bool:
         """True if all heads keep tokens in tiers and sum up none."""
         return not any(self.features) and all(self.coded_tiers_of(n) is not None for n in range(len(self.groups)))
@@ -218,8 +223,7 @@ class LinearAttention(nn.Module):
         held: Sequence[Carried | None] = states or [None] * len(self.groups)
         flat = [x for x in (held[n] for n in self._layouts) if x is None or isinstance(x, FlatState)]  # they all are
         if exact and query.shape[-2] > 1 and causal and self.retains and not gradients_asked(query, key, value):
-            layouts = list(self._layouts.values())
-            return exact_prefill(query, key, value, layouts, flat, scaling=scaling, weight=weight, backend=backend)
+            return exact_prefill(query, key, value, self.layouts, flat, scaling=scaling, weight=weight, backend=backend)
         found = None
         if causal and self._compressed is not None and not self.hides_tokens:
             found = self._compressed.attend(
@@ -243,53 +247,6 @@ class LinearAttention(nn.Module):
                 if state is not None:
                     after[n] = state
         return out, [after[n] for n in range(len(after))]
-
-    @without_autocast
-    def read_pages(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        pools: list[Tensor],
-        pages: Tensor,
-        starts: list[int],
-        exact: bool = False,
-    ) -> Tensor:
-        """:meth:`forward` of n sequences of different lengths, whose states are pages of pools, and are updated there:
-        a step of a server.
-
-        Args:
-            query: of all sequences, one after the other, [1, H, L, d].
-            key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
-            scaling, exact: as :meth:`forward` takes them.
-            pools: of each group [P, bytes], uint8, of a layer all of whose groups have a layout and no features.
-            pages: of each sequence [n], int64; no two are the same.
-            starts: where each sequence begins among the tokens, and their number, [n + 1].
-
-        Returns:
-            Output [1, H, L, dv].
-        """
-        count = len(starts) - 1
-        single = next((n for n in range(count) if starts[n + 1] - starts[n] > 1), count)
-        if not exact or single == count:
-            own = *self.smoothed(query, key), value
-            out = backend_for(own).read_pages(list(self._layouts.values()), *own, pools, pages, starts, scaling)
-            if out is not None:
-                return out
-        out = value.new_empty(*query.shape[:-1], value.shape[-1])
-        for first, last in [(0, single)] * (single > 0) + [(n, n + 1) for n in range(single, count)]:
-            rows, own_pages = slice(starts[first], starts[last]), pages[first:last]
-            parts = [x[:, :, rows] for x in (query, key, value, out)]
-            if first < single:  # a token of each sequence: as a batch
-                parts = [part.transpose(0, 2) for part in parts]
-            states = [FlatState(None, pool[own_pages]) for pool in pools]
-            own_out, after = self(*parts[:3], scaling=scaling, states=states, exact=exact)
-            parts[3].copy_(own_out)
-            for pool, state in zip(pools, after, strict=True):
-                pool[own_pages] = state.tokens
-        return out
 
     def _as_kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (rounded(key), rounded(value)) if self.keeps_eight_bits else (key, value)

@@ -12,8 +12,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from dofla.attention.flat import Layout
 from dofla.feature_maps.layer import LinearAttention
+from dofla.feature_maps.pages import read_pages
 from dofla.plans.plan import LayerPlan
 from dofla.vllm import BACKEND
 from dofla.vllm.metadata import CompressedCacheMetadata
@@ -43,7 +43,7 @@ class CompressedAttention(nn.Module, MambaBase):
     ) -> None:
         super().__init__()
         self.linear = LinearAttention(**layer.arguments()).requires_grad_(False)
-        layouts = _layouts(self.linear)
+        layouts = self.linear.layouts
         self.sizes = [layout.bytes for layout in layouts]
         self._before = torch.cat([layout.empty(1, torch.device("cpu")).tokens for layout in layouts], -1)
         self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
@@ -99,7 +99,8 @@ class CompressedAttention(nn.Module, MambaBase):
             x[:rows].unflatten(-1, (count, -1)).transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
             for x, count in zip((query, key, value), counts, strict=True)
         ]
-        found = self.linear.read_pages(
+        found = read_pages(
+            self.linear,
             *tokens,
             scaling=self.scaling,
             pools=list(pool.split(self.sizes, 1)),
@@ -112,11 +113,7 @@ class CompressedAttention(nn.Module, MambaBase):
 
 def state_bytes(layer: LayerPlan) -> int:
     """Bytes of a layer's state."""
-    return sum(layout.bytes for layout in _layouts(LinearAttention(**layer.arguments())))
-
-
-def _layouts(linear: LinearAttention) -> list[Layout]:
-    return [layout for n in range(len(linear.groups)) if (layout := linear.layout_of(n)) is not None]
+    return sum(layout.bytes for layout in LinearAttention(**layer.arguments()).layouts)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor, split_decodes_and_prefills
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
 
@@ -40,8 +40,7 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
     ) -> CompressedCacheMetadata:
         common, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
         pages = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
-        decodes, prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        requests = decodes + prefills
+        requests = common.num_reqs
         starts = common.query_start_loc_cpu[: requests + 1].tolist()
         lengths = common.seq_lens[:requests].tolist()
         begins = [n for n, length in enumerate(lengths) if length == starts[n + 1] - starts[n]]

@@ -14,6 +14,7 @@ from dofla.attention import LOG_ZERO, Moments
 from dofla.attention.backends import BACKENDS
 from dofla.attention.carried import State
 from dofla.feature_maps.layer import LinearAttention
+from dofla.feature_maps.pages import read_pages
 
 pytestmark = needs_device
 
@@ -167,7 +168,7 @@ def test_states_are_updated_in_their_pages():
     with calls_of_kernels() as called:
         for n in range(2):
             inputs = [x[:, :, before + n : before + n + 1].transpose(0, 2) for x in text]
-            out = own.read_pages(*inputs, scaling=SCALING, pools=pools, pages=pages, starts=[0, 1, 2]).transpose(0, 2)
+            out = read_pages(own, *inputs, scaling=SCALING, pools=pools, pages=pages, starts=[0, 1, 2]).transpose(0, 2)
             off = (out.cpu() - wanted[:, :, n : n + 1]).abs().max()
             assert off < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
     assert not called

@@ -50,11 +50,11 @@ class Triton(Backend):
         from dofla.attention.gpu.side_by_side import joined_states
 
         out = value.new_zeros(*query.shape[:-1], value.shape[-1])
-        after = list(states)
+        after, steps = list(states), weight_steps(scaling, query.device)
         for places, decoder in self._decoders_of(layouts):
             before = joined_states([states[n] for n in places])
             own = torch.zeros_like(before)
-            decoder(query, key, value, log_weight, before, own, out, scaling, *weight_steps(scaling, query.device))
+            decoder(query, key, value, log_weight, before, own, out, scaling, *steps)
             for n, state in zip(places, own.split(decoder.bytes, 1), strict=True):
                 after[n] = state
         return Packed(out, after, [])
