@@ -12,9 +12,10 @@ questions with an interval of 95 % by bootstrap over contexts.
 Of each kind the template is taken that the original does best with, at the shortest length, on contexts of their own,
 among those of ``--template``, if some are named; what it scores less than ``--least`` with is left out, since nothing
 can be lost there. What is measured stays in the folder and is not measured again. With ``--retrieval-heads`` there is
-one more memory, some of whose KV heads hold every token of ``--context``. ``--kvpress`` is the Python of an environment
-with ``benchmarks/peers/requirements.txt``, where press_lookups.py is run; transformers' quantized caches are among the
-rows where optimum-quanto is installed.
+one more memory, some of whose KV heads hold every token of ``--context``. ``--student NAME=FOLDER``, adapters of the
+same model, are asked instead of models that are compressed here. ``--kvpress`` is the Python of an environment with
+``benchmarks/peers/requirements.txt``, where press_lookups.py is run; transformers' quantized caches are among the rows
+where optimum-quanto is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Annotated
 
 import torch
 import typer
-from continuation import CODED, OURS, coded_bytes, limit_of, students
+from continuation import CODED, OURS, coded_bytes, held_by, limit_of, saved, students
 from judging import SOFTMAX, filled, token_bytes
 from needles import KINDS, Writer
 from questions import Context, Found, Task, read_found, write, write_tasks
@@ -138,6 +139,9 @@ def main(
     least: Annotated[float, typer.Option(help="Score of the original with which a kind is worth asking.")] = 0.3,
     context: Annotated[int | None, typer.Option(help="Positions that memories are for; default all there are.")] = None,
     retrieval_heads: Annotated[int, typer.Option(help="KV heads that hold every token, in one more memory.")] = 0,
+    student: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of an adapter, instead of compressing; repeatable.")
+    ] = None,
     kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
@@ -150,6 +154,7 @@ def main(
         raise typer.BadParameter(f"no template left for {', '.join(lacking)}: choose of {of}")
     if min(questions, choosing) < 1:
         raise DoflaError(f"questions: {questions}, choosing: {choosing}; give 1 at least of each")
+    adapters = saved(student or [])
     teacher, tokenizer = load_teacher(model, dtype)
     check_room(teacher, max(lengths))
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
@@ -181,7 +186,13 @@ def main(
     for name, bits in CODED.items():
         for task in tasks:
             ask(out, name, 0, partial(answer_coded, teacher, tokenizer, bits), task)
-    for features, limit in limits.items():
+    for name, folder in adapters.items():
+        adapter = dofla.load(folder, base_model=model, dtype=teacher.dtype)
+        held = held_by(adapter)
+        limit = min(limits.values(), key=lambda limit: abs(limit - held))
+        for task in tasks:
+            ask(out, name, limit, partial(answer, adapter, tokenizer), task)
+    for features, limit in limits.items() if not adapters else ():
         made = students(features, known, None, context)
         if retrieval_heads:
             options = {"size": features * feature_bytes(teacher), "context": context, "tokenizer": tokenizer}

@@ -11,6 +11,7 @@ _SINKS = "attention sinks that are parameters"
 _CAPPED = "soft-capped attention logits"
 _BESIDE = "attention that shares its entry of the cache with a recurrent layer"
 _TWICE = "a layer is called more than once in a pass, with one entry of the cache"
+_ACROSS = "attention to the outputs of earlier layers"
 _BOTH_WAYS = "attention that sees both ways"
 _BOUNDED = "all attention is bounded already, or recurrent"
 _BIAS = "a position bias that is added to its scores"
@@ -24,6 +25,7 @@ MESSAGES: dict[str, str] = {
     _CAPPED: "its logits are soft-capped",
     _BESIDE: "(it shares its entry of the cache with a recurrent layer|it has no entry of its own in the cache)",
     _TWICE: "it is called more than once in a pass",
+    _ACROSS: "it is cross-attention",
     _BOTH_WAYS: "is bidirectional",
     _BOUNDED: "no layer is left to linearize",
     _BIAS: "a position bias is added to its scores",
@@ -33,20 +35,21 @@ MESSAGES: dict[str, str] = {
 """The error's words, by reason."""
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("big_bird", "bloom", "codegen", "cpmant", "falcon", "falcon_mamba", "git", "got_ocr2"), _OWN_CODE),
-    **dict.fromkeys(("gpt_neo", "gpt_neox_japanese", "gptj", "mamba", "mamba2", "megatron-bert", "mpt"), _OWN_CODE),
+    **dict.fromkeys(("big_bird", "bloom", "cpmant", "falcon", "falcon_mamba", "git", "got_ocr2", "xlstm"), _OWN_CODE),
+    **dict.fromkeys(("gpt_neo", "gpt_neox_japanese", "mamba", "mamba2", "megatron-bert", "mpt", "xlnet"), _OWN_CODE),
     **dict.fromkeys(("mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "rwkv", "trocr"), _OWN_CODE),
-    **dict.fromkeys(("xglm", "xlm", "xlnet", "xlstm"), _OWN_CODE),
+    **dict.fromkeys(("xglm", "xlm"), _OWN_CODE),
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _OWN_MASKS),
     **dict.fromkeys(("mistral_large4", "qwen4_exp", "qwen4_exp_text"), _OWN_MASKS),
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), _SINKS),
     **dict.fromkeys(("gemma2", "vaultgemma"), _CAPPED),
     **dict.fromkeys(("falcon_h1", "zamba", "zamba2", "zaya"), _BESIDE),
-    **dict.fromkeys(("diffllama", "hrm_text"), _TWICE),
+    **dict.fromkeys(("diffllama", "dory", "hrm_text"), _TWICE),
     **dict.fromkeys(("musicgen", "musicgen_melody"), _CODEBOOKS),
     "inkling_mm_model": _BIAS,
+    **dict.fromkeys(("inkling2_loop_text", "inkling2_text"), _ACROSS),
     **dict.fromkeys(("bigbird_pegasus", "paligemma"), _BOTH_WAYS),
-    **dict.fromkeys(("deepseek_v4", "inkling2_text", "inkling_text"), _BOUNDED),
+    **dict.fromkeys(("deepseek_v4", "inkling_text"), _BOUNDED),
     **dict.fromkeys(("recurrent_gemma", "unlimited_ocr"), _BOUNDED),
     **dict.fromkeys(("doge", "gemma4_unified"), _MASK),
 }
@@ -64,6 +67,7 @@ NOT_TESTED: dict[str, str] = {
     **dict.fromkeys(("blt", "chameleon", "deepseek_ocr2", "diffusion_gemma", "dots3_note", "ernie4_5_vl_moe"), _SMALL),
     **dict.fromkeys(("florence2", "glm5_next", "glmga", "granite4_vision", "hunyuan_vl", "inkling2", "janus"), _SMALL),
     **dict.fromkeys(("mistral4", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "pp_chart2table"), _SMALL),
+    **dict.fromkeys(("apertus1p5", "hy_v4_vl", "inkling2_loop"), _SMALL),
     "t5gemma2": "the decoder of an encoder-decoder does not run alone",
     "moshi": "its forward pass has no sliding window, and its generation has one",
 }

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, LlamaAttention, apply_rotary_pos_emb
 
 import dofla
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.consistency import check_consistency
 from dofla.integration.student import Student, is_linearized
 
@@ -21,14 +22,15 @@ from dofla.integration.student import Student, is_linearized
 class Attention(LlamaAttention):
     """That of Llama, with places to put a fault in."""
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        cache = kwargs.pop(CACHE_ARGUMENT, None)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (x(hidden_states).view(shape).transpose(1, 2) for x in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        key, value, attention_mask = self.changed(key, value, attention_mask, past_key_values)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        key, value, attention_mask = self.changed(key, value, attention_mask, cache)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*shape[:-2], -1)), weights
@@ -138,10 +140,11 @@ def test_where_a_layer_counts_its_tokens_otherwise_the_difference_is_named():
 
 def test_a_model_that_fails_with_a_cache_by_itself_is_taken():
     class Fails(Attention):
-        def forward(self, *args, past_key_values=None, **kwargs):
-            if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx):
+        def forward(self, *args, **kwargs):
+            cache = kwargs.get(CACHE_ARGUMENT)
+            if cache is not None and cache.get_seq_length(self.layer_idx):
                 raise RuntimeError("once only")
-            return super().forward(*args, past_key_values=past_key_values, **kwargs)
+            return super().forward(*args, **kwargs)
 
     student = MAKE["linearize"](llama(Fails))
     assert student(tokens(2, 32), use_cache=False).logits.isfinite().all()

@@ -52,6 +52,7 @@ transformers.masking_utils.bidirectional_mask_function
 transformers.masking_utils.causal_mask_function
 transformers.masking_utils.sdpa_mask
 transformers.modeling_layers.GradientCheckpointingLayer
+transformers.modeling_outputs.BaseModelOutputWithPast
 transformers.models.auto.modeling_auto
 transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 transformers.pytorch_utils.Conv1D

@@ -101,7 +101,7 @@ def _gemma2():
 
 
 def test_what_cannot_be_reached_is_said_with_the_reason():
-    found = dofla.check(AutoConfig.for_model("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4))
+    found = dofla.check(AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4))
     assert not found.supported
     assert found.layers == []
     assert "has no attention that goes through transformers' attention interface" in found.reason

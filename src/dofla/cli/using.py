@@ -55,6 +55,7 @@ def generate(
     import torch
 
     from dofla.distillation.steps import check_numbers
+    from dofla.integration.cache import CACHE_ARGUMENT
     from dofla.integration.reading import check_readable
     from dofla.runs.teacher import open_student
 
@@ -66,7 +67,7 @@ def generate(
     start = _prompt_state(model, tokenizer, prompt_state, document)
     if start is not None:
         ids = torch.cat([start[0].cpu(), ids], dim=1)
-        options["past_key_values"] = start[1]
+        options[CACHE_ARGUMENT] = start[1]
         check_readable(model, ids, f"{prompt_state} and --prompt", new_tokens)
     ids = ids.to(model.device)
     torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from dofla.data import TokenWindows, batches
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.position import finite, ratio_error, with_error
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.positions import positions_of
 from dofla.integration.surgery import softmax
 from dofla.serving.prompt_state import read_prompt
@@ -184,7 +185,7 @@ def decode(model: PreTrainedModel, cache: Cache, last: Tensor, new_tokens: int, 
     """
     out = []
     for n in range(new_tokens):
-        logits = model(last, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(last, use_cache=True, **{CACHE_ARGUMENT: cache}).logits[:, -1].float()
         if draws is None:
             last = logits.argmax(dim=-1, keepdim=True)
         else:

@@ -19,6 +19,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.position import finite
 from dofla.evaluation.recall import DEPTHS, Recall, RecallRow, check_asked
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.surgery import softmax
 from dofla.serving.prompt_state import read_prompt
 
@@ -182,7 +183,7 @@ def _answers(model: PreTrainedModel, ids: Tensor, keys: Tensor) -> Tensor:
     for key in keys.unbind(dim=1):
         # One key at a time, from a copy: a state cannot be rolled back, and all keys at once would need as many caches.
         tokens = torch.cat([last, key[:, :-1]], dim=1)
-        logits = finite(model(tokens, past_key_values=copy.deepcopy(cache), use_cache=True).logits)
+        logits = finite(model(tokens, use_cache=True, **{CACHE_ARGUMENT: copy.deepcopy(cache)}).logits)
         of_each.append(-logits.log_softmax(dim=-1).gather(-1, key.unsqueeze(-1))[..., 0].mean(dim=1))
     written = decode(model, cache, last, keys.shape[2])
     losses = torch.stack(of_each, dim=1)

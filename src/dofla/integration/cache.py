@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dofla.attention import Carried
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 
 logger = logging.getLogger(__name__)
+
+CACHE_ARGUMENT = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of the cache among the arguments and results of models, which transformers 5.24 changed."""
 
 
 class LinearCacheLayer(CacheLayerMixin):
@@ -116,12 +120,12 @@ class LinearCacheLayer(CacheLayerMixin):
 def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a linearized module: give it its cache entry, swapping in ours the first time.
 
-    Few families name the argument otherwise than ``past_key_values``, and of those any Cache among them is taken. The
-    entry goes along as one more argument, which all of them pass on to the attention function.
+    Few families have a name of their own for the argument, and of those any Cache among them is taken. The entry goes
+    along as one more argument, which all of them pass on to the attention function.
     """
     if module.config._attn_implementation != LINEAR:
         return None
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE_ARGUMENT)
     if not isinstance(cache, Cache):
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if isinstance(cache, EncoderDecoderCache):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import fed
 from dofla.integration.sites import a_few_tokens, attention_sites, evaluation_mode
@@ -103,8 +104,8 @@ def _both_ways(
         mask = torch.cat(masks[: n + 1], 1)
         out = _call(model, piece, padded, mask, seen, use_cache=True, **options)
         seen += piece.shape[1]
-        options["past_key_values"] = getattr(out, "past_key_values", None)
-        if options["past_key_values"] is None:
+        options[CACHE_ARGUMENT] = getattr(out, CACHE_ARGUMENT, None)
+        if options[CACHE_ARGUMENT] is None:
             return whole, None
         parts.append(out[0])
     if any(len(out) != len(ids) or out.shape[1] != length for out, length in zip(parts, CALLS, strict=True)):

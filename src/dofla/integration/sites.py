@@ -170,7 +170,7 @@ def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
 def _unreachable(model: PreTrainedModel) -> str:
     return (
         f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
-        "models with their own attention code (GPT-J, BLOOM, Falcon, ...) cannot be linearized"
+        "models with their own attention code (BLOOM, Falcon, MPT, ...) cannot be linearized"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
-from dofla.integration.cache import LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import run_body
 from dofla.integration.student import Student
@@ -84,7 +84,7 @@ def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
 def _writing(model: PreTrainedModel, text: Tensor, length: int) -> float:
     cache = read_prompt(model, text[:, : min(length, FIRST)])
     _stretch(cache, length)
-    return _best(_STEPS, lambda: model(text[:, :1], past_key_values=cache, use_cache=True))
+    return _best(_STEPS, lambda: model(text[:, :1], use_cache=True, **{CACHE_ARGUMENT: cache}))
 
 
 def _stretch(cache: Cache, length: int) -> None:

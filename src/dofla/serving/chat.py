@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from dofla.display import size
 from dofla.errors import DoflaError
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student, is_linearized
@@ -98,7 +99,7 @@ class Conversation:
         if self.sample:
             options["do_sample"] = True
         if not is_linearized(self.model):
-            options["past_key_values"] = self._cache = self._grown(ids)
+            options[CACHE_ARGUMENT] = self._cache = self._grown(ids)
         written, interrupted = _Written(self.tokenizer, show), False
         try:
             self.model.generate(ids, streamer=written, **options)  # type: ignore[operator] # of their GenerationMixin

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch._inductor.config as inductor
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.extending import Extension, extend
@@ -60,7 +60,7 @@ class _Compiles(Extension):
         return {name: value for name, value in vars(self).items() if name not in _COMPILED}
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        if options.get("past_key_values") is None:
+        if not any(isinstance(value, Cache) for value in options.values()):
             options.setdefault("cache_implementation", "static")
         options.setdefault("compile_config", self._dofla_compile_config)
         with inductor.patch(

@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from dofla.attention import side_by_side
 from dofla.errors import DoflaError
-from dofla.integration.cache import LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.extending import Extension, extend
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
@@ -110,7 +110,7 @@ class ContinuousBatching:
         """A pass that can be made with others, if it can."""
         kind = dict(options)
         kind.pop("cache_position", None)  # which follows from the cache
-        ids, places, cache = (kind.pop(name, None) for name in ("input_ids", "position_ids", "past_key_values"))
+        ids, places, cache = (kind.pop(name, None) for name in ("input_ids", "position_ids", CACHE_ARGUMENT))
         tensors = all(isinstance(x, Tensor) and x.shape == (1, 1) for x in (ids, places))
         plain = all(isinstance(x, Hashable) and not isinstance(x, (Tensor, tuple)) for x in kind.values())
         if not (self._joins and tensors and plain and type(cache) is DynamicCache and _only_states(cache)):
@@ -164,10 +164,10 @@ class ContinuousBatching:
             self._settle()
         if len(steps) == 1:
             step = steps[0]
-            return [forward(input_ids=step.ids, position_ids=step.places, past_key_values=step.cache, **kind)]
+            return [forward(input_ids=step.ids, position_ids=step.places, **{CACHE_ARGUMENT: step.cache}, **kind)]
         self._batch = self._batch or _Batch(caches, self._config)
         ids, places = torch.cat([step.ids for step in steps]), torch.cat([step.places for step in steps])
-        out = forward(input_ids=ids, position_ids=places, past_key_values=self._batch.cache, **kind)
+        out = forward(input_ids=ids, position_ids=places, **{CACHE_ARGUMENT: self._batch.cache}, **kind)
         self._batch.advance()
         self.rows = len(steps)
         return [_row(out, n, cache) for n, cache in enumerate(caches)]
@@ -236,7 +236,7 @@ def _copied(t: Tensor, row: int) -> Tensor:
 def _row(out: ModelOutput, n: int, cache: Cache) -> ModelOutput:
     """The model's output for row ``n`` alone, with that row's ``cache``."""
     own = {name: value[n : n + 1] for name, value in out.items() if isinstance(value, Tensor)}
-    return type(out)(**own, past_key_values=cache)
+    return type(out)(**own, **{CACHE_ARGUMENT: cache})
 
 
 def _in_modes(

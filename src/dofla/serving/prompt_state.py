@@ -23,7 +23,7 @@ from dofla.attention import (
 )
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.cache import LinearCacheLayer, linear_entry
+from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer, linear_entry
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.student import Student
@@ -55,7 +55,7 @@ def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096,
         for n, piece in enumerate(input_ids.to(model.device).split(chunk, dim=1)):
             first = begun + n * chunk
             own = {name: all_of[..., first : first + piece.shape[1]] for name, all_of in places.items()}
-            model.base_model(piece, past_key_values=cache, use_cache=True, **own)
+            model.base_model(piece, use_cache=True, **{CACHE_ARGUMENT: cache}, **own)
     return cache
 
 
@@ -82,7 +82,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
 
         prompt, cache = load_state(path, model)
         ids = torch.cat([prompt, question], dim=1)
-        model.generate(ids, past_key_values=cache)
+        model.generate(ids, cache=cache)  # past_key_values=cache before transformers 5.24
 
     Raises:
         DoflaError: naming the file, if it is missing, damaged, or was written by a student of another plan.

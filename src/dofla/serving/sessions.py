@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from dofla.errors import DoflaError
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.calls import setting, text_alone
 from dofla.integration.extending import Extension, extend
 from dofla.integration.interface import LINEAR
@@ -56,7 +57,7 @@ class Sessions:
     with its answer begins a new state, into which as many of its last tokens are read again as :class:`~dofla.Stream`
     reads, and those that are new; what was told before is gone. There is room for the tokens that are asked for, up to
     half the positions, and an answer ends where positions do. With ``return_dict_in_generate`` there is then no
-    ``past_key_values`` in the result, as it would not hold all of the sequence.
+    cache in the result, as it would not hold all of the sequence.
 
     States read with other weights are forgotten. That is noticed at the next call, in less than a hundredth of a
     token's time, if a parameter or buffer was written to in place (an optimizer's step, ``load_state_dict``), replaced
@@ -130,7 +131,7 @@ class Sessions:
         # Positions are counted from where the state begins, so generate sees the text from there on.
         options = {name: _from(begun, x, input_ids) for name, x in options.items()}
         options |= text_positions(student, input_ids.shape[1] - begun)
-        result = own(_from(begun, inputs, input_ids), past_key_values=cache, **options)
+        result = own(_from(begun, inputs, input_ids), **{CACHE_ARGUMENT: cache}, **options)
         sequence = result if isinstance(result, Tensor) else result.sequences
         if begun:
             sequence = torch.cat([input_ids[:, :begun].to(sequence.device), sequence], dim=1)
@@ -141,7 +142,7 @@ class Sessions:
             return sequence
         result.sequences = sequence
         if begun:
-            result.past_key_values = None
+            setattr(result, CACHE_ARGUMENT, None)
         return result
 
     def _weights_of(self, student: PreTrainedModel) -> int:

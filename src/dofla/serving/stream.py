@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.positions import positions_of, positions_within, read_again, restart_index, text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.integration.student import Student
@@ -81,6 +82,6 @@ class Stream:
         read, self.ids = held.shape[1], torch.cat([held, piece], dim=1)
         places = text_positions(self._student, self.ids.shape[1], len(piece))
         own = {name: all_of[..., read:] for name, all_of in places.items()}
-        logits = self._student(piece, past_key_values=self.cache, use_cache=True, **own).logits
+        logits = self._student(piece, use_cache=True, **{CACHE_ARGUMENT: self.cache}, **own).logits
         self.tokens += piece.shape[1]
         return logits
