@@ -80,7 +80,7 @@ def linear_attention(
     Returns:
         Output [B, H, L, dv] and log-normalizer [B, H, L], both float32, and the state after the last token.
     """
-    a, b, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (a, b, value))
+    a, b, value = a.contiguous(), b.contiguous(), value.contiguous()
     state = state.map(torch.Tensor.contiguous)
     batch, heads, length, _ = a.shape
     out = torch.empty(batch, heads, length, value.shape[-1], dtype=torch.float32, device=a.device)
@@ -104,20 +104,20 @@ def _prefill(
     log_masses = state.log_mass.new_empty(units, chunks, features)
     tops = state.mean.new_empty(units, chunks, features)
     untrusted = torch.empty(units, chunks, dtype=torch.int32, device=a.device)
-    sizes = heads, kv_heads, length, features, value_dim
+    sizes = length, features, value_dim
 
     # Small blocks: the walk is as long as the sequence, so let many walk.
     block_m, block_v = block_size(features, 32), block_size(value_dim, 32)
     kernels.states_before_chunks[(units, block_count(features, block_m), block_count(value_dim, block_v))](
         *(b, value, state.mean, state.log_mass, means, log_masses, tops, untrusted, after.mean, after.log_mass),
-        *(*b.stride()[:3], *value.stride()[:3], *sizes[1:]),
+        *sizes,
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v, "PRECISION": _PRECISION},
     )
     # What fits into the registers of sm_80 and sm_90: products in float32 take twice as many threads.
     block_m, block_v = block_size(features, 32), block_size(value_dim, 64)
     kernels.read_chunks[(batch * heads * chunks, block_count(value_dim, block_v))](
         *(a, b, value, means, log_masses, tops, untrusted, out, normalizer),
-        *(*a.stride()[:3], *b.stride()[:3], *value.stride()[:3], *sizes),
+        *(heads // kv_heads, *sizes),
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v, "PRECISION": _PRECISION},
         num_warps=8 if value.dtype == torch.float32 else 4,
         num_stages=1,  # its loop is short; several stages would take more shared memory than most GPUs have
@@ -157,7 +157,7 @@ def _token_by_token(
     kernels.token_by_token[grid](
         *(a, b, value, before.mean, before.log_mass, only, out, normalizer),
         *((None, None) if after is None else (after.mean, after.log_mass)),
-        *(*a.stride()[:3], *b.stride()[:3], *value.stride()[:3], heads, kv_heads, length, features, value_dim),
+        *(heads // kv_heads, length, features, value_dim),
         **{"CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_V": block_v},
         num_warps=4 if block_m * block_v <= 4096 else 8,
     )

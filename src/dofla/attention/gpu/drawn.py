@@ -51,10 +51,10 @@ def squares(
     """
     out = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
     grid = triton.cdiv(key.shape[2], KEYS), key.shape[0] * key.shape[1]
-    query, key, sizes = _as_kernels_take_them(query, key)
+    query, key, sizes = query.contiguous(), key.contiguous(), _sizes(query, key)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _squares[grid](
-            *(query, key, seen.contiguous(), normalizer.contiguous(), out, *query.stride()[:3], *key.stride()[:3]),
+            *(query, key, seen.contiguous(), normalizer.contiguous(), out),
             *(*sizes, nearest, scaling, math.log1p(-1 / decay)),
             DIM=max(16, triton.next_power_of_2(query.shape[-1])),
             KEYS=KEYS,
@@ -67,11 +67,10 @@ def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling:
     """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any."""
     out = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     grid = triton.cdiv(query.shape[2], QUERIES), query.shape[0] * query.shape[1]
-    query, key, sizes = _as_kernels_take_them(query, key)
+    query, key, sizes = query.contiguous(), key.contiguous(), _sizes(query, key)
     with torch.cuda.device_of(query):
         _normalizers[grid](
-            *(query, key, seen.contiguous(), out, *query.stride()[:3], *key.stride()[:3]),
-            *(*sizes, nearest, scaling),
+            *(query, key, seen.contiguous(), out, *sizes, nearest, scaling),
             DIM=max(16, triton.next_power_of_2(query.shape[-1])),
             KEYS=KEYS,
             QUERIES=QUERIES,
@@ -79,11 +78,9 @@ def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling:
     return out
 
 
-def _as_kernels_take_them(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Queries and keys whose last dimension is in one piece; KV heads, queries of each, L, P and d."""
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    kv_heads = key.shape[1]
-    return query, key, (kv_heads, query.shape[1] // kv_heads, query.shape[2], key.shape[2], key.shape[3])
+def _sizes(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    """Query heads of a KV head, L, P and d."""
+    return query.shape[1] // key.shape[1], query.shape[2], key.shape[2], key.shape[3]
 
 
 @triton.jit
@@ -93,13 +90,6 @@ def _squares(
     seen,
     normalizer,
     out,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    kv_heads,
     groups,
     length,
     tokens,
@@ -113,11 +103,10 @@ def _squares(
 ):
     """One program per block of keys of a KV head, which walks through the queries that count for them."""
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, head = unit // kv_heads, unit % kv_heads
     d, own, row = tl.arange(0, DIM), block * KEYS + tl.arange(0, KEYS), tl.arange(0, QUERIES)
     there = own < tokens
     keys = tl.load(
-        key + batch * key_batch + head * key_head + own[None, :] * key_token + d[:, None],
+        key + (unit * tokens + own)[None, :] * dim + d[:, None],
         mask=there[None, :] & (d[:, None] < dim),
         other=0.0,
     )
@@ -125,14 +114,13 @@ def _squares(
     first = tl.maximum(block * KEYS + nearest - (tokens - length), 0) // QUERIES * QUERIES
     total = tl.zeros([KEYS], dtype=tl.float32)
     for group in range(groups):
-        query_head_index = head * groups + group
-        rows = query + batch * query_batch + query_head_index * query_head
-        levels = normalizer + (batch * kv_heads * groups + query_head_index) * length
+        head = unit * groups + group
+        rows, levels = query + head * length * dim, normalizer + head * length
         for start in range(first, length, QUERIES):
             place = start + row
             asks = place < length
             asked = tl.load(
-                rows + place[:, None] * query_token + d[None, :], mask=asks[:, None] & (d[None, :] < dim), other=0.0
+                rows + place[:, None] * dim + d[None, :], mask=asks[:, None] & (d[None, :] < dim), other=0.0
             )
             level = tl.load(levels + place, mask=asks, other=0.0)
             scores = tl.dot(asked, keys) * scaling - level[:, None]
@@ -149,13 +137,6 @@ def _normalizers(
     key,
     seen,
     out,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    kv_heads,
     groups,
     length,
     tokens,
@@ -168,24 +149,23 @@ def _normalizers(
 ):
     """One program per block of queries of a head, which walks through the keys that they see."""
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    heads = kv_heads * groups
-    batch, query_head_index = unit // heads, unit % heads
-    kv_unit = batch * kv_heads + query_head_index // groups
+    kv_unit = unit // groups
     d, place, column = tl.arange(0, DIM), block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     asks = place < length
     asked = tl.load(
-        query + batch * query_batch + query_head_index * query_head + place[:, None] * query_token + d[None, :],
+        query + (unit * length + place)[:, None] * dim + d[None, :],
         mask=asks[:, None] & (d[None, :] < dim),
         other=0.0,
     )
-    rows = key + batch * key_batch + (query_head_index // groups) * key_head
     most = tl.full([QUERIES], _NONE, dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     for start in range(0, tl.minimum(tokens - length + (block + 1) * QUERIES - nearest, tokens), KEYS):
         own = start + column
         there = own < tokens
         keys = tl.load(
-            rows + own[None, :] * key_token + d[:, None], mask=there[None, :] & (d[:, None] < dim), other=0.0
+            key + (kv_unit * tokens + own)[None, :] * dim + d[:, None],
+            mask=there[None, :] & (d[:, None] < dim),
+            other=0.0,
         )
         counts = tl.load(seen + kv_unit * tokens + own, mask=there, other=0) != 0
         far = place[:, None] + (tokens - length) - own[None, :] >= nearest

@@ -42,13 +42,12 @@ def enter(
 
     Args:
         coder: of so many heads.
-        integers: [B, Hkv, L, d], int8, the last dimension in one piece.
-        exponents: [B, Hkv, L], int8.
+        integers: [B, Hkv, L, d], int8, in one piece.
+        exponents: [B, Hkv, L], int8, in one piece.
         line: codes [B, Hkv, S, bytes] and scales [B, Hkv, S, blocks], uint8, in one piece, to be filled from the place
             ``first`` on.
     """
-    strides = (*integers.stride()[:3], *exponents.stride())
-    _encode(coder, 0, (integers, exponents, None, None), strides, integers.shape[2], line, first)
+    _encode(coder, 0, (integers, exponents, None, None), integers.shape[2], line, first)
 
 
 def entered(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +62,7 @@ def age(coder: Coder, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them."""
     vectors, units = (x.contiguous() for x in numbers)
     line = empty_line(coder, vectors.shape[:3], tier)
-    _encode(coder, tier, (None, None, vectors, units), (0,) * 6, vectors.shape[2], line, 0)
+    _encode(coder, tier, (None, None, vectors, units), vectors.shape[2], line, 0)
     return line
 
 
@@ -79,7 +78,6 @@ def _encode(
     coder: Coder | JointCoder,
     tier: int,
     vectors: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
     length: int,
     line: tuple[Tensor, Tensor],
     first: int,
@@ -97,7 +95,7 @@ def _encode(
         for start in range(0, length, piece):
             _code[(batch * heads, block_count(piece, rings), blocks)](
                 *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
-                *(*strides, heads, length, start, piece, places, first, coder.dim, blocks, bits_head, codes.shape[-1]),
+                *(heads, length, start, piece, places, first, coder.dim, blocks, bits_head, codes.shape[-1]),
                 TURN=rotation,
                 FINENESS=fineness,
                 MIDDLE=middle,
@@ -113,8 +111,8 @@ def _encode(
 
 @triton.jit
 def _code(
-    integers,  # [B, Hkv, L, dim], or None
-    exponents,  # [B, Hkv, L], or None
+    integers,  # [units, L, dim], or None
+    exponents,  # [units, L], or None
     numbers,  # [units, L, blocks, BLOCK], or None
     units,  # [units, L, blocks], or None
     constants,  # of the coder
@@ -123,12 +121,6 @@ def _code(
     scratch,  # [units, piece, blocks, (32 + 5) * BLOCK], for the program's own use
     codes,  # [units, places, bytes], to be filled
     scales,  # [units, places, blocks], to be filled
-    integers_batch,
-    integers_head,
-    integers_token,
-    exponents_batch,
-    exponents_head,
-    exponents_token,
     heads,
     length,
     start,  # of the vectors that this launch codes
@@ -153,24 +145,21 @@ def _code(
     of_piece, n = tl.program_id(1) * RINGS + tl.arange(0, RINGS), tl.arange(0, BLOCK)
     token = start + of_piece
     is_token = (of_piece < piece) & (token < length)
-    ring = (unit * length + token) * blocks + block
     if integers is None:
+        ring = (unit * length + token) * blocks + block
         own = tl.load(numbers + ring[:, None] * BLOCK + n[None, :], mask=is_token[:, None], other=0.0)
         worth = tl.load(units + ring, mask=is_token, other=1.0)
     else:
-        batch, head = unit // heads, unit % heads
-        integers += batch * integers_batch + head * integers_head + token * integers_token
-        exponents += batch * exponents_batch + head * exponents_head + token * exponents_token
-        row = head * dim + block * BLOCK + n
+        place, row = unit * length + token, unit % heads * dim + block * BLOCK + n
         rotated = tl.zeros([RINGS, BLOCK], tl.float32)
         for begin in range(0, dim, CHUNK):  # exact: integers below 2²⁴
             d = begin + tl.arange(0, CHUNK)
             rotation = at(constants, TURN, tl.int16) + row[:, None] * dim + d[None, :]
             rotation = tl.load(rotation, mask=(d < dim)[None, :], other=0).to(tl.float32)
             here = is_token[:, None] & (d < dim)[None, :]
-            vector = tl.load(integers[:, None] + d[None, :], mask=here, other=0).to(tl.float32)
+            vector = tl.load(integers + place[:, None] * dim + d[None, :], mask=here, other=0).to(tl.float32)
             rotated += tl.sum(rotation[None, :, :] * vector[:, None, :], axis=2)
-        exponent = tl.load(exponents, mask=is_token, other=0).to(tl.int32)
+        exponent = tl.load(exponents + place, mask=is_token, other=0).to(tl.int32)
         fine = tl.load(at(constants, FINENESS, tl.float32) + row)[None, :] * power_of_two(exponent)[:, None]
         own, worth = whole(rotated * fine - tl.load(at(constants, MIDDLE, tl.float32) + row)[None, :])
 

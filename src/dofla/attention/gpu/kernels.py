@@ -1,8 +1,7 @@
 """The Triton kernels; the host code and the algorithm are in __init__.py. Importing this file needs triton.
 
-A unit is one KV head of one batch row. Tensors given with strides have contiguous rows, all others are contiguous
-altogether. Masked places hold numbers that keep everything finite: a missing token is a key of log-feature -inf, a
-missing feature one that no query has.
+A unit is one KV head of one batch row. Tensors are contiguous. Masked places hold numbers that keep everything finite:
+a missing token is a key of log-feature -inf, a missing feature one that no query has.
 """
 
 from __future__ import annotations
@@ -27,13 +26,6 @@ def states_before_chunks(
     untrusted,  # [units, chunks], cleared
     mean_after,  # [units, M, dv]
     log_mass_after,  # [units, M]
-    b_batch,
-    b_head,
-    b_token,
-    value_batch,
-    value_head,
-    value_token,
-    kv_heads,
     length,
     features,
     value_dim,
@@ -52,8 +44,8 @@ def states_before_chunks(
     in_state = is_feature[:, None] & is_value[None, :]
     place = m[:, None] * value_dim + n[None, :]
 
-    b += (unit // kv_heads) * b_batch + (unit % kv_heads) * b_head
-    value += (unit // kv_heads) * value_batch + (unit % kv_heads) * value_head
+    b += unit * length * features
+    value += unit * length * value_dim
     means += unit * chunks * features * value_dim
     log_masses += unit * chunks * features
     tops += unit * chunks * features
@@ -64,10 +56,10 @@ def states_before_chunks(
     for chunk in range(0, chunks):
         is_token = chunk * CHUNK + j < length
         rows = tl.load(
-            b + j[:, None] * b_token + m[None, :], mask=is_token[:, None] & is_feature[None, :], other=float("-inf")
+            b + j[:, None] * features + m[None, :], mask=is_token[:, None] & is_feature[None, :], other=float("-inf")
         ).to(tl.float32)
         values = tl.load(
-            value + j[:, None] * value_token + n[None, :], mask=is_token[:, None] & is_value[None, :], other=0.0
+            value + j[:, None] * value_dim + n[None, :], mask=is_token[:, None] & is_value[None, :], other=0.0
         )
         top = tl.maximum(level.to(tl.float32), tl.max(rows, axis=0))
         tl.store(means + place, average, mask=in_state)
@@ -85,8 +77,8 @@ def states_before_chunks(
         level = top.to(tl.float64) + tl.log(mass)
 
         # Steps as long as a chunk stay below 2^31, their sum need not.
-        b += CHUNK * b_token
-        value += CHUNK * value_token
+        b += CHUNK * features
+        value += CHUNK * value_dim
         means += features * value_dim
         log_masses += features
         tops += features
@@ -105,17 +97,7 @@ def read_chunks(
     untrusted,  # [units, chunks], set where the results of the chunk are not to be trusted
     out,  # [B, H, L, dv], to be filled
     normalizer,  # [B, H, L], to be filled
-    a_batch,
-    a_head,
-    a_token,
-    b_batch,
-    b_head,
-    b_token,
-    value_batch,
-    value_head,
-    value_token,
-    heads,
-    kv_heads,
+    groups,
     length,
     features,
     value_dim,
@@ -128,17 +110,15 @@ def read_chunks(
     chunks = tl.cdiv(length, CHUNK)
     row = tl.program_id(0).to(tl.int64) // chunks
     chunk = tl.program_id(0).to(tl.int64) % chunks
-    batch, head = row // heads, row % heads
-    kv_head = head // (heads // kv_heads)
-    unit_chunk = (batch * kv_heads + kv_head) * chunks + chunk
-    start = chunk * CHUNK
+    unit, start = row // groups, chunk * CHUNK
+    unit_chunk = unit * chunks + chunk
     i = tl.arange(0, CHUNK)
     n = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_token, is_value = start + i < length, n < value_dim
 
-    a += batch * a_batch + head * a_head + start * a_token
-    b += batch * b_batch + kv_head * b_head + start * b_token
-    value += batch * value_batch + kv_head * value_head + start * value_token
+    a += (row * length + start) * features
+    b += (unit * length + start) * features
+    value += (unit * length + start) * value_dim
     means += unit_chunk * features * value_dim
     log_masses += unit_chunk * features
     tops += unit_chunk * features
@@ -149,12 +129,10 @@ def read_chunks(
         m = first + tl.arange(0, BLOCK_M)
         top = tl.load(tops + m, mask=m < features, other=0.0)
         here = is_token[:, None] & (m < features)[None, :]
-        queries = tl.load(a + i[:, None] * a_token + m[None, :], mask=here, other=0.0).to(tl.float32) + top[None, :]
+        queries = tl.load(a + i[:, None] * features + m[None, :], mask=here, other=0.0).to(tl.float32) + top[None, :]
         best = tl.maximum(best, tl.max(tl.where((m < features)[None, :], queries, float("-inf")), axis=1))
 
-    values = tl.load(
-        value + i[:, None] * value_token + n[None, :], mask=is_token[:, None] & is_value[None, :], other=0.0
-    )
+    values = tl.load(value + i[:, None] * value_dim + n[None, :], mask=is_token[:, None] & is_value[None, :], other=0.0)
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
     total = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     mass = tl.zeros([CHUNK], tl.float32)
@@ -164,9 +142,9 @@ def read_chunks(
         here = is_token[:, None] & is_feature[None, :]
         top = tl.load(tops + m, mask=is_feature, other=0.0)
         level = tl.load(log_masses + m, mask=is_feature, other=0.0)
-        queries = tl.load(a + i[:, None] * a_token + m[None, :], mask=here, other=0.0).to(tl.float32) + top[None, :]
+        queries = tl.load(a + i[:, None] * features + m[None, :], mask=here, other=0.0).to(tl.float32) + top[None, :]
         queries = tl.exp(tl.where(is_feature[None, :], queries - best[:, None], float("-inf")))
-        keys = tl.load(b + i[:, None] * b_token + m[None, :], mask=here, other=float("-inf")).to(tl.float32)
+        keys = tl.load(b + i[:, None] * features + m[None, :], mask=here, other=float("-inf")).to(tl.float32)
         keys = tl.exp(keys - top[None, :])
         pairs = tl.dot(queries.to(values.dtype), tl.trans(keys).to(values.dtype), acc=pairs, input_precision=PRECISION)
         to_past = queries * tl.exp((level - top.to(tl.float64)).to(tl.float32))[None, :]
@@ -203,17 +181,7 @@ def token_by_token(
     normalizer,  # [B, H, L], to be filled
     mean_after,  # [units, chunks, M, dv], to be filled with the states after each chunk; None if nobody asks
     log_mass_after,  # [units, chunks, M]
-    a_batch,
-    a_head,
-    a_token,
-    b_batch,
-    b_head,
-    b_token,
-    value_batch,
-    value_head,
-    value_token,
-    heads,
-    kv_heads,
+    groups,
     length,
     features,
     value_dim,
@@ -228,20 +196,18 @@ def token_by_token(
             return
     chunks = tl.cdiv(length, CHUNK)
     unit, start = unit_chunk // chunks, unit_chunk % chunks * CHUNK
-    batch, kv_head = unit // kv_heads, unit % kv_heads
-    groups = heads // kv_heads
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_feature, is_value = m < features, n < value_dim
     in_state = is_feature[:, None] & is_value[None, :]
     place = unit_chunk * features * value_dim + m[:, None] * value_dim + n[None, :]
 
-    row = batch * heads + kv_head * groups
-    a += batch * a_batch + kv_head * groups * a_head + start * a_token
-    b += batch * b_batch + kv_head * b_head + start * b_token
-    value += batch * value_batch + kv_head * value_head + start * value_token
-    out += (row * length + start) * value_dim
-    normalizer += row * length + start
+    row = unit * groups * length + start  # of the first query head
+    a += row * features
+    b += (unit * length + start) * features
+    value += (unit * length + start) * value_dim
+    out += row * value_dim
+    normalizer += row
 
     average = tl.load(means + place, mask=in_state, other=0.0)
     level = tl.load(log_masses + unit_chunk * features + m, mask=is_feature, other=0.0)
@@ -264,12 +230,12 @@ def token_by_token(
             seen = tl.sum(weights[:, None] * average, axis=0) / total
             tl.store(out_row + n, seen, mask=is_value)
             tl.store(normalizer_row, (best + tl.log(total).to(tl.float64)).to(tl.float32))
-            query_row += a_head
+            query_row += length * features
             out_row += length * value_dim
             normalizer_row += length
-        a += a_token
-        b += b_token
-        value += value_token
+        a += features
+        b += features
+        value += value_dim
         out += value_dim
         normalizer += 1
     if mean_after is not None:

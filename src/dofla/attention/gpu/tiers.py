@@ -47,8 +47,7 @@ def attend(
     batch, heads, length, _ = rotated.shape
     kv_heads, tokens = key.codes.shape[1:3]
     groups = heads // kv_heads
-    rotated = rotated if rotated.stride(-1) == 1 else rotated.contiguous()
-    log_weight = log_weight.contiguous()
+    rotated, log_weight = rotated.contiguous(), log_weight.contiguous()
     out = rotated.new_empty(batch, heads, length, value.dim)
     normalizer = rotated.new_empty(batch, heads, length)
     rows, values = block_size(length * groups, ROWS), block_size(value.dim, VALUES)
@@ -65,7 +64,7 @@ def attend(
                 out,
                 normalizer,
             ),
-            *(*rotated.stride()[:3], kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
+            *(kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
             SHARED=log_weight.ndim == 2,
             KEY_BLOCK=key.block,
             VALUE_BLOCK=value.block,
@@ -98,9 +97,6 @@ def _attend(
     evicted_at,  # [units, S] or None
     out,  # [B, H, L, dv], to be filled
     normalizer,  # [B, H, L], to be filled
-    rotated_batch,
-    rotated_head,
-    rotated_token,
     kv_heads,
     groups,
     length,
@@ -122,7 +118,8 @@ def _attend(
     unit = tl.program_id(0).to(tl.int64)
     batch, kv_head = unit // kv_heads, unit % kv_heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    query, head = row // groups, kv_head * groups + row % groups
+    query = row // groups
+    place = (unit * groups + row % groups) * length + query
     is_row = query < length
     t, k = tl.arange(0, TOKENS), tl.arange(0, LEAST)
     n = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -135,7 +132,7 @@ def _attend(
     key_scale += unit * tokens * key_blocks
     value_scale += unit * tokens * value_blocks + n // VALUE_BLOCK
     log_weight += (batch if SHARED else unit) * tokens
-    rotated += batch * rotated_batch + head * rotated_head + query * rotated_token
+    rotated += place * (key_dim + 1)
     beside = tl.load(rotated + key_dim, mask=is_row, other=0.0)
     every = tl.arange(0, VALUE_BLOCKS)
     sizes = tl.load(value_bits + every, mask=every < value_blocks, other=0).to(tl.int32) * (VALUE_BLOCK // 8)
@@ -186,7 +183,6 @@ def _attend(
         best = top
 
     mass = tl.where(mass == 0.0, 1.0, mass)  # who sees nothing gets zeros, and LOG_ZERO
-    place = (batch * kv_heads * groups + head) * length + query
     if tl.program_id(2) == 0:
         tl.store(normalizer + place, best + tl.log(mass), mask=is_row)
     here = is_row[:, None] & is_value[None, :]
