@@ -57,7 +57,7 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.evaluation.verdict import perplexity
-from dofla.integration.cache import cache_bytes
+from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.checkpoint import load_model
 from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.sites import evaluation_mode
@@ -92,7 +92,7 @@ def students(budget: int, known: TokenWindows, own: TokenWindows | None, context
 def judge_student(student: PreTrainedModel, window: Tensor) -> tuple[float, int]:
     """Loss of the last tokens of a window [1, L], read in one call, and the bytes of the state after it."""
     cache = DynamicCache(config=student.config)
-    logits = student(window, past_key_values=cache, logits_to_keep=WRITTEN + 1).logits[0, :-1]
+    logits = student(window, logits_to_keep=WRITTEN + 1, **{CACHE_ARGUMENT: cache}).logits[0, :-1]
     return cross_entropy(logits.float(), window[0, -WRITTEN:]).item(), cache_bytes(cache)
 
 

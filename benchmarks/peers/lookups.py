@@ -44,7 +44,7 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room
 from dofla.evaluation.language import bootstrap_interval
-from dofla.integration.cache import cache_bytes
+from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.sites import evaluation_mode
 from dofla.runs.teacher import load_teacher
@@ -82,7 +82,7 @@ def answer_coded(
 ) -> tuple[list[float], int]:
     """By transformers' QuantizedCache, which has coded the whole context."""
     cache = DynamicCache(config=model.config)
-    model.base_model(torch.tensor([context.ids]), past_key_values=cache)
+    model.base_model(torch.tensor([context.ids]), **{CACHE_ARGUMENT: cache})
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
 
     def coded() -> Cache:

@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import dofla
 from dofla.display import table
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.interface import token_by_token
 from dofla.integration.sites import evaluation_mode
@@ -72,9 +73,9 @@ def losses(model: PreTrainedModel, windows: Tensor, tokens: int) -> Tensor:
         for window in windows:
             cache = DynamicCache(config=model.config)
             for part in window[None, :-WRITTEN].split(tokens, 1):
-                model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(part, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
             with token_by_token():
-                logits = model(window[None, -WRITTEN:], past_key_values=cache, use_cache=True).logits[0, :-1]
+                logits = model(window[None, -WRITTEN:], use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0, :-1]
             found.append(cross_entropy(logits.float(), window[1 - WRITTEN :]))
     return torch.stack(found)
 

@@ -34,7 +34,7 @@ import dofla
 from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
-from dofla.integration.cache import cache_bytes
+from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.sites import evaluation_mode
 from dofla.storage.files import write_json
 
@@ -55,7 +55,7 @@ def going_on(model: PreTrainedModel, ids: Tensor, positions: int, overlap: int, 
     for first in range(0, len(ids) - 1, PIECE):
         places = torch.arange(first, first + PIECE) % (positions if wrapped else len(ids))
         piece = ids[None, first : first + PIECE]
-        logits = model(piece, past_key_values=cache, position_ids=places[None]).logits[0]
+        logits = model(piece, position_ids=places[None], **{CACHE_ARGUMENT: cache}).logits[0]
         yield loss(logits, ids, first), cache_bytes(cache)
 
 

@@ -17,6 +17,7 @@ import typer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dofla
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.student import Student
 
@@ -81,7 +82,7 @@ def prefill(model: PreTrainedModel, length: int, repeats: int) -> dict[str, floa
         torch.cuda.reset_peak_memory_stats()
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: DynamicCache(config=model.config)})
         if on_gpu:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)

@@ -36,6 +36,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from turns import least
 
 import dofla
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.compressed import feature_bytes
 
 SHIPPED = Path(__file__).parents[2] / "docs/students/smollm2-135m-compressed/plan.json"
@@ -185,7 +186,7 @@ def token(
 
 def feed(model: Callable, tokens: torch.Tensor, cache: Cache, chunk: int = 8192) -> None:
     for piece in tokens.split(chunk, dim=1):
-        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(piece, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaCo
 from transformers.initialization import no_init_weights
 
 import dofla
-from dofla.integration.cache import cache_bytes
+from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.compressed import feature_bytes
 from dofla.plans.plan import LayerPlan, Plan
 
@@ -277,7 +277,7 @@ def random_tokens(model: PreTrainedModel, job: Job, length: int) -> torch.Tensor
 
 
 def feed(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> None:
-    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(tokens, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
 
 
 def now(job: Job) -> float:
