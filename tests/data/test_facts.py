@@ -21,7 +21,7 @@ def text(tokenizer, count=6, length=64):
     return dofla.TokenWindows(torch.tensor(parts[:count])[:, None].expand(-1, length).clone())
 
 
-@pytest.mark.parametrize("length", [256, 300])
+@pytest.mark.parametrize("length", [256, pytest.param(300, marks=pytest.mark.slow)])
 def test_each_fact_is_told_among_the_text_and_again_at_the_end(tokenizer, length):
     found, again = (Facts.among(text(tokenizer), tokenizer, length, count=3, seed=4) for _ in range(2))
     assert found.documents.input_ids.shape == (3, length)

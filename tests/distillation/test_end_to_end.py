@@ -326,7 +326,7 @@ def test_accelerate_reads_the_data_parallel_config():
 
 
 @every_choice
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, stop):
     tokens, options = tiny.tokens(WINDOWS, LENGTH), OPTIONS | {"weights": weights, "window_dropout": 0.5}
     whole = student_of(tiny, window=3)

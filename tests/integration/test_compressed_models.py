@@ -19,7 +19,11 @@ needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(c
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(
+    params=[
+        pytest.param(family, marks=pytest.mark.slow) if family in ("gpt_neox", "opt") else family for family in FAMILIES
+    ]
+)
 def model(request):
     # In float64: two ways to the same number may end on two sides of a step of a code, but hardly there.
     return teacher(request.param).double()

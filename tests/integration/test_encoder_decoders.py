@@ -39,7 +39,7 @@ def to_keep(model):
     return [name for name, site in attention_sites(model).items() if site.refusal or not site.causal]
 
 
-@pytest.mark.parametrize("head_budgets", ["even", "measured"])
+@pytest.mark.parametrize("head_budgets", ["even", pytest.param("measured", marks=pytest.mark.slow)])
 def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
     ids = tiny.tokens(2, 40) % 90 + 3
     with torch.no_grad():

@@ -119,7 +119,12 @@ def wider_means(model):
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"), [(GPT2Config, "plain"), (LlamaConfig, "ragged"), (LlamaConfig, "eight_bits")]
+    ("config", "kind"),
+    [
+        pytest.param(GPT2Config, "plain", marks=pytest.mark.slow),
+        pytest.param(LlamaConfig, "ragged", marks=pytest.mark.slow),
+        (LlamaConfig, "eight_bits"),
+    ],
 )
 def test_the_state_does_not_grow_over_600_tokens(config, kind):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}

@@ -157,7 +157,7 @@ def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
-@pytest.mark.parametrize("head_budgets", ["even", "measured"])
+@pytest.mark.parametrize("head_budgets", ["even", pytest.param("measured", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head_budgets, tiny):
     config = CONFIG_MAPPING[family](**SIZES | FAMILIES[family])

@@ -74,7 +74,9 @@ def work(tiny, folder):
     save_file(train_end_to_end(tiny, 1, 1), folder / f"end to end {rank}")
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda count: f"{count} processes")
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda count: f"{count} processes"
+)
 def trained(request, tiny, tmp_path_factory):
     """Number of processes, and the folder in which each has put what it made of every case."""
     folder = tmp_path_factory.mktemp("trained")

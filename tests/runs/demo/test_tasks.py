@@ -56,6 +56,7 @@ def test_the_wrong_orders_hold_the_right_words(tasks):
         assert len({tuple(sorted(choice.split())) for choice in item.choices}) == 1
 
 
+@pytest.mark.slow
 def test_the_teacher_is_well_above_chance(tasks, teacher, tokenizer):
     accuracy = {name: score(teacher, tokenizer, task).accuracy() for name, task in tasks.items()}
     print(accuracy)
