@@ -15,6 +15,7 @@ import torch
 from opening import open_student, some_text
 
 import dofla
+from dofla.integration.cache import CACHE_ARGUMENT
 
 
 def main(name: str = "demo") -> list[str]:
@@ -27,7 +28,7 @@ def main(name: str = "demo") -> list[str]:
         for question in ("Who came to help? It was the", "Who laughed? It was the", "Then the"):
             prompt, cache = dofla.load_state(state, model)
             ids = torch.cat([prompt, tokenizer(" " + question, return_tensors="pt")["input_ids"]], dim=1)
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=8)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, max_new_tokens=8)
             answers.append(tokenizer.decode(out[0, ids.shape[1] :]))
             print(f"{question} ...{answers[-1]}")
     return answers

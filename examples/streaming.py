@@ -10,7 +10,7 @@ import sys
 from opening import open_student
 from transformers import DynamicCache, TextStreamer
 
-from dofla.integration.cache import cache_bytes
+from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 
 
 def main(name: str = "demo") -> list[int]:
@@ -19,7 +19,7 @@ def main(name: str = "demo") -> list[int]:
     cache, sizes = DynamicCache(config=model.config), []
     for tokens in (64, 64):  # the second time it goes on where it stopped, from the cache
         streamer = TextStreamer(tokenizer, skip_prompt=True)
-        options = {"max_new_tokens": tokens, "do_sample": False, "cache": cache, "streamer": streamer}
+        options = {"max_new_tokens": tokens, "do_sample": False, CACHE_ARGUMENT: cache, "streamer": streamer}
         written = model.generate(**inputs, **options, repetition_penalty=1.1)
         sizes.append(cache_bytes(cache))
         print(f"[{written.shape[1]} tokens, {sizes[-1]:,} bytes of state]")

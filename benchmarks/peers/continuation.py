@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -153,6 +153,12 @@ def limit_of(model: PreTrainedModel, budget: int, context: int | None = None) ->
     return held
 
 
+def nearest_limit(student: PreTrainedModel, limits: Collection[int]) -> int:
+    """Of the limits, that nearest to the bytes of a student's state."""
+    held = held_by(student)
+    return min(limits, key=lambda limit: abs(limit - held))
+
+
 def held_by(student: PreTrainedModel) -> int:
     """Bytes of a state."""
     return judge_student(student, torch.zeros(1, WRITTEN + 1, dtype=torch.int64))[1]
@@ -248,8 +254,7 @@ def main(
     for name, folder in adapters.items():
         if not any(row.memory == name for row in there.values()):
             adapter = dofla.load(folder, base_model=model, dtype=torch.float32)
-            held = held_by(adapter)
-            student_row(name, min(limits.values(), key=lambda limit: abs(limit - held)), adapter, texts).write(out)
+            student_row(name, nearest_limit(adapter, limits.values()), adapter, texts).write(out)
     if kvpress:
         subprocess.run([kvpress, Path(__file__).parent / "presses.py", "--model", model, out], check=True)
     Console(width=220).print(merged(read_rows(out)))

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import torch
 import typer
-from continuation import CODED, OURS, coded_bytes, held_by, limit_of, saved, students
+from continuation import CODED, OURS, coded_bytes, limit_of, nearest_limit, saved, students
 from judging import SOFTMAX, filled, token_bytes
 from needles import KINDS, Writer
 from questions import Context, Found, Task, read_found, write, write_tasks
@@ -155,6 +155,8 @@ def main(
     if min(questions, choosing) < 1:
         raise DoflaError(f"questions: {questions}, choosing: {choosing}; give 1 at least of each")
     adapters = saved(student or [])
+    if adapters and retrieval_heads:
+        raise typer.BadParameter(f"--retrieval-heads {retrieval_heads}: compress with them, or leave --student out")
     teacher, tokenizer = load_teacher(model, dtype)
     check_room(teacher, max(lengths))
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
@@ -187,12 +189,12 @@ def main(
         for task in tasks:
             ask(out, name, 0, partial(answer_coded, teacher, tokenizer, bits), task)
     for name, folder in adapters.items():
-        adapter = dofla.load(folder, base_model=model, dtype=teacher.dtype)
-        held = held_by(adapter)
-        limit = min(limits.values(), key=lambda limit: abs(limit - held))
-        for task in tasks:
-            ask(out, name, limit, partial(answer, adapter, tokenizer), task)
-    for features, limit in limits.items() if not adapters else ():
+        if any(name not in {memory for memory, _ in read_found(out, task)} for task in tasks):
+            adapter = dofla.load(folder, base_model=model, dtype=teacher.dtype)
+            limit = nearest_limit(adapter, limits.values())
+            for task in tasks:
+                ask(out, name, limit, partial(answer, adapter, tokenizer), task)
+    for features, limit in () if adapters else limits.items():
         made = students(features, known, None, context)
         if retrieval_heads:
             options = {"size": features * feature_bytes(teacher), "context": context, "tokenizer": tokenizer}

@@ -190,6 +190,30 @@ def test_what_is_asked_reaches_the_other_environment(modules, writer, tmp_path):
     assert questions.read_found(tmp_path, tasks[0]) == {}
 
 
+def test_saved_students_are_asked_instead_of_compressing(
+    tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys
+):
+    lookups, opened = modules[1], []
+    model, saved = (
+        tiny.llama(vocab_size=len(tokenizer), head_dim=64),
+        tiny.llama(vocab_size=len(tokenizer), head_dim=64),
+    )
+    dofla.compress(saved, tiny.tokens(4, 48), ratio=4, context=160, head_budgets="even")
+    monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
+    monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
+    monkeypatch.setattr(dofla, "load", lambda folder, **_: opened.append(folder) or saved)
+    options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 2, "least": 0.0}
+    for _ in range(2):  # the second time all is measured
+        lookups.main("model", tmp_path, tmp_path, tmp_path / "run", **options, student=["mine=folder"])
+        printed = capsys.readouterr().out
+        assert "mine" in printed
+        assert lookups.OURS not in printed
+    assert opened == ["folder"]
+    with pytest.raises(typer.BadParameter, match="--retrieval-heads 1: compress with them"):
+        lookups.main("model", tmp_path, tmp_path, tmp_path / "run", student=["mine=folder"], retrieval_heads=1)
+
+
 def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys):
     lookups = modules[1]
     model = tiny.llama(vocab_size=len(tokenizer), head_dim=64)

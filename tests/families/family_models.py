@@ -66,7 +66,7 @@ _INKLING = {
     "sliding_window_size": WINDOW,
 }
 _INKLING |= {"rel_extent": 16, "d_rel": 8}
-_CUT = {"unpadded_vocab_size": VOCABULARY}
+_UNPADDED = {"unpadded_vocab_size": VOCABULARY}
 _SWA = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_qk_rope_head_dim": 8, "swa_head_dim": 24}
 _SWA |= dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16)
 _COMPASS = {"layer_types": [_FULL] * KINDS}
@@ -136,13 +136,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "idefics2": _TEXT_UNBOUNDED,
     "inkling2_loop_text": {
         **_INKLING,
-        **_CUT,
+        **_UNPADDED,
         "num_hidden_layers": 3,
         "n_layers_per_attn_res_block": 1,
         "loop_layer_index_start": 1,
         "loop_layer_index_end": 2,
     },
-    "inkling2_text": {**_INKLING, **_CUT},
+    "inkling2_text": {**_INKLING, **_UNPADDED},
     "inkling_text": _INKLING,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_k25": _TEXT_LATENT,

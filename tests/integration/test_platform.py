@@ -31,7 +31,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import dofla
-from dofla.integration.cache import LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.quantizer import DoflaQuantizer
 
 VERSIONS = f"(transformers {transformers.__version__}, accelerate {accelerate.__version__}, torch {torch.__version__})"
@@ -129,6 +129,19 @@ def test_a_cache_is_a_list_of_layers_that_attention_modules_get(tiny):
     assert issubclass(StaticLayer, CacheLayerMixin), f"static caches have other layers {VERSIONS}: cache.py"
     both = cache_utils.EncoderDecoderCache(cache, DynamicCache())
     assert both.self_attention_cache is cache, f"EncoderDecoderCache has no self_attention_cache {VERSIONS}: cache.py"
+
+
+@pytest.mark.filterwarnings("error:`past_key_values` is deprecated")
+@torch.no_grad()
+def test_models_are_called_by_the_names_of_the_installed_transformers(tiny):
+    text, options = tiny.tokens(1, 9), {"max_new_tokens": 2, "do_sample": False}
+    student = dofla.linearize(tiny.llama(), budget=16)
+    student(text[:, :2], use_cache=True, **{CACHE_ARGUMENT: dofla.read_prompt(student, text)})
+    dofla.Stream(student).read(text)
+    dofla.keep_sessions(student)
+    student.generate(text, **options)
+    dofla.continuous_batching(student)
+    student.generate(text, **options)
 
 
 def test_quantizers_are_asked_before_and_after_weights_load(tiny, tmp_path, monkeypatch):

@@ -23,9 +23,9 @@ _NONE = tl.constexpr(-1e30)
 def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int, scaling: float) -> Drawn:
     """Attention that the tokens of a line drew from queries [B, H, L, d], whose log-normalizers over all tokens are
     [B, H, L]."""
-    key = line.key.to(query.dtype)
+    key = line.key.to(query.dtype).contiguous()
     total = squares(query, key, line.real, normalizer, NEIGHBORS, scaling)
-    last, far = query[:, :, -LATELY:], line.real & ~first_tokens(line.real, sinks)
+    last, far = query[:, :, -LATELY:].contiguous(), line.real & ~first_tokens(line.real, sinks)
     return Drawn(total, squares(last, key, far, normalizers(last, key, far, window, scaling), window, scaling, DECAY))
 
 
