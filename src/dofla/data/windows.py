@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,8 +140,8 @@ def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -
     return TokenWindows.of(data)
 
 
-def batches(windows: TokenWindows | Images, batch_size: int) -> list[range]:
-    """Positions of the windows of each batch, in order; the last batch may be smaller.
+def batches(windows: Sized, batch_size: int) -> list[range]:
+    """Positions of the windows, or of whatever else, of each batch, in order; the last batch may be smaller.
 
     Raises:
         DoflaError: batch_size < 1.

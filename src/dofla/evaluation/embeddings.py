@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
+from dofla.evaluation.sides import counted, of_both
 from dofla.integration.recorder import mean_pooled, run_body
-from dofla.integration.surgery import softmax
 
 
 class EmbeddingFigures(TypedDict):
@@ -35,16 +35,9 @@ def embedding_figures(
         ``cosine`` (mean similarity between the teacher's and the student's embedding of the same input) and
         ``spearman`` (rank correlation, over all pairs of inputs, of the similarities that either model gives them).
     """
-    embeddings: dict[str, list[Tensor]] = {"teacher": [], "student": []}
-    parts = batches(windows, batch_size)
-    for done, part in enumerate(parts, start=1):
-        batch = windows.batch(part)
-        with softmax(student):
-            embeddings["teacher"].append(_embed(student, batch))
-        embeddings["student"].append(_embed(student, batch))
-        if progress:
-            progress(done, len(parts))
-    teacher, ours = (torch.cat(rows) for rows in embeddings.values())
+    parts = counted(batches(windows, batch_size), progress)
+    rows = [of_both(student, _embed, windows.batch(part)) for part in parts]
+    teacher, ours = map(torch.cat, zip(*rows, strict=True))
     upper = torch.triu_indices(len(teacher), len(teacher), offset=1)
     similarities = [(e @ e.mT)[upper[0], upper[1]] for e in (teacher, ours)]
     return {"cosine": (teacher * ours).sum(dim=-1).mean().item(), "spearman": spearman(*similarities)}

@@ -14,9 +14,9 @@ from dofla.data import TokenWindows, batches
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.position import finite, ratio_error, with_error
+from dofla.evaluation.sides import counted, of_both
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.positions import positions_of
-from dofla.integration.surgery import softmax
 from dofla.serving.prompt_state import read_prompt
 
 NGRAM = 4
@@ -135,13 +135,10 @@ def generation_figures(
     ids = _beginnings(windows, prompts, prompt_tokens + new_tokens)
     draws = torch.rand(len(ids), new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows: dict[str, list[Tensor]] = {}
-    parts = batches(TokenWindows(ids), batch_size)
-    for done, part in enumerate(parts, start=1):
+    for part in counted(batches(ids, batch_size), progress):
         here = slice(part.start, part.stop)
         for name, figures in _compare(student, ids[here].to(student.device), draws[here], prompt_tokens).items():
             rows.setdefault(name, []).append(figures.double().cpu())
-        if progress:
-            progress(done, len(parts))
     seen = {name: torch.cat(figures) for name, figures in rows.items()}
     count = torch.full((len(ids),), float(new_tokens), dtype=torch.float64)
     texts = {}
@@ -217,23 +214,25 @@ def _beginnings(windows: TokenWindows, count: int, length: int) -> Tensor:
     return torch.stack(long_enough)
 
 
+def _new_logits(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
+    """Logits [B, new, V] that the last ``new`` tokens of ``ids`` were chosen by."""
+    return last_logits(model, ids, new + 1, use_cache=False)[:, :-1]
+
+
 def _compare(student: PreTrainedModel, ids: Tensor, draws: Tensor, prompt_tokens: int) -> dict[str, Tensor]:
     """Figures of each prompt, by name."""
     prompt, new = ids[:, :prompt_tokens], draws.shape[1]
     texts = {"text": ids[:, prompt_tokens:]}
-    with softmax(student):
-        for how, numbers in (("greedy", None), ("sampled", draws)):
-            texts[f"teacher_{how}"] = decode(
-                student, read_prompt(student, prompt[:, :-1]), prompt[:, -1:], new, numbers
-            )
+
+    def write(model: PreTrainedModel, numbers: Tensor | None) -> Tensor:
+        return decode(model, read_prompt(model, prompt[:, :-1]), prompt[:, -1:], new, numbers)
+
     for how, numbers in (("greedy", None), ("sampled", draws)):
-        texts[f"student_{how}"] = decode(student, read_prompt(student, prompt[:, :-1]), prompt[:, -1:], new, numbers)
+        texts[f"teacher_{how}"], texts[f"student_{how}"] = of_both(student, write, numbers)
     out = {"token": texts["teacher_greedy"] == texts["student_greedy"]}
     for name, text in texts.items():
         whole = torch.cat([prompt, text], dim=1)
-        with softmax(student):
-            teacher = last_logits(student, whole, new + 1, use_cache=False)[:, :-1]
-        ours = last_logits(student, whole, new + 1, use_cache=False)[:, :-1]
+        teacher, ours = of_both(student, _new_logits, whole, new)
         if name == "teacher_greedy":
             out["forced"] = ours.argmax(dim=-1) == text
         for who, logits in (("teacher_loss", teacher), ("student_loss", ours)):

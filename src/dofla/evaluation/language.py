@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, batches, predicted
 from dofla.errors import DoflaError
+from dofla.evaluation.sides import counted, of_both
 from dofla.integration.recorder import fed
-from dofla.integration.surgery import softmax
 
 _POSITIONS_AT_A_TIME = 8
 
@@ -51,15 +51,10 @@ def next_token_figures(
     if windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     rows = []
-    parts = batches(windows, batch_size)
-    for done, part in enumerate(parts, start=1):
+    for part in counted(batches(windows, batch_size), progress):
         batch = {k: v.to(student.device) for k, v in windows.batch(part).items()}
         inputs = fed(student, batch)
-        with softmax(student):
-            teacher = student(**inputs, use_cache=False).logits
-        rows.append(_compare(teacher, student(**inputs, use_cache=False).logits, batch))
-        if progress:
-            progress(done, len(parts))
+        rows.append(_compare(*of_both(student, _logits, inputs), batch))
     sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, teacher, student, kl, agreement
     tokens = sums[:, 0].sum()
     teacher_loss, student_loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()
@@ -72,6 +67,10 @@ def next_token_figures(
         "kl": kl,
         "top1_agreement": agreement,
     }
+
+
+def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs, use_cache=False).logits
 
 
 def _compare(teacher: Tensor, student: Tensor, batch: dict[str, Tensor]) -> Tensor:

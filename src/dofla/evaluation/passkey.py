@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.data import TokenWindows, batches
+from dofla.data import batches
 from dofla.data.words import pieces
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.position import finite
 from dofla.evaluation.recall import DEPTHS, Recall, RecallRow, check_asked
+from dofla.evaluation.sides import counted, of_both
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.surgery import softmax
 from dofla.serving.prompt_state import read_prompt
 
 HEAD = "A pass key is hidden in this text. Find it and remember it.\n\n"
@@ -158,21 +158,14 @@ def passkey_figures(
     text = PasskeyText(tokenizer, choices=choices, digits=digits)
     cells = [(length, depth, text.prompts(length, depth, count, seed)) for length in lengths for depth in depths]
     check_room(student, max(len(p[0].ids) + len(p[0].choices[0]) for _, _, p in cells))
-    rows = []
-    for n, (length, depth, prompts) in enumerate(cells):
-        scores: list[tuple[float, ...]] = []
-        ids = torch.tensor([prompt.ids for prompt in prompts])
-        keys = torch.tensor([prompt.choices for prompt in prompts])
-        parts = batches(TokenWindows(ids), batch_size)
-        for done, part in enumerate(parts, start=1):
-            here = [x[part.start : part.stop].to(student.device) for x in (ids, keys)]
-            with softmax(student):
-                teacher = _answers(student, *here)
-            both = torch.cat([teacher, _answers(student, *here)], dim=1).tolist()
-            scores += [(1 / choices, *row) for row in both]
-            if progress:
-                progress(n * len(parts) + done, len(cells) * len(parts))
-        rows.append(RecallRow.of(length, depth, scores))
+    parts = [(n, [cell[2][k] for k in part]) for n, cell in enumerate(cells) for part in batches(cell[2], batch_size)]
+    scores: list[list[tuple[float, ...]]] = [[] for _ in cells]
+    for n, prompts in counted(parts, progress):
+        ids = torch.tensor([prompt.ids for prompt in prompts], device=student.device)
+        keys = torch.tensor([prompt.choices for prompt in prompts], device=student.device)
+        both = torch.cat(of_both(student, _answers, ids, keys), dim=1).tolist()
+        scores[n] += [(1 / choices, *row) for row in both]
+    rows = [RecallRow.of(length, depth, own) for (length, depth, _), own in zip(cells, scores, strict=True)]
     return Recall("pass key", rows)
 
 

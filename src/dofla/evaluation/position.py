@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from dofla.data import TokenWindows, batches, predicted
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
+from dofla.evaluation.sides import counted, of_both
 from dofla.integration.recorder import fed
-from dofla.integration.surgery import softmax
 
 FIRST_BIN = 16
 """Positions in the first default bin; each later bin ends at twice the position where it begins."""
@@ -99,17 +99,13 @@ def loss_by_position(
     edges = _edges(edges, windows.length - 1)
     ends = torch.tensor(edges[1:], dtype=torch.int64)
     sums = []
-    parts = batches(windows, batch_size)
-    for done, part in enumerate(parts, start=1):
+    for part in counted(batches(windows, batch_size), progress):
         batch = {name: tensor.to(student.device) for name, tensor in windows.batch(part).items()}
-        with softmax(student):
-            teacher = token_losses(student, batch)
-        losses = torch.stack([torch.ones_like(teacher), teacher, token_losses(student, batch)], dim=-1)
+        teacher, ours = of_both(student, token_losses, batch)
+        losses = torch.stack([torch.ones_like(teacher), teacher, ours], dim=-1)
         where = torch.bucketize(_positions(batch), ends.to(student.device), right=True)
         chosen = torch.nn.functional.one_hot(where, len(edges)) * predicted(batch).unsqueeze(-1)
         sums.append(torch.einsum("blk,blf->bkf", chosen.double(), losses.double()).cpu())
-        if progress:
-            progress(done, len(parts))
     figures = torch.cat(sums)  # [windows, bins, 3]: tokens, teacher, student
     last = [edge - 1 for edge in edges[1:]] + [windows.length - 2]
     bins = [_bin(figures[:, n], edges[n], last[n]) for n in range(len(edges)) if figures[:, n, 0].any()]

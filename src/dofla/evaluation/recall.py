@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.data import TokenWindows, batches
+from dofla.data import batches
 from dofla.data.words import one_token_words, pieces
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.evaluation.generation import check_room, last_logits
-from dofla.integration.surgery import softmax
+from dofla.evaluation.sides import counted, of_both
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where in a context something was told: 0 is first, 1 is last. Figures are given for the nearest of these."""
@@ -203,18 +203,14 @@ def recall_figures(
     check_asked(lengths, count)
     work = [(length, source.prompts(length, count, seed)) for length in lengths]
     check_room(student, max(len(prompt.ids) for _, prompts in work for prompt in prompts))
-    parts = [(length, [prompts[n] for n in part]) for length, prompts in work for part in _parts(prompts, batch_size)]
+    parts = [(length, [prompts[n] for n in part]) for length, prompts in work for part in batches(prompts, batch_size)]
     seen: dict[tuple[int, float], list[tuple[float, ...]]] = {}
-    for done, (length, prompts) in enumerate(parts, start=1):
-        with softmax(student):
-            teacher = _answers(student, prompts)
-        ours = _answers(student, prompts)
+    for length, prompts in counted(parts, progress):
+        both = of_both(student, _answers, prompts)
         questions = [question for prompt in prompts for question in prompt.questions]
-        for question, *scores in zip(questions, teacher, ours, strict=True):
+        for question, *scores in zip(questions, *both, strict=True):
             depth = min(DEPTHS, key=lambda depth: abs(depth - question.depth))
             seen.setdefault((length, depth), []).append((1 / len(question.choices), *scores[0], *scores[1]))
-        if progress:
-            progress(done, len(parts))
     return Recall(source.name, [RecallRow.of(*place, scores) for place, scores in sorted(seen.items())])
 
 
@@ -222,10 +218,6 @@ def check_asked(lengths: Sequence[int], count: int) -> None:
     """DoflaError unless there is a length and a prompt."""
     if not lengths or count < 1:
         raise DoflaError(f"lengths: {list(lengths)}, count: {count}; give one length and one prompt at least")
-
-
-def _parts(prompts: list[RecallPrompt], batch_size: int) -> list[range]:
-    return batches(TokenWindows(torch.zeros(len(prompts), 1, dtype=torch.int64)), batch_size)
 
 
 def _answers(model: PreTrainedModel, prompts: list[RecallPrompt]) -> list[tuple[float, float, float]]:

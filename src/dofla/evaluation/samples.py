@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.integration.surgery import softmax
+from dofla.evaluation.sides import of_both
 
 
 class Prompt(NamedTuple):
@@ -67,10 +67,7 @@ def continuations(
     until they first differ."""
     rows = []
     for ids, new_tokens in prompts:
-        padding = tokenizer.pad_token_id or 0
-        with softmax(student):
-            teacher = _continuation(student, ids, new_tokens, padding)
-        ours = _continuation(student, ids, new_tokens, padding)
+        teacher, ours = of_both(student, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)
         shared = min(len(teacher), len(ours))
         differ = (teacher[:shared] != ours[:shared]).nonzero()
         texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, teacher, ours)]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.evaluation.generation import check_room, decode
 from dofla.evaluation.samples import Prompt
-from dofla.integration.surgery import softmax
+from dofla.evaluation.sides import of_both
 from dofla.report.maps import token_texts
 from dofla.serving.prompt_state import read_prompt
 
@@ -34,9 +34,7 @@ def side_by_side(
     for ids, new_tokens in prompts:
         check_room(student, len(ids) + new_tokens)
         prompt = ids[None].to(student.device)
-        with softmax(student):
-            teacher = _greedy(student, prompt, new_tokens)
-        both = (teacher, _greedy(student, prompt, new_tokens))
+        both = of_both(student, _greedy, prompt, new_tokens)
         a, b = (text[: text.index(end)] if end in text else text for text in both)
         agree = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         texts = {who: token_texts(tokenizer, text) for who, text in (("teacher", a), ("student", b))}

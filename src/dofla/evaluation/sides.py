@@ -1,0 +1,30 @@
+"""The two sides of every figure, teacher and student, measured by one code path, and progress over what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+from transformers import PreTrainedModel
+
+from dofla.integration.surgery import softmax
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def of_both(
+    student: PreTrainedModel, measure: Callable[Concatenate[PreTrainedModel, P], T], *args: P.args, **given: P.kwargs
+) -> tuple[T, T]:
+    """``measure`` of the teacher, which the student is with softmax attention, and of the student."""
+    with softmax(student):
+        teacher = measure(student, *args, **given)
+    return teacher, measure(student, *args, **given)
+
+
+def counted(parts: Sequence[T], progress: Callable[[int, int], None] | None) -> Iterator[T]:
+    """The parts, one by one; ``progress`` is called with (done, total) when the next one is asked for."""
+    for done, part in enumerate(parts, start=1):
+        yield part
+        if progress:
+            progress(done, len(parts))
