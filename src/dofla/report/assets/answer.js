@@ -39,7 +39,7 @@ function drawAnswer(host, run, student) {
         el("span", {}, `evaluated on ${run.windows} ${run.length ? `windows of ${run.length} tokens` : "inputs"}`),
         student.seeds.length > 1 && el("span", {}, `${student.seeds.length} seeds`),
       ),
-      el("details", {}, el("summary", {}, "How the sentence is chosen"), el("p", { class: "lead small" }, data.rule)),
+      folded("How the sentence is chosen", el("p", { class: "lead small" }, data.rule)),
     ),
   );
   return true;

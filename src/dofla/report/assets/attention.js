@@ -136,7 +136,7 @@ function drawAttention(host, run, student) {
     el(
       "div",
       { class: "card" },
-      el("p", { class: "small quiet" }, "Choose a token to see what it looks at."),
+      aside("Choose a token to see what it looks at."),
       el(
         "div",
         { class: "two" },

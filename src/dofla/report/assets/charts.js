@@ -42,20 +42,22 @@ function sample(line) {
   );
 }
 
-function numbers(spec) {
+const pointAt = (line, x) => line.points.find((point) => point[0] === x);
+
+// The lines that have a name, and all places of theirs.
+function readable(spec) {
   const named = spec.lines.filter((line) => line.name);
   const places = [...new Set(named.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
-  const at = (line, x) => line.points.find((point) => point[0] === x);
+  return { named, places };
+}
+
+function numbers(spec) {
+  const { named, places } = readable(spec);
   const rows = places.map((x) => [
     spec.x.format(x),
-    ...named.map((line) => (at(line, x) ? spec.y.format(at(line, x)[1]) : "–")),
+    ...named.map((line) => (pointAt(line, x) ? spec.y.format(pointAt(line, x)[1]) : "–")),
   ]);
-  return el(
-    "details",
-    {},
-    el("summary", {}, "The numbers"),
-    table([spec.x.label, ...named.map((line) => line.name)], rows),
-  );
+  return folded("The numbers", table([spec.x.label, ...named.map((line) => line.name)], rows));
 }
 
 function looks({ thin, wide }) {
@@ -77,6 +79,24 @@ function extent(spec, axis) {
   return [low, high];
 }
 
+// A grid line at each tick of y, a mark at each of x, and below them what both are; x and y: {at, ticks, format}.
+function axes(picture, { left, right, bottom, height, middle }, x, y, words) {
+  for (const tick of y.ticks)
+    picture.append(
+      svg("line", { class: "grid", x1: left, x2: right, y1: y.at(tick), y2: y.at(tick) }),
+      svg("text", { x: left - 8, y: y.at(tick) + 4, "text-anchor": "end" }, y.format(tick)),
+    );
+  for (const tick of x.ticks)
+    picture.append(
+      svg("line", { class: "axis", x1: x.at(tick), x2: x.at(tick), y1: bottom, y2: bottom + 4 }),
+      svg("text", { x: x.at(tick), y: bottom + 17, "text-anchor": "middle" }, x.format(tick)),
+    );
+  picture.append(
+    svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
+    svg("text", { x: middle, y: height - 4, "text-anchor": "middle" }, words),
+  );
+}
+
 function draw(spec, width, readout) {
   const height = spec.height || 250,
     [left, right, top, bottom] = [56, 18, 14, 38];
@@ -85,33 +105,14 @@ function draw(spec, width, readout) {
   const x = scale(spec.x.kind, x0, x1, left, width - right),
     y = scale(spec.y.kind, y0, y1, height - bottom, top);
   const clamp = (value) => y(Math.min(Math.max(value, spec.y.kind === "linear" ? -Infinity : y0), y1));
-  const picture = svg("svg", {
-    viewBox: `0 0 ${width} ${height}`,
-    height,
-    role: "img",
-    tabindex: "0",
-    "aria-label": `${spec.title}. Left and right arrow keys read it.`,
-  });
-  for (const tick of TICKS[spec.y.kind](y0, y1, 5)) {
-    picture.append(
-      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      svg("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, spec.y.format(tick)),
-    );
-  }
-  const wanted = Math.max(3, Math.floor((width - left) / 60));
-  for (const tick of TICKS[spec.x.kind](x0, x1, wanted)) {
-    picture.append(
-      svg("line", { class: "axis", x1: x(tick), x2: x(tick), y1: height - bottom, y2: height - bottom + 4 }),
-      svg("text", { x: x(tick), y: height - bottom + 17, "text-anchor": "middle" }, spec.x.format(tick)),
-    );
-  }
-  picture.append(
-    svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
-    svg(
-      "text",
-      { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" },
-      `${spec.x.label}  ·  ${spec.y.label}`,
-    ),
+  const label = `${spec.title}. Left and right arrow keys read it.`;
+  const picture = drawing(width, height, label, { tabindex: "0" });
+  axes(
+    picture,
+    { left, right: width - right, bottom: height - bottom, height, middle: (left + width - right) / 2 },
+    { at: x, ticks: TICKS[spec.x.kind](x0, x1, Math.max(3, Math.floor((width - left) / 60))), format: spec.x.format },
+    { at: y, ticks: TICKS[spec.y.kind](y0, y1, 5), format: spec.y.format },
+    `${spec.x.label}  ·  ${spec.y.label}`,
   );
   const dashed = (ends, color) =>
     picture.append(svg("line", { ...ends, style: { stroke: color || "var(--ink)" }, "stroke-dasharray": "2 3" }));
@@ -148,8 +149,7 @@ function draw(spec, width, readout) {
 }
 
 function cursor(picture, spec, x, box, readout) {
-  const named = spec.lines.filter((line) => line.name);
-  const places = [...new Set(named.flatMap((line) => line.points.map((p) => p[0])))].sort((a, b) => a - b);
+  const { named, places } = readable(spec);
   const hair = svg("line", {
     y1: box.top,
     y2: box.bottom,
@@ -160,7 +160,7 @@ function cursor(picture, spec, x, box, readout) {
   const words = (place) => [
     `${spec.x.label} ${spec.x.format(place)}`,
     ...named
-      .map((line) => [line, line.points.find((p) => p[0] === place)])
+      .map((line) => [line, pointAt(line, place)])
       .filter(([, point]) => point)
       .map(
         ([line, point]) => `${line.name} ${spec.y.format(point[1])}${point[2] ? ` ± ${spec.y.format(point[2])}` : ""}`,
@@ -191,10 +191,5 @@ function cursor(picture, spec, x, box, readout) {
   });
   picture.addEventListener("pointerleave", leave);
   picture.addEventListener("blur", leave);
-  picture.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    show(Math.min(Math.max(at + step, 0), places.length - 1));
-  });
+  onArrows(picture, (step) => show(Math.min(Math.max(at + step, 0), places.length - 1)));
 }

@@ -46,7 +46,7 @@ function comparedChart(own, runs, shown, title, unit) {
     digits(p.y),
     ...(own[0].language ? [perplexity(p.y)] : []),
   ]);
-  const numbers = el("details", {}, el("summary", {}, "The numbers"), table(heads, rows));
+  const numbers = folded("The numbers", table(heads, rows));
   if (2 * sizes.length <= points.length) return el("figure", { class: "card" }, lossBars(points, several, shown, title, unit), numbers);
   const legend = several && el("div", { class: "legend" }, own.map((run) => runKey(run, runs)));
   const host = el("div", { class: "chart" }),
@@ -54,7 +54,7 @@ function comparedChart(own, runs, shown, title, unit) {
   onWidth(host, (width) => host.replaceChildren(comparedPicture(points, runs, shown, width, title, unit, readout)));
   const lead = "Further down is closer to the original, further left is smaller; the line joins those that no other beats in both.";
   const head = el("h3", {}, `${title} against bytes${several ? "" : `, ${own[0].model.title}`}`);
-  return el("figure", { class: "card" }, head, el("p", { class: "small quiet" }, lead), legend, host, readout, numbers);
+  return el("figure", { class: "card" }, head, aside(lead), legend, host, readout, numbers);
 }
 
 const runKey = (run, runs) =>
@@ -87,7 +87,7 @@ function lossBars(points, several, shown, title, unit) {
   const words = `${unit && `${unit}, in brackets the perplexity; then the cache per sequence. `}Shorter is better`;
   return [
     el("h3", {}, title),
-    el("p", { class: "small quiet" }, `${words}${log ? "; logarithmic scale" : ""}. The model shown is in orange.`),
+    aside(`${words}${log ? "; logarithmic scale" : ""}. The model shown is in orange.`),
     el("div", { class: "bars compared" }, points.map(row)),
   ];
 }
@@ -110,34 +110,14 @@ function comparedPicture(points, runs, shown, width, title, unit, readout) {
     x1 = Math.max(Math.max(...xs) * 1.5, middle * 2.2);
   const x = scale("log", x0, x1, left, width - right),
     y = scale(kind, ...pad, height - bottom, top);
-  const picture = svg("svg", {
-    viewBox: `0 0 ${width} ${height}`,
-    height,
-    role: "img",
-    tabindex: "0",
-    "aria-label": `${title} against bytes. Left and right arrow keys read the models.`,
-  });
-  for (const tick of TICKS[kind](...pad, 9))
-    picture.append(
-      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      svg(
-        "text",
-        { x: left - 8, y: y(tick) + 4, "text-anchor": "end" },
-        digits(tick, kind === "log" && tick < 0.01 ? 4 : 2),
-      ),
-    );
-  for (const tick of TICKS.binary(x0, x1, Math.max(3, Math.floor(width / 110))))
-    picture.append(
-      svg("line", { class: "axis", x1: x(tick), x2: x(tick), y1: height - bottom, y2: height - bottom + 4 }),
-      svg("text", { x: x(tick), y: height - bottom + 17, "text-anchor": "middle" }, plainBytes(tick)),
-    );
-  picture.append(
-    svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
-    svg(
-      "text",
-      { x: (left + width) / 2, y: height - 4, "text-anchor": "middle" },
-      `cache per sequence  ·  ${title.toLowerCase()}${unit ? `, ${unit}` : ""}`,
-    ),
+  const hint = `${title} against bytes. Left and right arrow keys read the models.`;
+  const picture = drawing(width, height, hint, { tabindex: "0" });
+  axes(
+    picture,
+    { left, right: width - right, bottom: height - bottom, height, middle: (left + width) / 2 },
+    { at: x, ticks: TICKS.binary(x0, x1, Math.max(3, Math.floor(width / 110))), format: plainBytes },
+    { at: y, ticks: TICKS[kind](...pad, 9), format: (tick) => digits(tick, kind === "log" && tick < 0.01 ? 4 : 2) },
+    `cache per sequence  ·  ${title.toLowerCase()}${unit ? `, ${unit}` : ""}`,
   );
   for (const run of new Set(points.map((p) => p.run))) {
     let best = Infinity;
@@ -180,10 +160,7 @@ function comparedPicture(points, runs, shown, width, title, unit, readout) {
     picture.append(svg("text", { x: label.x, y: label.y, ...looks }, name));
   }
   let at = -1;
-  picture.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
+  onArrows(picture, (step) => {
     at = Math.min(Math.max(at + step, 0), order.length - 1);
     readout.textContent = words(order[at]);
   });

@@ -9,13 +9,7 @@ function heatMap(spec, width) {
     tall = spec.height,
     wide = (width - left) / columns;
   const gap = wide > 12 && tall > 12 ? 2 : 0.5;
-  const picture = svg("svg", {
-    viewBox: `0 0 ${width} ${rows * tall}`,
-    height: rows * tall,
-    role: "img",
-    tabindex: "0",
-    "aria-label": spec.label,
-  });
+  const picture = drawing(width, rows * tall, spec.label, { tabindex: "0" });
   const ring = svg("rect", {
     fill: "none",
     rx: 3,
@@ -82,18 +76,13 @@ function heatMap(spec, width) {
       mark();
     } else ring.style.visibility = "hidden";
   });
-  picture.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-    if (step) {
-      event.preventDefault();
-      go(at + step[0], over + step[1]);
-    }
-    if (spec.choose && (event.key === "Enter" || event.key === " ")) {
+  onArrows(picture, (across, down) => go(at + down, over + across), true);
+  if (spec.choose) {
+    picture.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
       event.preventDefault();
       spec.choose(at, over);
-    }
-  });
-  if (spec.choose) {
+    });
     picture.style.cursor = "pointer";
     picture.addEventListener("click", (event) => spec.choose(...under(event)));
   }

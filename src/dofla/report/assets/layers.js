@@ -12,7 +12,7 @@ function drawLayers(host, run, student) {
     student.end_to_end && endToEndChart(student.end_to_end),
   ].filter(Boolean);
   host.append(curves.length ? el("div", { class: "columns" }, curves) : note(untrainedWords(layers)));
-  if (student.seconds) host.append(el("p", { class: "small quiet" }, `Trained for ${whole(student.seconds)} s.`));
+  if (student.seconds) host.append(aside(`Trained for ${whole(student.seconds)} s.`));
   return true;
 }
 
@@ -51,44 +51,31 @@ function layerTable(layers, names, student) {
   const low = Math.min(...errors) / 1.2,
     high = Math.max(...errors) * 1.2,
     trained = layers.some((layer) => layer.before);
-  const exactly = layers.some(hasExact),
-    coded_tiers = layers.some(hasTiers);
-  const wide = (words) => el("th", { scope: "col", class: "drop" }, words);
-  const heads = ["Layer", "Features", ...(exactly ? [wide("Window")] : []), ...(coded_tiers ? [wide("Tiers")] : [])];
-  heads.push(...(exactly ? [wide("Sinks")] : []), wide("Map"), "Bytes");
-  if (student)
-    heads.push(
-      ...(trained ? ["Before"] : []),
-      trained ? "After" : "Error",
-      wide(el("span", { class: "unseen" }, "Error, drawn")),
-    );
-  const rows = layers.map((layer, n) => {
-    const cells = [names[n]];
-    if (layer.sizes) {
-      const [features, window, sinks] = [0, 1, 2].map((at) => range(layer.sizes.map((size) => size[at])));
-      const tiers = tierWords(layer.tiers).map((words) => words.replaceAll(" ", "\u00a0"));
-      const near = window === "0" && sinks === "0" ? [] : [`window\u00a0${window}`, ...tiers, `sinks\u00a0${sinks}`];
-      cells.push(
-        el("td", {}, layer.map === "none" ? "none" : features, el("span", { class: "narrow" }, near.join(", "))),
-        ...(exactly ? [drop(window)] : []),
-        ...(coded_tiers ? [tierCell(layer.tiers)] : []),
-        ...(exactly ? [drop(sinks)] : []),
-        drop(layer.map + (layer.tokens === "int8" && window !== "0" ? ", int8 window" : "")),
-        byteCell(layer, most),
-      );
-    } else {
-      cells.push("softmax", ...(exactly ? [drop("all")] : []), ...(coded_tiers ? [drop("")] : []));
-      cells.push(...(exactly ? [drop("")] : []), drop("kept"), "a cache");
-    }
-    if (!student) return cells;
-    const at = (when) => (layer[when] ? digits(layer[when][which]) : "–");
-    return [
-      ...cells,
-      ...(trained ? [at("before")] : []),
-      at("after"),
-      el("td", { class: "wide-cell drop" }, dumbbell(layer, which, low, high)),
-    ];
-  });
+  const error = (found) => (found ? digits(found[which]) : "–");
+  // Columns that are `wide` go where there is no room; of a layer kept softmax a cell is `kept`.
+  const columns = [
+    { head: "Layer", cell: (layer, n) => names[n] },
+    { head: "Features", kept: "softmax", cell: featureCell },
+    layers.some(hasExact) && { head: "Window", wide: true, kept: "all", cell: (layer) => sizeRange(layer, 1) },
+    layers.some(hasTiers) && { head: "Tiers", wide: true, kept: "", cell: (layer) => tierCell(layer.tiers) },
+    layers.some(hasExact) && { head: "Sinks", wide: true, kept: "", cell: (layer) => sizeRange(layer, 2) },
+    { head: "Map", wide: true, kept: "kept", cell: mapWords },
+    { head: "Bytes", kept: "a cache", cell: (layer) => byteCell(layer, most) },
+    student && trained && { head: "Before", cell: (layer) => error(layer.before) },
+    student && { head: trained ? "After" : "Error", cell: (layer) => error(layer.after) },
+    student && {
+      head: el("span", { class: "unseen" }, "Error, drawn"),
+      wide: true,
+      cell: (layer) => el("td", { class: "wide-cell drop" }, dumbbell(layer, which, low, high)),
+    },
+  ].filter(Boolean);
+  const heads = columns.map(({ head, wide }) => (wide ? el("th", { scope: "col", class: "drop" }, head) : head));
+  const rows = layers.map((layer, n) =>
+    columns.map(({ cell, kept, wide }) => {
+      const shown = layer.sizes || kept === undefined ? cell(layer, n) : kept;
+      return wide && !(shown instanceof Node) ? el("td", { class: "drop" }, shown) : shown;
+    }),
+  );
   const box = table(heads, rows, { class: "layers" });
   box.setAttribute("aria-label", "Layers");
   box.append(
@@ -117,7 +104,16 @@ const ERROR_WORDS = {
   output_error: "of what the layer’s attention gives, beside the size of what the original’s gives",
 };
 
-const drop = (text) => el("td", { class: "drop" }, text);
+const sizeRange = (layer, at) => range(layer.sizes.map((size) => size[at]));
+
+function featureCell(layer) {
+  const [features, window, sinks] = [0, 1, 2].map((at) => sizeRange(layer, at));
+  const tiers = tierWords(layer.tiers).map((words) => words.replaceAll(" ", "\u00a0"));
+  const near = window === "0" && sinks === "0" ? [] : [`window\u00a0${window}`, ...tiers, `sinks\u00a0${sinks}`];
+  return el("td", {}, layer.map === "none" ? "none" : features, el("span", { class: "narrow" }, near.join(", ")));
+}
+
+const mapWords = (layer) => layer.map + (layer.tokens === "int8" && sizeRange(layer, 1) !== "0" ? ", int8 window" : "");
 
 const tierCell = (tiers) =>
   el("td", { class: "drop", on: pointed(tiersByHead(tiers)) }, tierWords(tiers).join(", ") || "none");
@@ -198,7 +194,6 @@ function lossChart({ loss, steps, curves }, names, layers) {
   const average = steps.map((_, n) => mean(own.map(([, values]) => values[n])));
   const worst = own.reduce((a, b) => (b[1].at(-1) > a[1].at(-1) ? b : a));
   const points = (values) => values.map((value, n) => [steps[n], value]);
-  const positive = own.every(([, values]) => values.every((value) => value > 0));
   const lines =
     own.length > 1
       ? own.map(([, values]) => ({ points: points(values), color: "var(--strong-line)", thin: true }))
@@ -217,34 +212,23 @@ function lossChart({ loss, steps, curves }, names, layers) {
       dash: "5 4",
       dots: false,
     });
-  return lineChart({
-    title: "Training, layer by layer",
-    lines,
-    table: false,
-    words: own.length > 1 ? "Each thin line is a layer." : "",
-    x: { label: "step", kind: "linear", format: whole },
-    y: { label: LOSS_WORDS[loss] || loss, kind: positive ? "log" : "linear", format: (x) => digits(x, 2) },
-  });
+  return trainingChart("Training, layer by layer", loss, lines, own.length > 1 ? "Each thin line is a layer." : "");
 }
 
 function endToEndChart({ loss, steps, curves }) {
-  const [values] = Object.values(curves);
+  const points = Object.values(curves)[0].map((value, n) => [steps[n], value]);
+  const line = { name: LOSS_WORDS[loss] || loss, points, color: "var(--student)", dots: false };
+  return trainingChart("Training, end to end", loss, [line], "");
+}
+
+function trainingChart(title, loss, lines, words) {
+  const kind = lines.every((line) => line.points.every(([, value]) => value > 0)) ? "log" : "linear";
   return lineChart({
-    title: "Training, end to end",
+    title,
+    lines,
     table: false,
-    lines: [
-      {
-        name: LOSS_WORDS[loss] || loss,
-        points: values.map((value, n) => [steps[n], value]),
-        color: "var(--student)",
-        dots: false,
-      },
-    ],
+    words,
     x: { label: "step", kind: "linear", format: whole },
-    y: {
-      label: LOSS_WORDS[loss] || loss,
-      kind: values.every((x) => x > 0) ? "log" : "linear",
-      format: (x) => digits(x, 2),
-    },
+    y: { label: LOSS_WORDS[loss] || loss, kind, format: (x) => digits(x, 2) },
   });
 }

@@ -19,18 +19,14 @@ function mapFrame(name, size, look) {
     style: { stroke: "var(--ink)", "stroke-width": "1", opacity: ".55" },
     "vector-effect": "non-scaling-stroke",
   });
-  const kept = svg("path", {
-    fill: "none",
-    "stroke-dasharray": "4 3",
-    style: { stroke: "var(--strong-line)", "stroke-width": "1.4" },
-    "vector-effect": "non-scaling-stroke",
-  });
-  const older = svg("path", {
-    fill: "none",
-    "stroke-dasharray": "2 3",
-    style: { stroke: "var(--strong-line)", "stroke-width": "1.4" },
-    "vector-effect": "non-scaling-stroke",
-  });
+  const edge = (dash) =>
+    svg("path", {
+      fill: "none",
+      "stroke-dasharray": dash,
+      style: { stroke: "var(--strong-line)", "stroke-width": "1.4" },
+      "vector-effect": "non-scaling-stroke",
+    });
+  const [kept, older] = [edge("4 3"), edge("2 3")];
   over.append(kept, older, hair);
   let at = [size - 1, 0];
   const go = (row, column) => look((at = [row, column])[0], column);
@@ -42,12 +38,7 @@ function mapFrame(name, size, look) {
     ];
   };
   canvas.addEventListener("pointermove", (event) => go(...under(event)));
-  canvas.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    go(at[0] + step[0], at[1] + step[1]);
-  });
+  onArrows(canvas, (across, down) => go(at[0] + down, at[1] + across), true);
   return {
     node: el(
       "div",
@@ -72,13 +63,8 @@ function mapFrame(name, size, look) {
         right = `M${window} 0L${size} ${size - window}`;
       const inside = window > 0 && window < size;
       const ends = tiers.map((_, n) => window + sum(tiers.slice(0, n + 1).map((tier) => tier[0])));
-      older.setAttribute(
-        "d",
-        ends
-          .filter((end) => end < size)
-          .map(behind)
-          .join(""),
-      );
+      const inner = ends.filter((end) => end < size);
+      older.setAttribute("d", inner.map(behind).join(""));
       const parts = [inside ? left : "", inside && !causal ? right : "", sinks ? `M${sinks} 0V${size}` : ""];
       kept.setAttribute("d", parts.join(""));
     },
@@ -118,12 +104,8 @@ function strip(who, pieces, choose) {
     el("span", { class: `who ${who}` }, TITLES[who]),
     buttons,
   );
-  box.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key],
-      at = buttons.indexOf(document.activeElement);
-    if (!step || at < 0) return;
-    event.preventDefault();
-    const next = Math.min(Math.max(at + step, 0), buttons.length - 1);
+  onArrows(box, (step) => {
+    const next = Math.min(Math.max(buttons.indexOf(document.activeElement) + step, 0), buttons.length - 1);
     choose(next);
     buttons[next].focus();
   });

@@ -16,19 +16,10 @@ function tierWords(tiers) {
   const words = (counts, bits) => `${range(counts)} @ ${range(bits)} bits`;
   const bits = tiers.map((own) => own.map((tier) => tier[1])),
     alike = bits.every((own) => String(own) === String(bits[0]));
-  if (alike)
-    return bits[0].map((each, n) =>
-      words(
-        tiers.map((own) => own[n][0]),
-        [each],
-      ),
-    );
-  return [
-    words(
-      tiers.map((own) => sum(own.map((tier) => tier[0]))),
-      bits.flat(),
-    ),
-  ];
+  const tokensOf = (n) => tiers.map((own) => own[n][0]);
+  if (alike) return bits[0].map((each, n) => words(tokensOf(n), [each]));
+  const together = tiers.map((own) => sum(own.map((tier) => tier[0])));
+  return [words(together, bits.flat())];
 }
 
 // A line for all heads of the same tiers; nothing where they are all alike.
@@ -122,9 +113,7 @@ function bytesLead(free, layers) {
   const left = free
     ? "degrees of freedom: how many directions the attention of a head needs at the tolerance λ."
     : "bytes of each KV head, which were given out by how much more or fewer bytes change what the model predicts.";
-  return `${layers.length ? "Left" : "Shown are the"}${layers.length ? ", " : " "}${left}${
-    layers.length ? " Right, what the bytes of each layer are spent on." : ""
-  }`;
+  return layers.length ? `Left, ${left} Right, what the bytes of each layer are spent on.` : `Shown are the ${left}`;
 }
 
 const totals = (layers) =>
@@ -162,12 +151,7 @@ function planFigure(map, layers, width, readout) {
 }
 
 function barsOfLayers(layers, names, width, tall) {
-  const picture = svg("svg", {
-    viewBox: `0 0 ${width} ${layers.length * tall}`,
-    height: layers.length * tall,
-    role: "img",
-    "aria-label": "Bytes of each layer",
-  });
+  const picture = drawing(width, layers.length * tall, "Bytes of each layer");
   const there = layers.filter(Boolean);
   const room = 14 + 6.4 * Math.max(...there.map((layer) => sizeWords(layer).length));
   const words = room < 0.6 * width ? room : 0; // otherwise pointing at a layer says them

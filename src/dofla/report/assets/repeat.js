@@ -11,13 +11,8 @@ function drawRepeat(host, run, student) {
         .map(([key, value]) => [el("dt", {}, key.replaceAll("_", " ")), el("dd", {}, String(value))]),
     );
   const line = (what, words) =>
-    words && el("div", { class: "line" }, el("p", { class: "small quiet" }, what), command(words).node);
+    words && el("div", { class: "line" }, aside(what), command(words));
   const recipe = el("pre", { tabindex: "0", role: "region", "aria-label": "Recipe" }, el("code", {}, run.recipe));
-  const button = el(
-    "button",
-    { type: "button", class: "button", on: { click: () => copy(run.recipe, button) } },
-    "Copy the recipe",
-  );
   host.replaceChildren(
     el(
       "div",
@@ -49,7 +44,7 @@ function drawRepeat(host, run, student) {
     el(
       "div",
       { class: "card" },
-      el("div", { class: "chart-title" }, el("h3", {}, "Recipe"), button),
+      el("div", { class: "chart-title" }, el("h3", {}, "Recipe"), copyButton("Copy the recipe", run.recipe)),
       el("div", { style: { "margin-top": ".6rem" } }, recipe),
     ),
   );

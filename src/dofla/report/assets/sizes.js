@@ -36,12 +36,8 @@ function sizesFound(run, named) {
       made.retrieval_heads ? `, with ${made.retrieval_heads} retrieval heads. ` : ". ",
       `Evaluated on ${Object.values(texts).join(", ")}.`,
     ),
-    several && el("details", {}, el("summary", {}, "Every text"), textsTable(lengths)),
-    el(
-      "div",
-      { class: "commands" },
-      folders.map((folder) => command(`dofla chat ${folder}`).node),
-    ),
+    several && folded("Every text", textsTable(lengths)),
+    el("div", { class: "commands" }, folders.map((folder) => command(`dofla chat ${folder}`))),
   );
 }
 

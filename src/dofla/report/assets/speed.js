@@ -9,7 +9,7 @@ function drawSpeed(host, run, student) {
   ].filter(Boolean);
   if (charts.length) host.append(el("div", { class: "columns" }, charts));
   if (!student.speed) host.append(timingsLeftOut(run, student));
-  else host.append(el("p", { class: "small quiet" }, howTimed(student.speed)));
+  else host.append(aside(howTimed(student.speed)));
   return true;
 }
 

@@ -13,21 +13,15 @@ function drawTexts(host, run, student) {
   if (!student.positions) host.append(missing(run, student, "positions", "Loss by position"));
   if (!student.recall) host.append(missing(run, student, "recall", "Recall by distance"));
   host.append(student.tasks ? taskCard(student.tasks, student.word) : adds("Tasks are added by", student.commands.tasks));
-  host.append(
-    el(
-      "details",
-      {},
-      el("summary", {}, "More prompts, and more questions"),
-      adds("Larger samples of recall, loss by position and generation", student.commands.probe),
-    ),
-  );
+  const larger = adds("Larger samples of recall, loss by position and generation", student.commands.probe);
+  host.append(folded("More prompts, and more questions", larger));
   return true;
 }
 
-// A student that has lost its way may write nothing but empty lines.
 // The middle of a long prompt says little.
 const shortened = (text) => (text.length > 600 ? `${text.slice(0, 330)} […] ${text.slice(-170)}` : text);
 
+// A student that has lost its way may write nothing but empty lines.
 const calm = (text) => text.replace(/\n{3,}/g, (lines) => `\n↵ × ${lines.length}\n`);
 
 function textCard({ prompt, teacher, student, agree }, word) {
@@ -64,9 +58,7 @@ function textCard({ prompt, teacher, student, agree }, word) {
       el("p", { class: "part" }, shortened(calm(prompt).trimStart())),
     ),
     el("div", { class: "two" }, one("teacher", teacher), one("student", student)),
-    el(
-      "p",
-      { class: "small quiet" },
+    aside(
       parted
         ? `${agree} ${agree === 1 ? "token is" : "tokens are"} the same; the first that differs is marked.`
         : `All ${agree} tokens are the same.`,
@@ -124,11 +116,7 @@ function taskCard({ rows }, word) {
     "div",
     { class: "card" },
     el("h3", {}, "Tasks"),
-    el(
-      "p",
-      { class: "small quiet" },
-      "Share of right answers; the difference in points with its 95 % interval; how often both choose the same.",
-    ),
+    aside("Share of right answers; the difference in points with its 95 % interval; how often both choose the same."),
     table(["Task", "Items", "Original", capital(word), "Difference", "Same"], body),
   );
 }

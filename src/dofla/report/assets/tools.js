@@ -112,22 +112,16 @@ async function copy(text, button) {
   }, 1500);
 }
 
-// A command with its copy button.
-function command(text) {
-  const code = el("code", {}, text);
-  const button = el(
-    "button",
-    { type: "button", class: "button", on: { click: () => copy(code.textContent, button) } },
-    "Copy",
-  );
-  return {
-    node: el("div", { class: "command" }, code, button),
-    set: (words) => {
-      code.textContent = words;
-    },
-  };
+function copyButton(label, text) {
+  const button = el("button", { type: "button", class: "button", on: { click: () => copy(text, button) } }, label);
+  return button;
 }
 
+// A command with its copy button.
+const command = (text) => el("div", { class: "command" }, el("code", {}, text), copyButton("Copy", text));
+
+const folded = (title, ...children) => el("details", {}, el("summary", {}, title), ...children);
+const aside = (...children) => el("p", { class: "small quiet" }, ...children);
 const note = (...children) => el("p", { class: "note" }, ...children);
 const adds = (what, words) => note(`${what}: `, el("code", {}, words));
 
@@ -158,6 +152,19 @@ function table(heads, rows, attributes) {
       ),
     ),
   );
+}
+
+const drawing = (width, height, label, attributes) =>
+  svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", ...attributes, "aria-label": label });
+
+// Arrow keys walk over a node: across, and down as well if it has several rows.
+function onArrows(node, walk, rows) {
+  const steps = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ...(rows && { ArrowDown: [0, 1], ArrowUp: [0, -1] }) };
+  node.addEventListener("keydown", (event) => {
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    walk(...steps[event.key]);
+  });
 }
 
 // Draw again whenever the width changes; what is hidden has none.
