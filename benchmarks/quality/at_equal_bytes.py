@@ -29,11 +29,12 @@ from dofla.evaluation.probe import probe
 from dofla.feature_maps import feature_map_class
 from dofla.integration.sites import evaluation_mode
 from dofla.integration.student import Student
-from dofla.paper.bench import Bench, layer_mean, recalled
+from dofla.paper.bench import Bench, recalled
 from dofla.paper.study import Study
 from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.demo.recall import Villagers
 from dofla.runs.recipe import DataSpec, StudentSpec, apply_change, read_yaml
+from dofla.runs.run import layer_mean
 from dofla.runs.teacher import windows_of
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json

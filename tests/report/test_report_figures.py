@@ -52,7 +52,6 @@ def test_recall_by_distance():
     assert (near["distance"], near["student"], near["n"]) == (16, 1.0, 10)
     assert (far["distance"], far["n"]) == (256, 40)
     assert far["teacher"] == pytest.approx((0.9 * 10 + 0.7 * 30) / 40)
-    assert far["student_written"] == pytest.approx((0.15 * 10 + 0.05 * 30) / 40)
     told = by_distance({"text": "villagers", "records": [cell(64, 1.0, 1, 1), cell(64, 0.0, 1, 0)]})
     assert [(x["distance"], x["student"]) for x in told] == [(64, 0.5)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,11 +40,11 @@ def reproduce(
     """
     from dofla.paper.run import reproduce as make_tables
     from dofla.paper.study import Study
+    from dofla.runs.recipe import slug
 
     study = Study.of(model, scale, seeds, change)
     study.device = device or study.device
-    name = "-".join(re.findall("[a-z0-9]+", Path(model).name.lower()))
-    folder = out or Path("runs") / f"reproduce-{name}-{scale}"
+    folder = out or Path("runs") / f"reproduce-{slug(Path(model).name)}-{scale}"
     words = ["dofla", "reproduce", "--model", model, "--table", "{table}", "--seeds", str(seeds), "--scale", scale]
     words += ["--device", device] if device else []
     words += [word for setting in change or [] for word in ("--set", setting)]

@@ -31,6 +31,12 @@ def level(worst: float) -> str:
     return "use" if worst <= close else "care" if worst <= usable else "no"
 
 
+def likeness_level(worst: float) -> str:
+    """The same of an encoder, by the smaller of the cosine and the rank correlation of embeddings."""
+    close, usable = LIKENESS
+    return "use" if worst >= close else "care" if worst >= usable else "no"
+
+
 def verdict(increase: float, interval: Sequence[float], smaller: str, length: int) -> str:
     """One sentence on an increase of the loss in nats per token, with its interval, beside the memory it saves:
     ``smaller`` says how the caches compare at ``length`` tokens."""
@@ -41,8 +47,7 @@ def verdict(increase: float, interval: Sequence[float], smaller: str, length: in
 
 def embedding_words(likeness: float) -> str:
     """One sentence on ``likeness``, the smaller of the cosine and the rank correlation of embeddings."""
-    kind = "use" if likeness >= LIKENESS[0] else "care" if likeness >= LIKENESS[1] else "no"
-    return f"{_WORDS[kind]}: its embeddings agree by {figure(likeness)}."
+    return f"{_WORDS[likeness_level(likeness)]}: its embeddings agree by {figure(likeness)}."
 
 
 def perplexity(increase: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -124,8 +123,7 @@ class Bench:
         windows, options = self.workshop.validation(), self.study.evaluate
 
         def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
-            sizes = {"batch_size": options.batch_size, "fidelity_windows": options.fidelity_windows}
-            return evaluate(model, windows, **sizes, seed=seed, progress=True).to_dict()
+            return evaluate(model, windows, **options.sizes, seed=seed, progress=True).to_dict()
 
         return [
             self.of_student(spec, seed, "evaluation", partial(measure, seed=seed))
@@ -136,11 +134,6 @@ class Bench:
         """See that there is a profile, and count its seconds."""
         self.workshop.profile()
         self.spent["profile"] = self.workshop.profile_seconds()
-
-
-def layer_mean(run: dict[str, Any], key: str) -> float:
-    """A figure of an evaluation's layers, mean over them."""
-    return statistics.fmean(layer[key] for layer in run["layers"].values())
 
 
 def recalled(record: dict[str, Any], who: str, key: str) -> float:

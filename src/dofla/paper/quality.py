@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dofla.paper import published
-from dofla.paper.bench import Bench, layer_mean, per_seed
+from dofla.paper.bench import Bench, per_seed
 from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Rows, Table
 from dofla.runs.recipe import StudentSpec
+from dofla.runs.run import layer_mean
 
 
 def all_methods(bench: Bench) -> list[StudentSpec]:

@@ -24,6 +24,7 @@ from dofla.report.speed import crossing
 from dofla.report.verdict import Figures, verdict
 from dofla.runs.demo import teacher_path
 from dofla.runs.recipe import Recipe
+from dofla.runs.run import layer_mean, over_seeds
 from dofla.storage.files import read_json
 
 _CURVE_POINTS = 80
@@ -57,7 +58,6 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "model": model,
         "language": first.is_language_model,
         "budget": run.recipe.budget,
-        "seeds": sorted({x["seed"] for student in run.students for x in student.evaluations if "seed" in x}),
         **text,
         "longest": look.get("longest"),
         "profile": None if run.profile is None else degrees_of_freedom(run.profile, run.recipe.lam),
@@ -134,6 +134,7 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
     speed = own.get("speed")
     maps = own.get("maps")
     crossings = {what: _crossing(speed, what) for what in ("read", "write")}
+    language = student.is_language_model
     data: dict[str, Any] = {
         "name": student.name,
         "word": _word(student),
@@ -147,8 +148,6 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "losses": _losses(student.folder / "distill"),
         "end_to_end": _losses(student.folder / "end_to_end"),
         "seconds": first.get("distill_seconds"),
-        "made_by": student.plan.made_by,
-        "context": student.plan.context,
         "maps": maps if maps and maps["tokens"] == len(look.get("ids", ())) else None,
         "texts": own.get("texts"),
         "agreed": _agreed(probed, own),
@@ -160,7 +159,6 @@ def _student(run: RunRecord, student: StudentRecord, look: dict[str, Any]) -> di
         "left_out": own.get("left_out", {}) if own else _all_left_out(run, student),
         "commands": _student_commands(run, student),
     }
-    language = student.is_language_model
     figures = Figures(
         language=language,
         increase=student.lost,
@@ -208,8 +206,7 @@ def _quality(student: StudentRecord) -> dict[str, Any]:
         key: _mean([x[key] for x in runs]) for key, value in runs[0].items() if isinstance(value, float)
     }
     for key in ("kl", "output_error"):
-        found = [statistics.fmean(layer[key] for layer in x["layers"].values()) for x in student.evaluations]
-        quality[f"attention_{key}"] = _mean(found)
+        quality[f"attention_{key}"] = _mean([layer_mean(x, key) for x in student.evaluations])
     if student.is_language_model:
         quality["interval"] = [_short(end) for end in _interval(student)]
     return quality
@@ -226,7 +223,7 @@ def _interval(student: StudentRecord) -> list[float]:
 
 
 def _mean(values: list[float]) -> dict[str, Any]:
-    return {"mean": _short(statistics.fmean(values)), "spread": _short((max(values) - min(values)) / 2)}
+    return {name: _short(value) for name, value in over_seeds(values).items()}
 
 
 def _layers(student: StudentRecord, own: dict[str, Any], itemsize: int) -> list[dict[str, Any]]:

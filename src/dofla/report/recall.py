@@ -19,7 +19,7 @@ def by_distance(recall: dict[str, Any]) -> list[dict[str, Any]]:
 
     Returns:
         For each distance ``distance``, ``n`` (questions), ``chance``, and ``teacher`` and ``student``: shares of right
-        answers among the choices; ``teacher_written`` and ``student_written``: of those written by greedy decoding.
+        answers among the choices.
     """
     found: dict[int, list[dict[str, Any]]] = {}
     for record in recall["records"]:
@@ -35,11 +35,8 @@ def _means(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def mean(value) -> float:
         return round(sum(value(x) * x["n"] for x in records) / total, 4)
 
-    figures = {"n": total, "chance": mean(lambda x: x["chance"])}
-    for who in ("teacher", "student"):
-        figures[who] = mean(lambda x, who=who: x[who]["accuracy"])
-        figures[f"{who}_written"] = mean(lambda x, who=who: x[who]["greedy"])
-    return figures
+    accuracies = {who: mean(lambda x, who=who: x[who]["accuracy"]) for who in ("teacher", "student")}
+    return {"n": total, "chance": mean(lambda x: x["chance"]), **accuracies}
 
 
 def forgets_from(points: Sequence[dict[str, Any]]) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 from dofla.errors import DoflaError
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
-from dofla.runs.recipe import Recipe, read_yaml
+from dofla.runs.recipe import Recipe, read_yaml, slug
 from dofla.storage.files import read_json
 
 RECIPES = ("recipe.yaml", "study.yaml")
@@ -34,8 +34,17 @@ def naming(folder: Path) -> Iterator[None]:
         raise DoflaError(f"{folder} holds a record that is not as dofla writes it ({what}): make it again") from error
 
 
+class _Folder:
+    folder: Path
+
+    def record(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder; empty if there is none."""
+        path = self.folder / name
+        return read_json(path, "a record") if path.exists() else {}
+
+
 @dataclass
-class StudentRecord:
+class StudentRecord(_Folder):
     """A student that is finished, with all its seeds; files that only one seed can give are the first one's.
 
     Attributes:
@@ -76,11 +85,6 @@ class StudentRecord:
         """True if it was trained, or is as it started."""
         return any((self.folder / name).exists() for name in ("distill", "end_to_end"))
 
-    def record(self, name: str) -> dict[str, Any]:
-        """A JSON file of its folder; empty if there is none."""
-        path = self.folder / name
-        return read_json(path, "a record") if path.exists() else {}
-
     def lacks(self, part: str) -> bool:
         """True if nobody has tried yet to measure this part of :data:`LOOK`."""
         own = self.record(LOOK)
@@ -88,7 +92,7 @@ class StudentRecord:
 
 
 @dataclass
-class RunRecord:
+class RunRecord(_Folder):
     """A folder written by ``dofla run``, or by ``dofla reproduce`` and the benchmarks, which are made alike.
 
     Attributes:
@@ -113,11 +117,6 @@ class RunRecord:
     def best(self) -> list[StudentRecord]:
         """The students, the one that lost least first."""
         return sorted(self.students, key=lambda student: student.lost)
-
-    def record(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; empty if there is none."""
-        path = self.folder / name
-        return read_json(path, "a record") if path.exists() else {}
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -151,11 +150,6 @@ def _recipe(path: Path) -> Recipe:
     if data.get("seeds") == "any":
         del data["seeds"]
     return Recipe.from_dict(data, str(path))
-
-
-def slug(name: str) -> str:
-    """A student's name as its folder has it."""
-    return "-".join(re.findall("[a-z0-9]+", name.lower()))
 
 
 def _students(folder: Path, recipe: Recipe) -> list[StudentRecord]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dofla.display import factor, figure, size
-from dofla.evaluation.verdict import LIKENESS, LOSSES, level, perplexity
+from dofla.evaluation.verdict import LIKENESS, LOSSES, level, likeness_level, perplexity
 
 RULE = (
     "A language model is close to its original if the upper end of the 95 % interval of its loss increase is at most "
@@ -109,7 +109,7 @@ def _cache(x: Figures) -> str:
 
 def _encoder(x: Figures) -> dict[str, Any]:
     worst = x.interval[0]
-    kind = "use" if worst >= LIKENESS[0] else "care" if worst >= LIKENESS[1] else "no"
+    kind = likeness_level(worst)
     words = f"{_CLOSE[kind].partition(',')[0]}: the embeddings agree by {figure(worst)}"
     if not x.timed:
         kind = "care" if kind == "use" else kind

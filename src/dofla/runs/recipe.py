@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -259,6 +260,11 @@ class Recipe:
         data = dataclasses.asdict(self)
         data["lambda"] = data.pop("lam")
         return data
+
+
+def slug(name: str) -> str:
+    """A name as a folder has it."""
+    return "-".join(re.findall("[a-z0-9]+", name.lower()))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

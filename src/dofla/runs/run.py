@@ -6,7 +6,7 @@ The folder is the state of the run: whatever is finished in it is not done again
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,16 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int, shows_samples
     return figures
 
 
+def layer_mean(run: dict[str, Any], key: str) -> float:
+    """A figure of an evaluation's layers, mean over them."""
+    return statistics.fmean(layer[key] for layer in run["layers"].values())
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, float]:
+    """Mean and spread, which is half the range."""
+    return {"mean": statistics.fmean(values), "spread": (max(values) - min(values)) / 2}
+
+
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread (half the range) over seeds of the figures that are compared."""
     summary: dict[str, Any] = {"state_bytes": runs[0]["state_bytes"]}
@@ -106,9 +116,8 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     )
     series = {key: [run[section][key] for run in runs] for key in keys}
     for key in ("kl", "output_error"):
-        series[f"attention_{key}"] = [statistics.fmean(x[key] for x in run["layers"].values()) for run in runs]
-    for key, values in series.items():
-        summary[key] = {"mean": statistics.fmean(values), "spread": (max(values) - min(values)) / 2}
+        series[f"attention_{key}"] = [layer_mean(run, key) for run in runs]
+    summary |= {key: over_seeds(values) for key, values in series.items()}
     if section == "language":
         summary["teacher_loss"] = runs[0]["language"]["teacher_loss"]
     return summary

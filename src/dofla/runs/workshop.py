@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from dofla.plans.hybrid import FEATURE_MAP
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.runs.demo.prompts import demo_prompts
-from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml
+from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml, slug
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
 from dofla.storage.files import new_folder, read_json, replacing, write_json
@@ -207,7 +206,7 @@ class Workshop:
 
     def home(self, spec: StudentSpec, seed: int) -> Path:
         """The student's folder."""
-        return self.folder / "students" / f"{'-'.join(re.findall('[a-z0-9]+', spec.name.lower()))}-seed{seed}"
+        return self.folder / "students" / f"{slug(spec.name)}-seed{seed}"
 
     def adapter(self, spec: StudentSpec, seed: int) -> Path:
         """The folder of the student's adapter."""
@@ -278,14 +277,10 @@ class Workshop:
         write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
 
     def _train_end_to_end(self, spec: StudentSpec, seed: int, home: Path) -> None:
+        options = vars(self.recipe.end_to_end)
         with self._progress(f"distill {spec.name} end to end, seed {seed}", home) as progress:
             history = distill_end_to_end(
-                self.model,
-                self.training(),
-                seed=seed,
-                folder=home,
-                progress=progress,
-                **vars(self.recipe.end_to_end),
+                self.model, self.training(), seed=seed, folder=home, progress=progress, **options
             )
         write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
 
