@@ -35,8 +35,7 @@ from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
 from dofla.integration.compressed import compressed_plan
-from dofla.integration.interface import RECORDING, softmax_attention, visiting
-from dofla.integration.sites import attention_implementation
+from dofla.integration.interface import softmax_attention, visiting
 from dofla.plans.plan import LayerPlan
 from dofla.runs.teacher import load_teacher
 
@@ -141,7 +140,7 @@ def limited(plans: dict[nn.Module, LayerPlan], choice: Choice) -> Callable:
 def forgetting(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, choice: Choice) -> float:
     """Divergence from the model of the same whose layers see what a memory of ``plan`` would hold."""
     plans = {model.get_submodule(layer.name): layer for layer in plan.layers}
-    with attention_implementation(model, RECORDING), visiting(None, limited(plans, choice)):
+    with visiting(model, None, limited(plans, choice)):
         return divergence(Objective(model, partial(visiting, None)), windows)
 
 

@@ -30,8 +30,8 @@ from dofla.attention.coding.operations import PLAIN
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.integration.directions import Directions, directions_of
-from dofla.integration.interface import RECORDING, softmax_attention, visiting
-from dofla.integration.sites import attention_implementation, attention_sites
+from dofla.integration.interface import softmax_attention, visiting
+from dofla.integration.sites import attention_sites
 from dofla.runs.teacher import load_teacher
 
 BITS = (8.0, 3.0)
@@ -94,7 +94,7 @@ def quantized(model: PreTrainedModel, layers: Mapping[str, QuantizedKeys]) -> It
             query, key = (x.to(query.dtype) for x in by_module[module](query, key))
         return softmax_attention(module, query, key, *args, **kwargs)
 
-    with attention_implementation(model, RECORDING), visiting(None, attention):
+    with visiting(model, None, attention):
         yield
 
 

@@ -14,9 +14,8 @@ from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.compressed import compressed_plan
 from dofla.integration.directions import measure_directions
-from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
+from dofla.integration.interface import linear_attention, softmax_attention, visiting
 from dofla.integration.placement import placed_over
-from dofla.integration.sites import attention_implementation
 from dofla.integration.student import Student
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
@@ -46,7 +45,7 @@ def moved(student, layer, head, by):
             out[:, :, own] += by * (smooth - out)[:, :, own]
         return out, None
 
-    with attention_implementation(student, RECORDING), visiting(None, attention):
+    with visiting(student, None, attention):
         yield
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from dofla.distillation.objective import Objective
 from dofla.distillation.trainable import trainable
-from dofla.integration.interface import RECORDING, softmax_attention, visiting
+from dofla.integration.interface import softmax_attention, visiting
 from dofla.integration.recorder import AttentionCall
-from dofla.integration.sites import attention_implementation, evaluation_mode
+from dofla.integration.sites import evaluation_mode
 from dofla.integration.student import Student
 
 
@@ -85,5 +85,5 @@ def _answers(student: Student) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         seen[call.name] = out, smooth.detach() - own
         return out, None
 
-    with attention_implementation(student.model, RECORDING), visiting(None, attention):
+    with visiting(student.model, None, attention):
         yield seen

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     AttentionMaskInterface,
@@ -151,12 +151,34 @@ def recording_attention(
 
 
 @contextmanager
-def visiting(visitor: Visitor | None, run: Callable | None = None) -> Iterator[None]:
-    """Within the block, ``visitor`` sees every call of :func:`recording_attention`, which goes on with ``run``; default
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the block the model computes its attention with the implementation registered as ``name``."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        if model.config._attn_implementation != name:
+            raise DoflaError(unreachable(model))
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def unreachable(model: PreTrainedModel) -> str:
+    """What to say of a model whose attention is none of transformers' implementations."""
+    return (
+        f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
+        "models with their own attention code (BLOOM, Falcon, MPT, ...) cannot be linearized"
+    )
+
+
+@contextmanager
+def visiting(model: PreTrainedModel, visitor: Visitor | None, run: Callable | None = None) -> Iterator[None]:
+    """Within the block, ``visitor`` sees every call of the model's attention, which goes on with ``run``; default
     softmax attention."""
     token = _visitor.set((visitor, run or softmax_attention))
     try:
-        yield
+        with attention_implementation(model, RECORDING):
+            yield
     finally:
         _visitor.reset(token)
 

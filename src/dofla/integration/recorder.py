@@ -14,8 +14,7 @@ from transformers.utils import ModelOutput
 
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.errors import DoflaError
-from dofla.integration.interface import RECORDING, is_causal, linear_attention, standard_scaling, visiting
-from dofla.integration.sites import attention_implementation
+from dofla.integration.interface import is_causal, linear_attention, standard_scaling, visiting
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ def recording(
         if module in by_module:
             visit(AttentionCall.of(by_module[module], module, *args))
 
-    run = linear_attention if linear else None
-    with attention_implementation(model, RECORDING), visiting(forward_call, run):
+    with visiting(model, forward_call, linear_attention if linear else None):
         yield
 
 

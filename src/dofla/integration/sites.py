@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.interface import RECORDING, Visitor, is_causal, standard_scaling, visiting
+from dofla.integration.interface import Visitor, is_causal, standard_scaling, unreachable, visiting
 
 _SAME = 0.01
 """Largest difference between two ways to compute an output, as a fraction of the largest output."""
@@ -47,19 +47,6 @@ class AttentionSite:
     shares_keys: bool = False
     window: int | None = None
     borrows_keys: bool = False
-
-
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Within the block the model computes its attention with the implementation registered as ``name``."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        if model.config._attn_implementation != name:
-            raise DoflaError(_unreachable(model))
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def check_kept(sites: Mapping[str, AttentionSite], keep_softmax: Iterable[str]) -> None:
@@ -134,7 +121,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
                 "cannot be linearized"
             )
     if not sites:
-        raise DoflaError(_unreachable(model))
+        raise DoflaError(unreachable(model))
     return sites
 
 
@@ -142,7 +129,7 @@ def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -
     """The model's output for ``tokens``, while ``visit`` sees its attention. DoflaError if it does not run without
     masks of its own."""
     try:
-        with attention_implementation(model, RECORDING), visiting(visit):
+        with visiting(model, visit):
             return model(**tokens)[0]
     except DoflaError:
         raise
@@ -164,13 +151,6 @@ def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
     raise DoflaError(
         f"{type(model).__name__}: no layer is left to linearize: all attend to bounded windows already{way_out}, share "
         "their keys with others, or are in keep_softmax"
-    )
-
-
-def _unreachable(model: PreTrainedModel) -> str:
-    return (
-        f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
-        "models with their own attention code (BLOOM, Falcon, MPT, ...) cannot be linearized"
     )
 
 

@@ -23,10 +23,10 @@ from dofla.integration.attaching import (
 from dofla.integration.consistency import check_consistency
 from dofla.integration.extending import withdraw
 from dofla.integration.hub import origin
-from dofla.integration.interface import RECORDING, linear_attention, softmax_attention, visiting
+from dofla.integration.interface import attention_implementation, linear_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
-from dofla.integration.sites import AttentionSite, attention_implementation, attention_sites, check_kept, check_left
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
 from dofla.integration.student import Student, is_linearized
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
@@ -207,7 +207,7 @@ def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> I
             out = out.index_copy(2, queries, linear[:, :, queries].to(out.dtype))
         return out, None
 
-    with attention_implementation(model, RECORDING), visiting(None, mixed):
+    with visiting(model, None, mixed):
         yield model
 
 
