@@ -60,7 +60,7 @@ from dofla.evaluation.verdict import perplexity
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.checkpoint import load_model
 from dofla.integration.compressed import compressed_plan, feature_bytes
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.storage.files import replacing
 
 sys.path.append(str(Path(__file__).parents[1] / "quality"))

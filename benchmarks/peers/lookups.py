@@ -46,7 +46,7 @@ from dofla.evaluation.generation import check_room
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.compressed import feature_bytes
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.runs.teacher import load_teacher
 from dofla.serving.prompt_state import read_prompt
 

@@ -27,7 +27,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.probe import probe
 from dofla.feature_maps import feature_map_class
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.paper.bench import Bench, recalled
 from dofla.paper.study import Study

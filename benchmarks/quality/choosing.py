@@ -31,7 +31,7 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.compressed import feature_bytes
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import read_json, write_json

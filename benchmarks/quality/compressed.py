@@ -41,7 +41,8 @@ from dofla.evaluation.recall import WordPairs, recall_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.directions import measure_directions
-from dofla.integration.sites import attention_sites, evaluation_mode
+from dofla.integration.recorder import evaluation_mode
+from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student
 from dofla.paper.bench import recalled
 from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost

@@ -28,7 +28,7 @@ from dofla.data import TokenWindows, as_windows
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.trials import _effects
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import attention_sites, evaluation_mode
+from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student
 from dofla.integration.surgery import even_plan
 from dofla.paper.error_curve import rank_correlation
@@ -167,11 +167,10 @@ def measure(
     student = dofla.linearize(model, even_plan(model, budget, share=share, feature_map=feature_map), seed=0)
     try:
         dofla.distill(student, training, loss="softmax", steps=steps, batch_size=batch, rows=64, seed=0)
-        with evaluation_mode(student):
-            errors = {
-                n: e["head_kl"]
-                for n, e in attention_fidelity(Student.of(student), judging, batch_size=batch, seed=0).items()
-            }
+        errors = {
+            n: e["head_kl"]
+            for n, e in attention_fidelity(Student.of(student), judging, batch_size=batch, seed=0).items()
+        }
         effects = _effects(student, judging, errors, None)
     finally:
         dofla.restore(model)
@@ -187,7 +186,7 @@ def heads_of(model: PreTrainedModel, windows: TokenWindows) -> list[Head]:
     def look(call: AttentionCall) -> None:
         seen[call.name].append((call.query.float().unflatten(1, (call.key.shape[1], -1)), call.key.float()))
 
-    with evaluation_mode(model), recording(model, sites, look), torch.inference_mode():
+    with recording(model, sites, look), torch.inference_mode():
         for n in range(len(windows)):
             run_body(model, windows.batch([n]))
     layers = ((name, *(torch.cat(x) for x in zip(*pairs, strict=True))) for name, pairs in seen.items())

@@ -26,7 +26,7 @@ from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.interface import token_by_token
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.runs.teacher import load_teacher
 

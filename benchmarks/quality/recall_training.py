@@ -34,7 +34,7 @@ from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.compressor import Compressor
 from dofla.evaluation.language import next_token_figures
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 

@@ -35,7 +35,7 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.storage.files import write_json
 
 PIECE = 500

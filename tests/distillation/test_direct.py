@@ -34,7 +34,7 @@ def test_it_is_the_next_token_loss_of_the_student(tiny):
 
 def test_its_gradient_is_that_of_the_whole_model_and_no_other_weight_has_one(tiny):
     student, tokens = student_of(tiny), tiny.tokens(4, 12)
-    next_token_gradients(Student.of(student), [{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}])
+    next_token_gradients(student, Student.of(student).layers, [{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}])
     ours = gradients(student)
     assert all(p.grad is None for name, p in student.named_parameters() if ".dofla." not in name)
     assert all(p.requires_grad for p in student.parameters())
@@ -50,7 +50,7 @@ def test_its_gradient_is_that_of_the_whole_model_and_no_other_weight_has_one(tin
 def test_padding_is_not_predicted(tiny):
     batch = tiny.padded(3, 12)
     student = student_of(tiny)
-    loss = next_token_gradients(Student.of(student), [batch])["direct"]
+    loss = next_token_gradients(student, Student.of(student).layers, [batch])["direct"]
     expected = next_token_figures(student, TokenWindows(**batch), batch_size=3)["student_loss"]
     assert loss == pytest.approx(expected, rel=1e-5)
 

@@ -126,6 +126,10 @@ class Images:
         """The images at these positions, in this order."""
         return {"pixel_values": self.pixel_values[torch.as_tensor(indices, dtype=torch.long)]}
 
+    def take(self, n: int) -> Images:
+        """The first n images, or all of them if there are fewer."""
+        return replace(self, pixel_values=self.pixel_values[:n])
+
 
 def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -> TokenWindows | Images:
     """Convert data to windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images.

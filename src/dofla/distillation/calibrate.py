@@ -10,22 +10,13 @@ from torch import Tensor
 
 from dofla.attention import LOG_ZERO, KeySmoothing
 from dofla.attention.coding import Moments
-from dofla.data import Images, TokenWindows
 from dofla.distillation.losses import student_log_scores
 from dofla.feature_maps.layer import LinearAttention
-from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
 from dofla.integration.student import Student
 
 _ROWS = 64
 """Query rows per window from which the level is read."""
-
-
-def start_from_data(student: Student, windows: TokenWindows | Images, batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Before training: tiers that have no directions yet get them from the first windows, then maps from a batch."""
-    if any(layer.coded_tiers for layer in student.layers.values()):
-        measure_directions(student, windows.take(WINDOWS) if isinstance(windows, TokenWindows) else windows)
-    calibrate(student, batches)
 
 
 def calibrate(student: Student, batches: Sequence[Mapping[str, Tensor]]) -> None:

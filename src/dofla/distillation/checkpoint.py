@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from dofla.data import Images, TokenWindows
 from dofla.errors import DoflaError
-from dofla.plans.plan import Plan
 from dofla.storage.files import cannot_write, write_json
-from dofla.storage.processes import is_first
+from dofla.storage.processes import Processes, is_first
 from dofla.storage.tensors import read_tensors, write_tensors
 
 STATE, CURVES = "distill.safetensors", "losses.json"
@@ -38,8 +37,8 @@ class Checkpoint:
 
     Args:
         folder: None to keep nothing, and find nothing.
-        settings: of the run; its ``steps`` are those of each training.
-        plan: of the student.
+        settings: of the run, and whatever else it must have in common with one that goes on with it; its ``steps`` are
+            those of each training.
         windows: that it trains on.
         every: steps between two states.
 
@@ -51,7 +50,6 @@ class Checkpoint:
         self,
         folder: str | Path | None,
         settings: dict[str, Any],
-        plan: Plan,
         windows: TokenWindows | Images,
         every: int,
     ) -> None:
@@ -67,15 +65,23 @@ class Checkpoint:
         digest = hashlib.blake2b(digest_size=8)
         for data in windows.batch(range(len(windows))).values():
             digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
-        self.settings = settings | {"plan": plan.to_dict()["layers"], "windows": len(windows)}
-        self.settings["data"] = digest.hexdigest()
+        self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
 
-    def resume(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], name: str = "") -> list[list[float]]:
+    def resume(
+        self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], together: Processes, name: str = ""
+    ) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
+        All processes then go on from the same parts.
 
         Raises:
-            DoflaError: if the file is damaged or belongs to other settings.
+            DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
         """
+        curve = self._load(parts, optimizer, columns, name)
+        together.check_same_files(len(curve), self.folder)
+        together.make_alike(tensor for _, tensor in _named_tensors(parts))
+        return curve
+
+    def _load(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], name: str) -> list[list[float]]:
         if self.folder is None:
             return []
         path = _state(self.folder, name)

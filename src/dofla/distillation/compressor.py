@@ -26,7 +26,7 @@ from dofla.integration.directions import Directions, directions_of, give_directi
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.streaming import is_streamed
 from dofla.integration.student import Student
 from dofla.integration.surgery import convert, describe, restore, softmax

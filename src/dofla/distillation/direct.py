@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.feature_maps.layer import LinearAttention
 from dofla.storage.processes import ALONE, Processes
 
 DIRECT = "direct"
@@ -17,28 +18,29 @@ _IGNORED = -100
 
 
 def next_token_gradients(
-    student: Student,
+    model: PreTrainedModel,
+    layers: Mapping[str, LinearAttention],
     batches: Sequence[Mapping[str, Tensor]],
     processes: Processes = ALONE,
 ) -> dict[str, float]:
-    """Add the gradient of the next-token loss to all feature maps; returns the loss, a mean over ``batches`` in which
+    """Add the gradient of the next-token loss to the feature maps; returns the loss, a mean over ``batches`` in which
     a batch counts by its windows.
 
     The graph goes through the whole linearized model, but only the feature maps are given gradients.
 
     Args:
-        student: a causal language model.
+        model: a converted causal language model.
+        layers: those to train, by the name of their attention module.
         batches: of one step; padding is not predicted.
         processes: each adds the gradient of its share of every batch; the loss is that of all.
 
     Raises:
         DoflaError: the model predicts no next token.
     """
-    model = student.model
     if not model.can_generate():
         raise DoflaError(f"loss 'direct': {type(model).__name__} predicts no next token; train it with softmax or l2")
     total, sizes = 0.0, [len(batch["input_ids"]) for batch in batches]
-    with _only_feature_maps_train(student):
+    with _only_these_train(model, layers):
         for size, batch in zip(sizes, batches, strict=True):
             own, gather = processes.share(batch)
             own = {k: v.to(model.device) for k, v in own.items()}
@@ -55,10 +57,10 @@ def next_token_gradients(
 
 
 @contextmanager
-def _only_feature_maps_train(student: Student) -> Iterator[None]:
+def _only_these_train(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) -> Iterator[None]:
     """Within the block no other weight takes part in the graph."""
-    ours = {id(p) for layer in student.layers.values() for p in layer.parameters()}
-    others = [p for p in student.model.parameters() if p.requires_grad and id(p) not in ours]
+    ours = {id(p) for layer in layers.values() for p in layer.parameters()}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in ours]
     for parameter in others:
         parameter.requires_grad_(False)
     try:

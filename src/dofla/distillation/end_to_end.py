@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
-from dofla.distillation.calibrate import start_from_data
+from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
 from dofla.distillation.history import History
@@ -26,9 +26,10 @@ from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, 
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.checkpoint import refuse_trained, write_lora
+from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
@@ -160,12 +161,12 @@ def distill_end_to_end(
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
             descent = Descent(_groups(layers, part, rates), schedule, steps)
-            checkpoint = Checkpoint(folder, settings, handle.plan, windows, checkpoint_every)
+            identity = settings | {"plan": handle.plan.to_dict()["layers"]}
+            checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
             started = time.perf_counter()
-            start_from_data(handle, windows, batches.first())  # where a run goes on, its checkpoint comes over it
-            curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
-            together.check_same_files(len(curve), folder)
-            together.make_alike([*descent.parameters, *(x for layer in layers.values() for x in layer.buffers())])
+            measure_directions(handle, windows.take(WINDOWS))
+            calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
+            curve = checkpoint.resume(parts, descent.optimizer, [loss.name], together)
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout

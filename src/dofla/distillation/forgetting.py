@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from dofla.distillation.objective import Objective
 from dofla.distillation.trainable import trainable
 from dofla.integration.interface import softmax_attention, visiting
-from dofla.integration.recorder import AttentionCall
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import AttentionCall, evaluation_mode
 from dofla.integration.student import Student
 
 

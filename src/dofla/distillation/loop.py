@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
-from dofla.distillation.calibrate import start_from_data
+from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, groups_of, part_of
 from dofla.distillation.direct import DIRECT, next_token_gradients
@@ -25,15 +25,15 @@ from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
 from dofla.errors import DoflaError
-from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.streaming import in_turn
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
-from dofla.storage.processes import Processes, is_first, processes
+from dofla.storage.processes import is_first, processes
 
 
 @unwraps_its_model
@@ -128,8 +128,9 @@ def distill(
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
     settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
     settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
+    identity = settings | {"plan": handle.plan.to_dict()["layers"]}
     groups = groups_of(handle.layers, rates)
-    checkpoint = Checkpoint(folder, settings, handle.plan, windows, checkpoint_every)
+    checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
     if together.device is not None and not handle.streamed:
         student.to(together.device)  # type: ignore[arg-type] # transformers wraps it
 
@@ -138,18 +139,31 @@ def distill(
     whole = not handle.streamed or own_inputs > 0
     with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
         if from_data:
-            start_from_data(handle, windows, batches.first())  # where a run goes on, its checkpoint comes over it
+            measure_directions(handle, windows.take(WINDOWS))
+            calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
         for turn in turns:
             part = {name: layer for name, layer in handle.layers.items() if name.startswith(turn.prefix)}
             columns = [DIRECT] if loss == DIRECT else list(part)
             descent = Descent(part_of(groups, part), schedule, steps)
-            curve = checkpoint.resume(part, descent.optimizer, columns, turn.name)
-            together.check_same_files(len(curve), folder)
-            together.make_alike(tensor for layer in part.values() for tensor in layer.state_dict().values())
+            curve = checkpoint.resume(part, descent.optimizer, columns, together, turn.name)
             done = len(curve) if part else steps  # taken before, or not to be taken
             turn.carry(together.share(batch)[0] for step in range(done) for batch in batches.of_step(step))
             for step in range(done, steps):
-                losses = _gradients(handle, part, batches.of_step(step), settings, step, together)
+                of_step = batches.of_step(step)
+                if loss == DIRECT:
+                    losses = next_token_gradients(student, part, of_step, together)
+                else:
+                    losses = layerwise_gradients(
+                        student,
+                        part,
+                        of_step,
+                        loss=loss,
+                        rows=rows,
+                        generator=partial(generator_of, seed, step),
+                        own_inputs=step >= steps * (1 - own_inputs),
+                        processes=together,
+                    )
+                _check_finite(losses, step)
                 together.add_gradients(descent.parameters)
                 descent.step(step)
                 curve.append(list(losses.values()))
@@ -163,34 +177,8 @@ def distill(
     return History(list(curves), table, time.perf_counter() - started + checkpoint.earlier, settings)
 
 
-def _gradients(
-    student: Student,
-    layers: Mapping[str, LinearAttention],
-    batches: Sequence[Mapping[str, Tensor]],
-    settings: Mapping[str, Any],
-    step: int,
-    together: Processes,
-) -> dict[str, float]:
-    """Add this process's gradients of a step to the feature maps of ``layers``; the losses, of all processes.
-
-    Raises:
-        DoflaError: a loss that is not finite.
-    """
-    if settings["loss"] == DIRECT:
-        losses = next_token_gradients(student, batches, together)
-    else:
-        losses = layerwise_gradients(
-            student.model,
-            layers,
-            batches,
-            loss=settings["loss"],
-            rows=settings["rows"],
-            generator=partial(generator_of, settings["seed"], step),
-            own_inputs=step >= settings["steps"] * (1 - settings["own_inputs"]),
-            processes=together,
-        )
+def _check_finite(losses: Mapping[str, float], step: int) -> None:
     for name, value in losses.items():
         if not math.isfinite(value):
-            what = "next-token loss" if settings["loss"] == DIRECT else f"loss of layer {name}"
+            what = "next-token loss" if name == DIRECT else f"loss of layer {name}"
             raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
-    return losses

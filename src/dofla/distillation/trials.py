@@ -15,8 +15,7 @@ from dofla.distillation.loop import distill
 from dofla.distillation.steps import check_numbers
 from dofla.errors import DoflaError
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import fed, run_body
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode, fed, run_body
 from dofla.integration.student import Student
 from dofla.integration.surgery import answering, convert, describe, even_plan, restore, softmax
 from dofla.integration.wrapped import unwraps_its_model
@@ -95,8 +94,7 @@ def measure_curves(
         student = convert(model, plan, seed=seed)
         try:
             distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
-            with evaluation_mode(student):
-                errors = attention_fidelity(Student.of(student), judging, batch_size=batch_size, seed=seed)
+            errors = attention_fidelity(Student.of(student), judging, batch_size=batch_size, seed=seed)
             if (share, level) == (TOKEN_SHARE, 1.0):
                 effects = _effects(student, judging, {n: e.head_kl for n, e in errors.items()}, report)
         finally:

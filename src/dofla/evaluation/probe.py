@@ -15,7 +15,7 @@ from dofla.evaluation.generation import Generation, check_room, generation_figur
 from dofla.evaluation.passkey import passkey_figures
 from dofla.evaluation.position import Positions, loss_by_position
 from dofla.evaluation.recall import Recall, RecallText, WordPairs, recall_figures
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.surgery import describe
 

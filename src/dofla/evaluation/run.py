@@ -17,7 +17,7 @@ from dofla.evaluation.embeddings import EmbeddingFigures, embedding_figures
 from dofla.evaluation.language import LanguageFigures, next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.reading import windows_for
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model

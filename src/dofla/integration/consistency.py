@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
-from dofla.integration.recorder import fed
-from dofla.integration.sites import a_few_tokens, attention_sites, evaluation_mode
+from dofla.integration.recorder import evaluation_mode, fed
+from dofla.integration.sites import a_few_tokens, attention_sites
 from dofla.integration.streaming import is_streamed
 
 CALLS = (3, 4, 1)

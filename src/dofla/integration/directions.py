@@ -16,9 +16,7 @@ from dofla.attention import Moments
 from dofla.data import Images, TokenWindows
 from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.placement import calibration_context, placed_over
-from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import evaluation_mode
 from dofla.integration.student import Student
 
 WINDOWS = 12
@@ -53,7 +51,7 @@ class Directions:
 
 def measure_directions(
     student: Student,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images,
     *,
     batch_size: int = 4,
     context: int | None = None,
@@ -63,14 +61,14 @@ def measure_directions(
 
     Args:
         student: the handle of a converted model.
-        tokens, batch_size, context, progress: as for :func:`directions_of`.
+        windows, batch_size, context, progress: as for :func:`directions_of`.
 
     Raises:
         DoflaError: as :func:`directions_of`.
     """
     new = [name for name, layer in student.layers.items() if _is_new(layer)]
     if new:
-        found = directions_of(student.model, tokens, new, batch_size=batch_size, context=context, progress=progress)
+        found = directions_of(student.model, windows, new, batch_size=batch_size, context=context, progress=progress)
         give_directions(student, found)
 
 
@@ -84,7 +82,7 @@ def give_directions(student: Student, directions: Mapping[str, Directions]) -> N
 @torch.no_grad()
 def directions_of(
     model: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images,
     layers: Collection[str],
     *,
     batch_size: int = 4,
@@ -98,7 +96,7 @@ def directions_of(
 
     Args:
         model: a causal one.
-        tokens: a few windows, of any text: a dozen of 512 tokens are enough.
+        windows: a few that it can read, of any text: a dozen of 512 tokens are enough.
         layers: names.
         batch_size: windows per forward pass.
         context: as for :func:`dofla.compress`.
@@ -107,7 +105,6 @@ def directions_of(
     Raises:
         DoflaError: as :func:`dofla.compress`; NaN in the activations, with layer and batch.
     """
-    windows = windows_for(model, tokens)
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
     answered: list[str] = []
     batch_number = 0
@@ -125,7 +122,7 @@ def directions_of(
             queries, keys, values = before[0] + queries, before[1] + keys, before[2] + values
         found[call.name] = queries, keys, values
 
-    with evaluation_mode(model), recording(model, layers, look), _outputs(model, layers, answered) as outputs:
+    with _outputs(model, layers, answered) as outputs, recording(model, layers, look):
         for batch in placed_over(windows, batch_size, calibration_context(model, windows, context)):
             run_body(model, batch)
             batch_number += 1

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
-from dofla.integration.positions import positions_of
+from dofla.integration.positions import is_rotary, positions_of
 from dofla.integration.student import Student
 
 REACH = 4
@@ -35,7 +35,7 @@ def context_of(student: Student, windows: TokenWindows | Images, context: int | 
     if context is not None:
         return _within(student.model, windows, context)
     model, hybrid = student.model, any(layer.is_hybrid for layer in student.layers.values())
-    if not (hybrid and model.can_generate() and _is_rotary(model) and isinstance(windows, TokenWindows)):
+    if not (hybrid and model.can_generate() and is_rotary(model) and isinstance(windows, TokenWindows)):
         return None
     context = min(REACH * windows.length, positions_of(model) or REACH * windows.length)
     return context if context > windows.length else None
@@ -48,13 +48,12 @@ def calibration_context(model: PreTrainedModel, windows: TokenWindows | Images, 
     Raises:
         DoflaError: as :func:`context_of`.
     """
-    if context is None and isinstance(windows, TokenWindows) and _is_rotary(model):
-        context = max(positions_of(model) or 0, windows.length)
-    return None if context is None else _within(model, windows, context)
-
-
-def _is_rotary(model: PreTrainedModel) -> bool:
-    return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+    if context is not None:
+        return _within(model, windows, context)
+    if not (isinstance(windows, TokenWindows) and is_rotary(model)):
+        return None
+    context = positions_of(model) or 0
+    return context if context > windows.length else None
 
 
 def _within(model: PreTrainedModel, windows: TokenWindows | Images, context: int) -> int | None:
@@ -68,7 +67,7 @@ def _within(model: PreTrainedModel, windows: TokenWindows | Images, context: int
     if most is not None and context > most:
         raise DoflaError(f"context is {context}: the model has {most} positions")
     # Rotary positions are relative: the teacher does not notice where a window stands. Others are learned one by one.
-    if context > windows.length and not _is_rotary(model):
+    if context > windows.length and not is_rotary(model):
         raise DoflaError(f"context is {context}: {type(model).__name__} has no rotary positions; leave it out")
     return None if context == windows.length else context
 

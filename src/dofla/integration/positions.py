@@ -38,6 +38,11 @@ def table_of_positions(model: PreTrainedModel) -> nn.Embedding | None:
     return None
 
 
+def is_rotary(model: PreTrainedModel) -> bool:
+    """True if the positions of the model are rotary: it notices how far tokens stand apart, and not where."""
+    return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+
+
 def positions_within(model: PreTrainedModel, context: int | None) -> int | None:
     """The number of positions to use: those of the model, or a plan's ``context`` if that is smaller; None if neither
     is known."""

@@ -15,8 +15,8 @@ from dofla.errors import DoflaError
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, evaluation_mode
+from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
 from dofla.integration.streaming import in_turn
 from dofla.integration.student import is_linearized
 from dofla.integration.surgery import refuse

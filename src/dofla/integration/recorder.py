@@ -98,18 +98,31 @@ def together(calls: Sequence[AttentionCall]) -> AttentionCall:
 
 
 @contextmanager
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the model is in evaluation mode; afterwards each module is in the mode it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def recording(
     model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None], *, linear: bool = False
 ) -> Iterator[None]:
     """Within the block ``visit`` sees each call of the modules in ``names``, and the model runs softmax attention; or,
-    with ``linear``, the linear attention of a student, so that deeper layers see what earlier ones have made of it."""
+    with ``linear``, the linear attention of a student, so that deeper layers see what earlier ones have made of it. It
+    runs in evaluation mode: a teacher is one without dropout."""
     by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
 
     def forward_call(module: nn.Module, *args: Any) -> None:
         if module in by_module:
             visit(AttentionCall.of(by_module[module], module, *args))
 
-    with visiting(model, forward_call, linear_attention if linear else None):
+    with evaluation_mode(model), visiting(model, forward_call, linear_attention if linear else None):
         yield
 
 

@@ -17,7 +17,7 @@ from dofla.data.packing import check_cut, membership, separator_id, stream_seed,
 from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
 from dofla.storage.defaults import with_torchs_defaults
 

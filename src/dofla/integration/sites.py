@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.interface import Visitor, is_causal, standard_scaling, unreachable, visiting
+from dofla.integration.recorder import evaluation_mode
 
 _SAME = 0.01
 """Largest difference between two ways to compute an output, as a fraction of the largest output."""
@@ -57,18 +57,6 @@ def check_kept(sites: Mapping[str, AttentionSite], keep_softmax: Iterable[str]) 
         if name not in sites:
             first = next(iter(sites))
             raise DoflaError(f"keep_softmax names {name!r}, no attention module of this model: it has {first}, ...")
-
-
-@contextmanager
-def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; afterwards each module is in the mode it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:

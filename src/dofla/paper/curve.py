@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import evaluation_mode
 from dofla.paper.bench import Bench
 from dofla.paper.error_curve import METHODS, error_curve, features_needed, rank_correlation
 from dofla.paper.table import Figure, Table
@@ -115,7 +114,7 @@ def _vectors(bench: Bench, chosen: list[tuple[str, int]]) -> dict[str, tuple[Ten
                 keys = call.key[drawn[1][:, 0], head, drawn[1][:, 1]].float().cpu()
                 found[f"{name}, head {head + 1}"] = (queries, keys, call.scaling)
 
-    with evaluation_mode(model), recording(model, {name for name, _ in chosen}, look), torch.inference_mode():
+    with recording(model, {name for name, _ in chosen}, look), torch.inference_mode():
         run_body(model, windows.batch(range(len(windows))))
     return {f"{name}, head {head + 1}": found[f"{name}, head {head + 1}"] for name, head in chosen}
 

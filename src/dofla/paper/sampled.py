@@ -16,7 +16,6 @@ from dofla.integration.attaching import AttachedLinearAttention
 from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.paper.sampling import leverage_features
@@ -87,7 +86,7 @@ def sample_features(
         scalings[call.name] = call.scaling
         reservoirs[call.name].add(call)
 
-    with evaluation_mode(student), recording(student, layers, look), torch.inference_mode():
+    with recording(student, layers, look), torch.inference_mode():
         for batch_number, part in enumerate(parts):
             run_body(student, windows.batch(part))
             if callable(progress):

@@ -20,7 +20,7 @@ from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.directions import measure_directions
 from dofla.integration.positions import positions_of
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.surgery import convert, restore
 from dofla.report.maps import attention_maps, moved, packed, sentence, token_texts

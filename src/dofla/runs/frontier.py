@@ -24,7 +24,7 @@ from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.reading import check_readable
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model

@@ -11,7 +11,7 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import softmax
 from dofla.tasks.compare import Pair
 from dofla.tasks.items import Task

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.storage.extras import extra
 from dofla.tasks.items import Task
 from dofla.tasks.scores import TaskScores

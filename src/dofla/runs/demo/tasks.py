@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
-from dofla.integration.sites import evaluation_mode
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
 from dofla.runs.demo.documents import NAMES, recall_prompts
 from dofla.tasks import Item, Task
