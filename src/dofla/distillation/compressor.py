@@ -85,7 +85,7 @@ class Compressor:
         self.model, self.windows = model, text
         self.keep_softmax, self.batch_size, self.context = keep_softmax, batch_size, context
         self.retrieval_heads, self.tokenizer = retrieval_heads, tokenizer
-        self._directed: Callable[[int, int], None] | None = None
+        self._directions: dict[str, Directions] | None = None
         self._measured: dict[float, HeadBudgets] = {}  # by the budget they were measured at: one for all large sizes
 
     def budget(self, size: str | int | None = None, ratio: float | None = None) -> float:
@@ -111,7 +111,7 @@ class Compressor:
         """The model, compressed; by default all its KV heads have the same size."""
         convert(self.model, self.plan(budget, head_budgets))
         try:
-            give_directions(Student.of(self.model), self.directions)
+            give_directions(Student.of(self.model).layers, self.measure_directions())
         except BaseException:
             restore(self.model)
             raise
@@ -184,23 +184,20 @@ class Compressor:
         with self.made(budget, head_budgets) as student:
             return with_retrieval_heads(Student.of(student), head_budgets, self.retrieval_heads, self._facts, report)
 
-    @cached_property
-    def directions(self) -> dict[str, Directions]:
-        """Directions of keys and values that matter to coded tokens, by layer."""
-        layers = [layer.name for layer in self.plan(_REFERENCE).layers if not layer.keep_softmax]
-        return directions_of(
-            self.model,
-            self.windows,
-            layers,
-            batch_size=self.batch_size,
-            context=self.context,
-            progress=self._directed,
-        )
-
-    def measure_directions(self, progress: Callable[[int, int], None] | None) -> None:
-        """Measure :attr:`directions` now; ``progress`` is called with (done, total) after each batch."""
-        self._directed = progress
-        self.directions  # noqa: B018  the property is kept
+    def measure_directions(self, progress: Callable[[int, int], None] | None = None) -> dict[str, Directions]:
+        """Directions of keys and values that matter to coded tokens, by layer, measured the first time; ``progress`` is
+        called with (done, total) after each batch."""
+        if self._directions is None:
+            layers = [layer.name for layer in self.plan(_REFERENCE).layers if not layer.keep_softmax]
+            self._directions = directions_of(
+                self.model,
+                self.windows,
+                layers,
+                batch_size=self.batch_size,
+                context=self.context,
+                progress=progress,
+            )
+        return self._directions
 
     @cached_property
     def _facts(self) -> Facts:

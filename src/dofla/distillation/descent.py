@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from dofla.errors import DoflaError
-from dofla.feature_maps import FeatureMap
 from dofla.feature_maps.layer import LinearAttention
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -61,8 +60,8 @@ def groups_of(layers: Mapping[str, LinearAttention], given: Mapping[str, float])
     for layer in layers.values():
         for feature_map in layer.maps:
             for name, parameter in feature_map.named_parameters():
-                start = {"params": [], "lr": _rate(feature_map, name, given), "betas": feature_map.betas}
-                group = groups.setdefault(name, start)
+                rate = checked_rate(name, given.get(name, feature_map.learning_rates.get(name)))
+                group = groups.setdefault(name, {"params": [], "lr": rate, "betas": feature_map.betas})
                 group["params"].append(parameter)
     unknown = set(given) - set(groups)
     if unknown:
@@ -86,7 +85,3 @@ def checked_rate(name: str, rate: float | None) -> float:
     if rate is None or not 0 < rate < math.inf:
         raise DoflaError(f"the learning rate of {name!r} is {rate}: give a positive number in learning_rates")
     return rate
-
-
-def _rate(feature_map: FeatureMap, name: str, given: Mapping[str, float]) -> float:
-    return checked_rate(name, given.get(name, feature_map.learning_rates.get(name)))

@@ -69,12 +69,12 @@ def measure_directions(
     new = [name for name, layer in student.layers.items() if _is_new(layer)]
     if new:
         found = directions_of(student.model, windows, new, batch_size=batch_size, context=context, progress=progress)
-        give_directions(student, found)
+        give_directions(student.layers, found)
 
 
-def give_directions(student: Student, directions: Mapping[str, Directions]) -> None:
+def give_directions(layers: Mapping[str, AttachedLinearAttention], directions: Mapping[str, Directions]) -> None:
     """Calibrate the coders of a linearized model by what was measured of it, before or after it was linearized."""
-    for name, layer in student.layers.items():
+    for name, layer in layers.items():
         if _is_new(layer):
             directions[name].calibrate(layer)
 
