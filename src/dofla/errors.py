@@ -1,6 +1,6 @@
 """The one exception that stands for "the input is wrong", as opposed to "dofla is wrong"."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,3 +19,16 @@ def about(path: Path) -> Iterator[None]:
         yield
     except DoflaError as error:
         raise DoflaError(f"{path}: {error}") from error
+
+
+def check_numbers(**numbers: int) -> None:
+    """DoflaError naming the first that is below 1."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise DoflaError(f"{name} is {value}: give 1 or more")
+
+
+def check_choice(what: str, value: str, known: Iterable[str]) -> None:
+    """DoflaError listing what is ``known`` unless ``value`` is one of it."""
+    if value not in known:
+        raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")

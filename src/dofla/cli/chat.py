@@ -32,7 +32,7 @@ def chat(
     """
     import torch
 
-    from dofla.distillation.steps import check_numbers
+    from dofla.errors import check_numbers
     from dofla.runs.teacher import open_model
     from dofla.serving.chat import Conversation
 

@@ -54,7 +54,7 @@ def generate(
     """Continue a text with a compressed model."""
     import torch
 
-    from dofla.distillation.steps import check_numbers
+    from dofla.errors import check_numbers
     from dofla.integration.cache import CACHE_ARGUMENT
     from dofla.integration.reading import check_readable
     from dofla.runs.teacher import open_student
@@ -103,7 +103,7 @@ def serve(
 
     A turn of a conversation reads only its new tokens.
     """
-    from dofla.distillation.steps import check_numbers
+    from dofla.errors import check_numbers
     from dofla.runs.teacher import open_student, reader_of
     from dofla.serving.continuous_batching import continuous_batching
     from dofla.serving.sessions import keep_sessions

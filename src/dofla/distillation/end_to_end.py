@@ -21,9 +21,9 @@ from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective, hidden_windows
 from dofla.distillation.sharded import sharded
-from dofla.distillation.steps import Batches, check_choice, check_numbers
+from dofla.distillation.steps import Batches
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.directions import WINDOWS, measure_directions
@@ -120,8 +120,8 @@ def distill_end_to_end(
     layers = handle.layers
     refuse_trained(student)
     windows = windows_for(student, tokens)
-    check_choice("weights", weights, WEIGHTS)
-    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("weights", weights, sorted(WEIGHTS))
+    check_choice("schedule", schedule, sorted(SCHEDULES))
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
     check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:

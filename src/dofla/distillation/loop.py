@@ -23,8 +23,8 @@ from dofla.distillation.direct import DIRECT, next_token_gradients
 from dofla.distillation.history import History
 from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
-from dofla.distillation.steps import Batches, check_choice, check_numbers, generator_of
-from dofla.errors import DoflaError
+from dofla.distillation.steps import Batches, generator_of
+from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
@@ -111,8 +111,8 @@ def distill(
             a run of other settings; another process that has ended.
     """
     handle = Student.of(student)
-    check_choice("loss", loss, [*LOSSES, DIRECT])
-    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("loss", loss, sorted([*LOSSES, DIRECT]))
+    check_choice("schedule", schedule, sorted(SCHEDULES))
     windows = windows_for(student, tokens)
     check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})

@@ -1,9 +1,8 @@
-"""The common part of the distillation loops: the batches of a step, and the checks of their options."""
+"""The common part of the distillation loops: the batches of a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,16 +70,3 @@ class Batches:
 def generator_of(seed: int, number: int) -> torch.Generator:
     """A CPU generator for one epoch or step of a run."""
     return torch.Generator().manual_seed(seed * 1_000_003 + number)
-
-
-def check_numbers(**numbers: int) -> None:
-    """DoflaError naming the first that is below 1."""
-    for name, value in numbers.items():
-        if value < 1:
-            raise DoflaError(f"{name} is {value}: give 1 or more")
-
-
-def check_choice(what: str, value: str, known: Iterable[str]) -> None:
-    """DoflaError listing what is ``known`` unless ``value`` is one of it."""
-    if value not in known:
-        raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(sorted(known))}")

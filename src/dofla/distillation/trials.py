@@ -12,8 +12,7 @@ from dofla.data import Images, TokenWindows, as_windows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.loop import distill
-from dofla.distillation.steps import check_numbers
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode, fed, run_body
 from dofla.integration.student import Student
@@ -138,8 +137,7 @@ def _answer(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Log-probabilities of the next token, or an encoder's last hidden states: [1, L, V or D]."""
     if not model.can_generate():
         return run_body(model, batch)["last_hidden_state"].float()
-    inputs = fed(model, {k: v.to(model.device) for k, v in batch.items()})
-    logits = model(**inputs, use_cache=False).logits
+    logits = model(**fed(model, batch), use_cache=False).logits
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,8 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], where: str) -> None:
     """The reverse of :func:`feature_map_tensors`; DoflaError naming ``where`` unless names, shapes and bits all fit."""
-    own = feature_map_tensors(model)
-    if own.keys() != tensors.keys():
-        odd = sorted(own.keys() ^ tensors.keys())[0]
-        again = "a student of an earlier version must be made again"
-        raise DoflaError(f"{where} does not fit its plan: {odd} is on one side only; {again}")
-    for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            shapes = f"{list(tensor.shape)}, not {list(own[name].shape)}"
-            raise DoflaError(f"{where} does not fit its plan: {name} is {shapes}")
+    again = "; a student of an earlier version must be made again"
+    _check_alike(tensors, feature_map_tensors(model), f"{where} does not fit its plan", again)
     for name, layer in Student.of(model).layers.items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
     check_coders(model, where)
@@ -251,16 +245,20 @@ def refuse_trained(model: PreTrainedModel) -> None:
 def _load_weights(model: PreTrainedModel, path: Path) -> None:
     refuse_trained(model)
     (tensors, _), weights = read_tensors(path), weights_of(model)
-    if odd := sorted(tensors.keys() ^ weights.keys()):
-        raise DoflaError(f"{path} is for another model: {odd[0]} is on one side only")
-    for name, weight in weights.items():
-        if tensors[name].shape != weight.shape:
-            shapes = f"{list(tensors[name].shape)}, not {list(weight.shape)}"
-            raise DoflaError(f"{path} is for another model: {name} is {shapes}")
+    _check_alike(tensors, weights, f"{path} is for another model")
     keep_original(model, weights)
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(tensors[name])
+
+
+def _check_alike(found: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str, way_out: str = "") -> None:
+    """DoflaError that says ``what`` is wrong unless names and shapes are the same; ``way_out`` if names are not."""
+    if odd := sorted(found.keys() ^ own.keys()):
+        raise DoflaError(f"{what}: {odd[0]} is on one side only{way_out}")
+    for name, tensor in own.items():
+        if found[name].shape != tensor.shape:
+            raise DoflaError(f"{what}: {name} is {list(found[name].shape)}, not {list(tensor.shape)}")
 
 
 def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remote_code: bool = False) -> type[Any]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
 from dofla.display import Bar, reports_progress
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
@@ -128,11 +128,9 @@ def profile(
         DoflaError: no attention the interface reaches; a layer that cannot be linearized and is not in
             ``keep_softmax``; NaN in the activations, with layer and batch; an unknown estimator or normalization.
     """
-    if estimator not in ESTIMATORS:
-        raise DoflaError(f"unknown estimator {estimator!r}: choose one of {', '.join(ESTIMATORS)}")
+    check_choice("estimator", estimator, ESTIMATORS)
     normalization = normalization or ESTIMATORS[estimator].normalization
-    if normalization not in NORMALIZATIONS:
-        raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
+    check_choice("normalization", normalization, NORMALIZATIONS)
     samples = ESTIMATORS[estimator].samples if samples is None else samples
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")

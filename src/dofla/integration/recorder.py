@@ -132,13 +132,15 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput
     The head on top (a vocabulary of logits) plays no part in attention and can cost more than a layer.
     """
     options = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
-    return model.base_model(**fed(model, {k: v.to(model.device) for k, v in batch.items()}), **options)
+    return model.base_model(**fed(model, batch), **options)
 
 
 def fed(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arguments with which the model reads a batch: in an encoder-decoder, the decoder reads the text as well."""
+    """The arguments with which the model reads a batch, on its device; in an encoder-decoder, the decoder reads the
+    text as well."""
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     if not model.config.is_encoder_decoder:
-        return dict(batch)
+        return batch
     ids = ("input_ids", "attention_mask", "position_ids")
     return {**{f"decoder_{name}": batch[name] for name in ids if name in batch}, **batch}
 

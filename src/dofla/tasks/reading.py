@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.tasks.items import Item, Task
 from dofla.tasks.styles import STYLES, style_of
 
@@ -31,8 +31,8 @@ def load_task(path: str | Path, *, name: str | None = None, style: str | None = 
     """
     path = Path(path)
     name = name or name_of(path)
-    if style is not None and style not in STYLES:
-        raise DoflaError(f"unknown style {style!r}: choose one of {', '.join(STYLES)}")
+    if style is not None:
+        check_choice("style", style, STYLES)
     opener = gzip.open if path.suffix == ".gz" else open
     items = []
     try:

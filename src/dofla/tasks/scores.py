@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dofla.errors import DoflaError
+from dofla.errors import check_choice
 
 METRICS = ("acc", "acc_norm")
 """Choose the likeliest continuation, or the one with the largest log-likelihood per character."""
@@ -35,8 +35,7 @@ class TaskScores:
 
     def chosen(self, metric: str = "acc") -> list[int]:
         """The index of the choice the model makes for each item, the first of equals."""
-        if metric not in METRICS:
-            raise DoflaError(f"unknown metric {metric!r}: choose one of {', '.join(METRICS)}")
+        check_choice("metric", metric, METRICS)
         picks = []
         for values, lengths in zip(self.logprobs, self.lengths, strict=True):
             ranked = values if metric == "acc" else [v / n for v, n in zip(values, lengths, strict=True)]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from dofla.display import Part, Result, reports_progress, table
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.storage.processes import number_started
 from dofla.tasks import STYLES, Task
 from dofla.tasks.finetune.learner import Learner, OneDevice
@@ -248,14 +248,10 @@ def _examples(task: Task, lm: Any) -> list[dict[str, list[int]]]:
 def _check(learning_rate: float, keep: str, mixed_precision: str, test: Task | None, counts: dict[str, int]) -> None:
     if not 0 < learning_rate < math.inf:
         raise DoflaError(f"learning_rate is {learning_rate}: give a positive number")
-    for name, value in counts.items():
-        if value < 1:
-            raise DoflaError(f"{name} is {value}: give 1 or more")
+    check_numbers(**counts)
     if number_started() > 1:
         raise DoflaError(f"{number_started()} processes would each write the result: start one")
-    if keep not in KEEP:
-        raise DoflaError(f"unknown keep {keep!r}: choose one of {', '.join(KEEP)}")
+    check_choice("keep", keep, KEEP)
     if keep == "best" and test is None:
         raise DoflaError("the best epoch is that of a test task, and there is none: give one, or keep='last'")
-    if mixed_precision not in MIXED_PRECISION:
-        raise DoflaError(f"unknown mixed_precision {mixed_precision!r}: choose one of {', '.join(MIXED_PRECISION)}")
+    check_choice("mixed_precision", mixed_precision, MIXED_PRECISION)
