@@ -25,7 +25,7 @@ test-long: venv
 # quarter of an hour.
 test-gpu-interpreter: venv
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements/gpu-tests.txt
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/attention/gpu -m interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/attention/gpu -m interpreter $(PARALLEL)
 
 # The lowest versions declared of everything but torch, in an environment of their own: two minutes, half of them pip's.
 test-lowest: venv

@@ -94,11 +94,11 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         layouts = [Layout(own, [n], 0, 31, 2) for n, own in enumerate(tiers)]
         states = torch.cat([layout.empty(1, a.device).tokens for layout in layouts], 1)
         query, new = torch.zeros(1, 2 * groups, 1, dim), torch.zeros(1, 2, 1, dim)
-        decoder, out, after, pages = Decoder(layouts), torch.zeros_like(query), states.clone(), torch.tensor([0])
+        decoder, out, pages = Decoder(layouts), torch.zeros_like(query), torch.tensor([0])
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
-            lambda: decoder(query, new, new, None, states, after, out, 1.0, 1.0, WEIGHTS),
-            lambda: decoder(query, new, new, None, states, after, out, 1.0, 1.0, WEIGHTS, pages),
+            lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS),
+            lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS, pages),
         ]
     return [
         lambda: gpu.linear_attention(a, b, value, state=features),

@@ -1,10 +1,12 @@
-"""Kernel launches of a layer on a GPU, counted on the CPU: what prefill and decode of short prompts take time by.
+"""Kernel launches of a layer on a GPU, counted on the CPU, and the bytes that a decoded token moves: what prefill and
+decode of short prompts take time by.
 
     python benchmarks/speed/launches.py
 
 Kernels are not run: every operation of torch that is no view counts as one launch, and so does every Triton kernel.
 Shape of a layer of Llama-3.2-1B: 32 query heads, 8 KV heads of 64. *Sizes* is the number of different sizes that its
-KV heads have; head budgets that were measured give most heads a size of their own.
+KV heads have; head budgets that were measured give most heads a size of their own. Bytes are of one sequence, where the
+token that is evicted stands in the middle; the least that any kernel can do is to read the cache once.
 """
 
 from __future__ import annotations
@@ -80,8 +82,22 @@ def calls_of(layer: LinearAttention, length: int) -> dict[str, Callable[[], obje
     return {
         "prompt": lambda: states.__setitem__(slice(None), layer(*prompt, scaling=SCALING, exact=True)[1]),
         "later prompt": lambda: layer(*prompt, scaling=SCALING, states=states, exact=True),
-        "token": lambda: layer(*token, scaling=SCALING, states=states),
+        "token": lambda: layer(*token, scaling=SCALING, states=states, in_place=True),
     }
+
+
+def bytes_moved(layer: LinearAttention) -> tuple[int, int]:
+    """Bytes of the cache, and those that the kernels of a decoded token read and write beside reading it once: tokens
+    that move up, and what the first kernel hands to the second."""
+    held = moved = 0
+    for layout in layer.layouts:
+        tiers, heads, slots = layout.coded_tiers, len(layout.heads), layout.coded_tiers.slots[-1]
+        held += layout.bytes
+        coded = tiers.key.bytes_per_token(0) + tiers.value.bytes_per_token(0)
+        window = layout.window * (tiers.key.dim + tiers.value.dim + 2)
+        shared = 4 * GROUPS * (2 * tiers.key.dim + slots)  # queries, and steps of the scores
+        moved += 2 * heads * (slots // 2 * coded + window + shared)
+    return held, moved
 
 
 def main(
@@ -99,6 +115,10 @@ def main(
             counted.append((f"{each} sizes, {call}", found))
     console = Console()
     console.print(shown)
+    held, moved = bytes_moved(layer_of(1))
+    print(
+        f"a token: a layer's cache has {held:,} bytes, {held + moved:,} are moved, {1 + moved / held:.1f} times as many"
+    )
     for what, found in counted if names else ():
         console.print(what, dict(found.most_common(12)))
 

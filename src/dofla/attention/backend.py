@@ -43,17 +43,16 @@ class Packed(NamedTuple):
 
 
 class Backend(CodeOperations):
-    """Plain torch, for any device, with gradients.
-
-    Attributes:
-        traceable: whether torch.compile can take packed caches' calls into its graph.
-    """
-
-    traceable = False
+    """Plain torch, for any device, with gradients."""
 
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         """True if the backend does calls with these queries, keys and values, and these other inputs."""
         return True
+
+    def traceable(self, tokens: int, retains: bool) -> bool:
+        """True if torch.compile can take a call with so many new tokens into its graph, of a layer all of whose heads
+        have caches that retain tokens, or of one with others."""
+        return False
 
     def read_packed(
         self,
@@ -64,6 +63,7 @@ class Backend(CodeOperations):
         log_weight: Tensor | None,
         states: list[Tensor],
         scaling: float,
+        in_place: bool,
     ) -> Packed | None:
         """Attention of new tokens to themselves and to packed caches, all groups of heads at once.
 
@@ -75,6 +75,7 @@ class Backend(CodeOperations):
             log_weight: [B, L], LOG_ZERO for padding; None where there is none.
             states: of each group before, [B, bytes], uint8.
             scaling: of the scores.
+            in_place: whether the states may be overwritten with those after.
 
         Returns:
             None if there are no kernels for such a call: then the groups are done one by one, unpacked.

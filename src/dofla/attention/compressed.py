@@ -35,11 +35,13 @@ class CompressedHeads:
         weight: Tensor | None,
         states: Sequence[FlatState | None],
         backend: Backend,
+        in_place: bool,
     ) -> tuple[Tensor, list[FlatState]] | None:
         """Attention of new tokens, as :func:`dofla.attention.attend`, with a packed state for each group before and
         after.
 
-        Output rows [B, H, L, dv] of heads in no group are zeros. None if the backend has no kernels for such a call.
+        With ``in_place``, the states before may be overwritten. Output rows [B, H, L, dv] of heads in no group are
+        zeros. None if the backend has no kernels for such a call.
         """
         before = [
             layout.empty(len(query), query.device) if state is None else state
@@ -47,7 +49,7 @@ class CompressedHeads:
         ]
         log_weight = None if weight is None else weighted(key[..., :0], value[..., :0], weight).log_weight
         tokens = [state.tokens for state in before]
-        found = backend.read_packed(self.layouts, query, key, value, log_weight, tokens, scaling)
+        found = backend.read_packed(self.layouts, query, key, value, log_weight, tokens, scaling, in_place)
         if found is None:
             return None
         out, states_after, behind = found

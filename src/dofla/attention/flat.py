@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class Layout:
         sizes: all of it for the kernels (tiers.h, ``sizes_of``).
     """
 
+    registered: ClassVar[WeakValueDictionary[int, Layout]] = WeakValueDictionary()
+
     def __init__(self, coded_tiers: CodedTiers, heads: Sequence[int], features: int, window: int, sinks: int) -> None:
         self.coded_tiers, self.heads = coded_tiers, list(heads)
         self.features, self.window, self.sinks = features, window, sinks
@@ -59,6 +62,11 @@ class Layout:
         self._kinds = [type(tokens) for tokens in empty.tiers]
         self._rows = Rows([(t.shape[1:], t.dtype) for t in _parts(empty)])
         self._before = self._rows.joined(_parts(empty))  # to make it takes as long as to read fifty tokens
+
+    @torch.compiler.assume_constant_result
+    def register(self) -> None:
+        """Let operators find the layout by its id: graphs hold no objects. Done while one is traced."""
+        self.registered[id(self)] = self
 
     @property
     def retains(self) -> bool:
@@ -85,7 +93,7 @@ class Layout:
         """The state before the first token."""
         sizes = batch, len(self.heads), self.features, self.coded_tiers.value.dim
         features = FeatureState.empty(*sizes, device=device) if self.features else None
-        return FlatState(features, self._before.to(device).expand(batch, -1).contiguous())
+        return FlatState(features, self._before.to(device).repeat(batch, 1))
 
     def flat(self, state: State[TokenBuffer | PackedTokens]) -> FlatState:
         """A state in int8 and in codes in one piece."""

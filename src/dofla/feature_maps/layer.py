@@ -170,7 +170,8 @@ class LinearAttention(nn.Module):
             return False
         if any(self.coded_tiers_of(n) is not None and self.layout_of(n) is None for n in range(len(self.groups))):
             return False
-        return causal and query.shape[-2] > 0 and backend_for((query, key, value)).traceable
+        tokens = query.shape[-2]
+        return causal and tokens > 0 and backend_for((query, key, value)).traceable(tokens, self.retains)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""
@@ -198,6 +199,7 @@ class LinearAttention(nn.Module):
         states: Sequence[Carried] | None = None,
         causal: bool = True,
         exact: bool = False,
+        in_place: bool = False,
     ) -> tuple[Tensor, Sequence[Carried]]:
         """Attention of the new tokens.
 
@@ -212,6 +214,7 @@ class LinearAttention(nn.Module):
             causal: whether queries see only earlier keys (and themselves).
             exact: whether several tokens attend exactly to one another and those to retain are selected at the end of
                 the call (:func:`dofla.attention.exact_prefill`), where the layer :attr:`retains` tokens alone.
+            in_place: whether ``states`` may be overwritten with those after the call.
             keeps_states: whether the states after the call are used; where they are not, some padding is left where
                 it is.
 
@@ -227,7 +230,7 @@ class LinearAttention(nn.Module):
         found = None
         if causal and self._compressed is not None and not self.hides_tokens:
             found = self._compressed.attend(
-                query, key, value, scaling=scaling, weight=weight, states=flat, backend=backend
+                query, key, value, scaling=scaling, weight=weight, states=flat, backend=backend, in_place=in_place
             )
             if found is not None and self._all_compressed:
                 return found

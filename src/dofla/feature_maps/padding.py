@@ -34,17 +34,18 @@ def without_padding(forward: Callable[..., Answer]) -> Callable[..., Answer]:
         states: Sequence[Carried] | None = None,
         causal: bool = True,
         keeps_states: bool = True,
+        in_place: bool = False,
         **options: Any,
     ) -> Answer:
         def run(*tensors: Tensor, weight: Tensor | None, states: Sequence[Carried] | None) -> Answer:
-            return forward(self, *tensors, weight=weight, states=states, causal=causal, **options)
+            return forward(self, *tensors, weight=weight, states=states, causal=causal, in_place=in_place, **options)
 
         if weight is None or not causal or (not states and query.shape[-2] == 1):
             return run(query, key, value, weight=weight, states=states)
         if not states:
             return _beginning(run, query, key, value, weight, keeps_states)
         if torch.compiler.is_compiling():
-            return _one_token(run, query, key, value, weight, states)
+            return _one_token(run, query, key, value, weight, states, in_place)
         return _continued(run, query, key, value, weight, states)
 
     return call
@@ -75,12 +76,19 @@ def _disorder(real: Tensor, keeps_states: bool) -> bool:
 
 
 def _one_token(
-    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Carried]
+    run: Callable[..., Answer],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    states: Sequence[Carried],
+    in_place: bool,
 ) -> Answer:
     """The call of a compiled graph, in which each sequence gets a token or a padding token."""
     out, after = run(query, key, value, weight=weight, states=states)
     real = weight[:, 0] > 0
-    after = [_either(real, *both) for both in zip(after, states, strict=True)]
+    if not in_place:  # kernels that update states in place leave those of padding as they are
+        after = [_either(real, *both) for both in zip(after, states, strict=True)]
     return out.masked_fill(~real.view(-1, 1, 1, 1), 0), after
 
 

@@ -12,7 +12,7 @@ from transformers import Cache, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from dofla.attention import Carried
+from dofla.attention import Carried, FlatState
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 
@@ -26,12 +26,10 @@ class LinearCacheLayer(CacheLayerMixin):
     """Constant-size cache of one layer.
 
     ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one per group of
-    heads. Counts tokens as transformers expects: in a tensor if it stands in a static cache, so that one
-    compiled graph serves all of them.
+    heads.
 
     Args:
         beside_softmax: whether other layers are softmax, and masks are made for them.
-        static: whether it stands in a static cache.
         positions: that there are for it, if this entry is to say when its tokens go past them.
     """
 
@@ -39,13 +37,20 @@ class LinearCacheLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, beside_softmax: bool, static: bool, positions: int | None = None) -> None:
+    tokens: int | Tensor
+
+    def __init__(self, beside_softmax: bool, positions: int | None = None) -> None:
         super().__init__()
         self.keys = self.values = torch.empty(0)  # Llama 3.2 Vision asks every entry how many there are
         self.states: Sequence[Carried] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
-        self.tokens: int | Tensor = torch.tensor(0) if static else 0
-        self.handed_over = False
+        self.tokens, self.handed_over = 0, False
+
+    @property
+    def in_place(self) -> bool:
+        """True if a call may overwrite the states, which belong to this entry alone. A compiled graph may not: it
+        replaces them, where it is not made for a static cache."""
+        return not torch.compiler.is_compiling()
 
     @property
     def bytes(self) -> int:
@@ -62,6 +67,8 @@ class LinearCacheLayer(CacheLayerMixin):
                 "start with a fresh cache"
             )
         self.handed_over = False
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         self.advance(key_states.shape[-2])
         return key_states, value_states
 
@@ -88,7 +95,7 @@ class LinearCacheLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.states, self.tokens = None, self.tokens * 0
+        self.states, self.tokens = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda state: state.reorder(beam_idx))
@@ -115,6 +122,71 @@ class LinearCacheLayer(CacheLayerMixin):
     def _change(self, fn: Callable[[Carried], Carried]) -> None:
         if self.states is not None:
             self.states = [fn(state) for state in self.states]
+
+
+class StaticLinearCacheLayer(LinearCacheLayer):
+    """The entry of a static cache. Counts tokens in a tensor, so that one compiled graph serves all of them. On a GPU,
+    states and count stay at their addresses: CUDA graphs replay kernels that read and update them there."""
+
+    def __init__(self, beside_softmax: bool) -> None:
+        self._rows: Tensor | None = None
+        self._sizes: list[int] = []
+        self._in_rows = False
+        super().__init__(beside_softmax)
+        self.tokens = torch.tensor(0)
+
+    @property
+    def states(self) -> Sequence[Carried] | None:  # type: ignore[override]
+        if not self._in_rows:
+            return self._states
+        assert self._rows is not None
+        return [FlatState(None, part) for part in self._rows.split(self._sizes, 1)]
+
+    @states.setter
+    def states(self, states: Sequence[Carried] | None) -> None:
+        if torch.compiler.is_compiling():
+            if not self._in_rows:  # otherwise they were updated there
+                self._states = states
+            return
+        flat = [state.tokens for state in states or () if isinstance(state, FlatState) and state.features is None]
+        self._in_rows = bool(states) and len(flat) == len(states or ()) and all(map(in_cuda_graphs, flat))
+        self._states = None if self._in_rows else states
+        if not self._in_rows or (self._rows is not None and flat[0].data_ptr() == self._rows.data_ptr()):
+            return
+        sizes, batch = [state.shape[1] for state in flat], len(flat[0])
+        if self._rows is None or len(self._rows) != batch or self._sizes != sizes:
+            with torch.inference_mode(False):  # what is made in that mode cannot be updated outside of it
+                self._rows = flat[0].new_empty(batch, sum(sizes))
+            self._sizes = sizes
+            torch._dynamo.mark_static_address(self._rows)
+        torch.cat(flat, 1, out=self._rows)
+
+    @property
+    def in_place(self) -> bool:
+        return self._in_rows or not torch.compiler.is_compiling()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if in_cuda_graphs(key_states) and not torch.compiler.is_compiling():
+            with torch.inference_mode(False):
+                self.tokens = torch.full((), int(self.tokens), device=key_states.device)
+            torch._dynamo.mark_static_address(self.tokens)
+
+    def advance(self, tokens: int) -> None:
+        self.is_initialized = True
+        if isinstance(self.tokens, Tensor) and in_cuda_graphs(self.tokens):
+            self.tokens.add_(tokens)
+        else:
+            self.tokens = self.tokens + tokens
+
+    def reset(self) -> None:
+        self.states = None
+        self.advance(-int(self.tokens))
+
+
+def in_cuda_graphs(x: Tensor) -> bool:
+    """True if compiled calls with such a tensor are CUDA graphs."""
+    return x.is_cuda
 
 
 def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -153,11 +225,12 @@ def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
                 "a static cache cannot serve linear and softmax layers in one model: use the dynamic cache, "
                 "which is the default"
             )
-        # One of them says when positions end; a static one's count is a tensor, which only its graph may ask.
-        static = isinstance(entry, StaticLayer)
-        silent = static or any(isinstance(other, LinearCacheLayer) for other in cache.layers)
-        positions = None if silent else module.dofla.positions
-        entry = cache.layers[index] = LinearCacheLayer(beside_softmax, static, positions)
+        if isinstance(entry, StaticLayer):
+            entry = StaticLinearCacheLayer(beside_softmax)
+        else:  # one of them says when positions end
+            silent = any(isinstance(other, LinearCacheLayer) for other in cache.layers)
+            entry = LinearCacheLayer(beside_softmax, None if silent else module.dofla.positions)
+        cache.layers[index] = entry
     entry.handed_over = True
     return entry
 

@@ -72,7 +72,7 @@ def linear_attention(
         outside = torch.compiler.is_compiling() and not layer.traceable(
             asked, key, value, weight=weight, states=states, causal=causal
         )
-        run = partial(_outside_the_graph, layer) if outside else layer
+        run = partial(_outside_the_graph, layer, dofla_entry) if outside else layer
         out, states = run(
             asked,
             key,
@@ -82,9 +82,10 @@ def linear_attention(
             states=states,
             causal=causal,
             keeps_states=dofla_entry is not None,
+            in_place=dofla_entry is not None and dofla_entry.in_place,
             exact=_prefills_exactly(layer, query, dofla_entry),
         )
-    if dofla_entry is not None:
+    if dofla_entry is not None and not outside:
         dofla_entry.states = states
     out = out.transpose(1, 2).contiguous()
     if imitates:
@@ -111,8 +112,11 @@ def token_by_token() -> Iterator[None]:
 
 
 @torch.compiler.disable
-def _outside_the_graph(layer: nn.Module, *args: Tensor, **options: Any) -> tuple[Tensor, Sequence[Carried]]:
-    return layer(*args, **options)
+def _outside_the_graph(layer: nn.Module, entry: Any, *args: Tensor, **options: Any) -> tuple[Tensor, Sequence[Carried]]:
+    out, states = layer(*args, **options)
+    if entry is not None:
+        entry.states = states
+    return out, states
 
 
 def with_gradients_of_softmax(
@@ -164,7 +168,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 
 def unreachable(model: PreTrainedModel) -> str:
-    """What to say of a model whose attention is none of transformers' implementations."""
+    """The error of a model whose attention is none of transformers' implementations."""
     return (
         f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
         "models with their own attention code (BLOOM, Falcon, MPT, ...) cannot be linearized"

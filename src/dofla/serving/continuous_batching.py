@@ -198,7 +198,7 @@ class _Batch:
         self.caches, self.cache = caches, DynamicCache(config=config)
         self.cache.layers = []
         for entries in zip(*map(_entries, caches), strict=True):
-            entry = LinearCacheLayer(beside_softmax=False, static=False)
+            entry = LinearCacheLayer(beside_softmax=False)
             entry.states = [side_by_side(states) for states in zip(*(own.states for own in entries), strict=True)]
             entry.tokens, entry.is_initialized = max(own.tokens for own in entries), True
             self.cache.layers.append(entry)

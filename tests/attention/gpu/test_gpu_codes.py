@@ -101,16 +101,3 @@ def test_queries(dim, groups):
     size = longest * query.double().norm(dim=-1, keepdim=True)
     off = (rotated.cpu().double() - torch.cat([wanted, beside.unsqueeze(-1)], -1)).abs()
     assert (off <= sum_error(4 * (dim + 1) ** 0.5 + 8) * size + torch.finfo(torch.float32).tiny).all()
-
-
-@pytest.mark.interpreter
-def test_queries_of_some_heads_of_a_layer():
-    from dofla.attention.gpu.rotate_query import rotate_queries
-
-    coder, _ = coder_of(16, [3.0])
-    query, own = vectors(1, 12, 1, 16), torch.tensor([3, 1], dtype=torch.int32)  # of four KV heads, in groups of three
-    rotated, query_integers = rotate_queries(copy.deepcopy(coder).to(DEVICE), query.to(DEVICE), 3, own.to(DEVICE))
-    alone = torch.cat([query[:, 9:12], query[:, 3:6]], 1)
-    for mine, plain in zip(query_integers, coder.rotate_query_integer(alone), strict=True):
-        assert torch.equal(mine.cpu(), plain)
-    assert rotated.shape == (1, 6, 1, 17)

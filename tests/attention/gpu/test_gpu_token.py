@@ -11,8 +11,8 @@ from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dofla.attention import LOG_ZERO, Moments
-from dofla.attention.backends import BACKENDS
 from dofla.attention.carried import State
+from dofla.attention.gpu.operators import _DECODERS, decode
 from dofla.feature_maps.layer import LinearAttention
 from dofla.feature_maps.pages import read_pages
 
@@ -47,13 +47,13 @@ def text_of(layer, batch, length, groups, dtype=torch.float32):
     return [torch.randn(batch, n, length, dim, generator=generator).to(dtype) for n, dim in sizes]
 
 
-def read(layer, text, weight, cuts, states=None):
+def read(layer, text, weight, cuts, states=None, in_place=False):
     """Outputs and states; of the parts of a text that are one token, by whatever takes them."""
     out = []
     for a, b in pairwise(cuts):
         part = [x[:, :, a:b] for x in text]
         own = None if weight is None else weight[:, a:b]
-        piece, states = layer(*part, scaling=SCALING, weight=own, states=states)
+        piece, states = layer(*part, scaling=SCALING, weight=own, states=states, in_place=in_place)
         out.append(piece)
     return torch.cat(out, 2), states
 
@@ -63,7 +63,7 @@ def moved(x, device):
 
 
 def check(layer, text, weight, before):
-    """Five tokens after ``before`` others, which plain torch or the compiled kernels read."""
+    """Tokens after ``before`` others, which plain torch or the compiled kernels read."""
     length = text[0].shape[2]
     cuts = [before, *range(before + 1, length + 1)]
     states = read(layer, text, weight, [0, before])[1] if before else None
@@ -71,10 +71,12 @@ def check(layer, text, weight, before):
     own, *text = copy.deepcopy(layer).to(DEVICE), *moved(text, DEVICE)
     (weight,) = moved([weight], DEVICE)
     states = states and [state.map(lambda x: x.to(DEVICE)) for state in states]
+    held = copy.deepcopy(states)
     with calls_of_kernels() as called:
         found, mine = read(own, text, weight, cuts, states)
     assert not called  # those are the kernels of longer parts
-    assert own._layouts[0] in BACKENDS[0]._decoders
+    assert not states or all(torch.equal(a.tokens, b.tokens) for a, b in zip(states, held, strict=True))
+    assert own._layouts[0] in _DECODERS
     for state, other in zip(mine, after, strict=True):
         assert torch.equal(state.tokens.cpu(), other.tokens)
     return found.cpu(), wanted
@@ -94,6 +96,20 @@ def test_states_and_outputs_are_those_of_plain_torch(sizes, groups):
     text = text_of(layer, 2, before + 5, groups)
     found, wanted = check(layer, text, None, before)
     # Sums of some dozen numbers of the size of values, with weights that scores of the size of ten are off by.
+    assert (found - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
+
+
+@pytest.mark.parametrize("sizes", [pytest.param("no sinks", marks=pytest.mark.interpreter), "more than a tile"])
+def test_as_many_rows_parts_and_moves_as_large_models_take(sizes, monkeypatch):
+    from dofla.attention.gpu import token
+
+    monkeypatch.setattr(token, "ROWS", 16)
+    monkeypatch.setattr(token, "TILE", 16)
+    monkeypatch.setattr(token, "MOVED", 512)  # bytes: some four tokens at once
+    *shape, before = LAYERS[sizes]
+    layer = layer_of(*shape)
+    text = text_of(layer, 1, before + 3, 18)
+    found, wanted = check(layer, text, None, before)
     assert (found - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
 
 
@@ -122,6 +138,20 @@ def test_padding_before_and_between():
     assert off.max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
 
 
+@pytest.mark.interpreter
+def test_padding_alone_changes_no_state():
+    *shape, before = LAYERS["while sinks fill"]
+    layer = layer_of(*shape).to(DEVICE)
+    text = moved(text_of(layer, 2, before + 1, 2), DEVICE)
+    _, states = read(layer, text, None, [0, before])
+    rows = torch.cat([state.tokens for state in states], 1)
+    own, held = list(rows.split([state.tokens.shape[1] for state in states], 1)), rows.clone()
+    token, log_weight = [x[:, :, before:] for x in text], torch.tensor([[0.0], [LOG_ZERO]], device=DEVICE)
+    decode(layer.layouts, *token, log_weight, own, SCALING, in_place=True)
+    assert not torch.equal(rows[0], held[0])
+    assert torch.equal(rows[1], held[1])
+
+
 def test_bfloat16():
     *shape, before = LAYERS["others in each head"]
     layer = layer_of(*shape)
@@ -144,7 +174,7 @@ def test_other_memories_are_read_as_longer_parts_are():
         patch.setattr("dofla.attention.compiled.usable", lambda *_: False)
         found, mine = read(own, moved(text, DEVICE), None, [before, before + 1], states)
     assert called == ["attend", "select_survivors", "attend"]
-    assert own._layouts[0] not in BACKENDS[0]._decoders
+    assert own._layouts[0] not in _DECODERS
     assert (found.cpu() - wanted).abs().max() < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
     opened = [layer.layout_of(0).opened(x) for x in (mine[0].map(lambda x: x.cpu()), after[0])]
     assert isinstance(opened[0], State)
@@ -172,7 +202,7 @@ def test_states_are_updated_in_their_pages():
             off = (out.cpu() - wanted[:, :, n : n + 1]).abs().max()
             assert off < 256 * torch.finfo(torch.float32).eps * text[2].abs().max()
     assert not called
-    assert own._layouts[0] in BACKENDS[0]._decoders
+    assert own._layouts[0] in _DECODERS
     assert torch.equal(whole[pages, :-16].cpu(), torch.cat([state.tokens for state in after], 1))
     assert torch.equal(whole[[0, 2, 4]].cpu(), others[0])
     assert torch.equal(whole[:, -16:].cpu(), others[1])
@@ -208,36 +238,52 @@ def test_coders_that_were_calibrated_again_are_those_of_the_next_token():
     assert torch.equal(other, fresh)
 
 
-@pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="counts launches, which the interpreter tells of")
-@pytest.mark.parametrize("sizes", ["alike", "tiers of other sizes"])
-def test_a_token_is_a_dozen_operations_and_waits_for_nothing(sizes, monkeypatch):
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were launched."""
     from triton.runtime.interpreter import GridExecutor
 
-    *shape, before = LAYERS[sizes]
-    layer = layer_of(*shape)
-    text, launched, run = text_of(layer, 1, before + 2, 2), [], GridExecutor.__call__
+    names, run = [], GridExecutor.__call__
 
     def launch(self, *args, **options):
-        launched.append(self.fn.__name__)
+        names.append(self.fn.__name__)
         with _disable_current_modes():  # what the interpreter does with tensors is no operation
             run(self, *args, **options)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
+    return names
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="counts launches, which the interpreter tells of")
+@pytest.mark.parametrize("sizes", ["alike", "tiers of other sizes"])
+def test_a_token_is_two_launches_and_waits_for_nothing(sizes, launched):
+    *shape, before = LAYERS[sizes]
+    layer = layer_of(*shape)
+    text = text_of(layer, 1, before + 2, 2)
     with calls_of_kernels():
         _, states = read(layer, text, None, [0, before, before + 1])  # tables are on the device then
         launched.clear()
         with _Operations() as counted:
-            read(layer, text, None, [before + 1, before + 2], states)
-    assert launched == [
-        "line",
-        "_code",
-        "_code",
-        "_rotate_queries",
-        "_logarithms",
-        "_select_survivors",
-        "_attend",
-        "near",
-        "write",
-    ]
-    assert sorted(counted.names) == ["cat", "new_zeros", "zeros_like"]  # the first is the test's own
+            read(layer, text, None, [before + 1, before + 2], states, in_place=True)
+    assert launched == ["encode_and_rotate", "attend_and_update"]
+    assert counted.names == ["cat"]  # the test's own
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="counts launches, which the interpreter tells of")
+def test_a_token_of_pages_is_two_launches_and_nothing_else(launched):
+    *shape, before = LAYERS["alike"]
+    layer = layer_of(*shape)
+    text = text_of(layer, 2, before + 2, 2)
+    _, states = read(layer, text, None, [0, before])
+    sizes, pages = [state.tokens.shape[1] for state in states], torch.tensor([1, 0])
+    pools = list(torch.cat([state.tokens for state in states], 1).split(sizes, 1))
+    with calls_of_kernels():
+        for n in range(before, before + 2):
+            launched.clear()
+            inputs = [x[:, :, n : n + 1].transpose(0, 2) for x in text]
+            with _Operations() as counted:  # tables are on the device at the second token
+                read_pages(layer, *inputs, scaling=SCALING, pools=pools, pages=pages, starts=[0, 1, 2])
+    assert launched == ["encode_and_rotate", "attend_and_update"]
+    assert not counted.names

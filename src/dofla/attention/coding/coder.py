@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import distortion, on_device
+from dofla.attention.coding.levels import distortion
 from dofla.attention.constants import MOST_BITS
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.rows import Rows
@@ -148,12 +148,6 @@ class Coder(nn.Module):
         """Where :attr:`rotation`, :attr:`fineness`, :attr:`back`, :attr:`mean`, :attr:`middle` and :attr:`bits`
         begin."""
         return self._rows.starts
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The lookup tables of the Triton kernels, on the coder's device: levels by bits in rows of 64, scales [256]
-        and the borders of their squares [255]."""
-        return on_device(self.constants.device)
 
     @property
     def rotation(self) -> Tensor:

@@ -56,7 +56,7 @@ def distortion(bits: int) -> float:
 
 
 def _tables() -> Tensor:
-    """All of these as one array, as the compiled kernels take them: levels by bits in rows of 64, as numbers and once
+    """All of these as one array, as kernels take them: levels by bits in rows of 64, as numbers and once
     more as bytes; scales and the borders of their squares in rows of 256, of which the last is infinite."""
     of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
     as_bytes = of_bits.to(torch.int8).view(torch.float32)
@@ -64,7 +64,9 @@ def _tables() -> Tensor:
 
 
 TABLES = _tables()
-"""All that the compiled kernels look up. A constant, as graphs of torch.compile trace no cached call."""
+"""All that kernels look up. A constant, as graphs of torch.compile trace no cached call."""
+SCALES_AT = MOST_BITS * (64 + 16)
+"""Where the scales begin in :data:`TABLES`; the borders of their squares are the 256 numbers behind them."""
 
 
 def placed(table: Tensor, device: torch.device) -> Tensor:
@@ -76,14 +78,6 @@ def placed(table: Tensor, device: torch.device) -> Tensor:
 def _copied(table: Tensor, device: torch.device) -> Tensor:
     """Once, for the CPU waits for a GPU while it copies something there."""
     return table.to(device)
-
-
-@cache
-def on_device(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels by bits in rows of 64, scales [256] and the borders of their squares [255], as the Triton kernels take
-    them."""
-    of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
-    return placed(of_bits, device), placed(_SCALES, device), placed(_SQUARE_BORDERS, device)
 
 
 def scale_code(square: Tensor) -> Tensor:

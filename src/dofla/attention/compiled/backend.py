@@ -25,7 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Compiled(Backend):
     """C++ kernels for a CPU, where no derivative is asked for."""
 
-    traceable = True
+    def traceable(self, tokens: int, retains: bool) -> bool:
+        return True
 
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         return compiled.usable(vectors, others, DTYPES)
@@ -39,6 +40,7 @@ class Compiled(Backend):
         log_weight: Tensor | None,
         states: list[Tensor],
         scaling: float,
+        in_place: bool,
     ) -> Packed | None:
         if query.shape[-2] == 0:
             return None

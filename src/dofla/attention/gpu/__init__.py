@@ -1,7 +1,8 @@
 """Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors.
-And of a compressed cache what in plain torch is hundreds of small operations: to write codes (encode.py), to rotation
+And of a compressed cache what in plain torch is hundreds of small operations: to write codes (encode.py), to rotate
 queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a tier from its codes (tiers.py;
-codes.py, decode.py); and all of a decoded token (token.py, rows.py).
+codes.py, decode.py); and all of a decoded token, in two kernels (token.py: token_encode.py and token_attend.py, both
+with rows.py), as an operator of torch (operators.py).
 
 The kernels of linear attention (kernels.py) are two phases over chunks of 64 tokens, as in compiled/features.h, and one
 for decoding:
@@ -28,8 +29,12 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from dofla.attention.state import FeatureState
+
+TRITON = "3.4"
+"""The least version of triton: older ones take no named tuples of constants."""
 
 CHUNK = 64
 """Tokens per chunk: enough for the matrix units, few enough that pairs within a chunk cost no more than the state."""
@@ -38,17 +43,24 @@ _PRECISION = "ieee"
 """Input precision of float32 products: TF32, Triton's default, has 10 bits and would miss 1e-4. No effect on bf16."""
 
 
-@lru_cache(maxsize=1)
+@torch.compiler.assume_constant_result
 def obstacle() -> str | None:
     """Why the kernels cannot be used here, or None."""
+    return _obstacle()
+
+
+@lru_cache(maxsize=1)
+def _obstacle() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than compute capability 8.0, which bfloat16 products need"
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"triton cannot be imported ({error})"
+    if TorchVersion(triton.__version__) < TRITON:
+        return f"triton {triton.__version__} is older than {TRITON}, which the kernels need: it comes with torch 2.8"
     return None
 
 
@@ -62,7 +74,7 @@ def usable(*tensors: Tensor) -> bool:
         return False
     if not all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors):
         return False
-    return not torch.compiler.is_compiling() and obstacle() is None
+    return obstacle() is None
 
 
 def linear_attention(

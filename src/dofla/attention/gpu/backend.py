@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,17 +18,15 @@ from dofla.attention.drawn import Drawn, Line
 from dofla.attention.exact import ExactPart
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.codes import Codes
+from dofla.attention.gpu.operators import decode, decode_token, decoders_of, empty_output
 from dofla.attention.state import FeatureState, TokenBuffer
-
-if TYPE_CHECKING:
-    from dofla.attention.gpu.token import Decoder
 
 
 class Triton(Backend):
     """Triton kernels for a GPU, where no gradient is asked for."""
 
-    def __init__(self) -> None:
-        self._decoders: WeakKeyDictionary[Layout, list[tuple[list[int], Decoder]]] = WeakKeyDictionary()
+    def traceable(self, tokens: int, retains: bool) -> bool:
+        return tokens == 1 and retains
 
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         return gpu.usable(*vectors)
@@ -44,20 +40,17 @@ class Triton(Backend):
         log_weight: Tensor | None,
         states: list[Tensor],
         scaling: float,
+        in_place: bool,
     ) -> Packed | None:
         if query.shape[-2] != 1 or not all(layout.retains for layout in layouts):
             return None
-        from dofla.attention.gpu.side_by_side import joined_states
-
-        out = value.new_zeros(*query.shape[:-1], value.shape[-1])
-        after, steps = list(states), weight_steps(scaling, query.device)
-        for places, decoder in self._decoders_of(layouts):
-            before = joined_states([states[n] for n in places])
-            own = torch.zeros_like(before)
-            decoder(query, key, value, log_weight, before, own, out, scaling, *steps)
-            for n, state in zip(places, own.split(decoder.bytes, 1), strict=True):
-                after[n] = state
-        return Packed(out, after, [])
+        if torch.compiler.is_compiling():
+            after = states if in_place else [state.clone() for state in states]
+            for layout in layouts:
+                layout.register()
+            ids = [id(layout) for layout in layouts]
+            return Packed(decode_token(query, key, value, log_weight, after, ids, scaling), after, [])
+        return Packed(*decode(layouts, query, key, value, log_weight, states, scaling, in_place), [])
 
     def read_pages(
         self,
@@ -74,26 +67,13 @@ class Triton(Backend):
             return None  # kernels are for a token of each sequence
         from dofla.attention.gpu.side_by_side import common_rows
 
-        (_, decoder), *others = self._decoders_of(layouts)
+        (_, decoder), *others = decoders_of(layouts)
         if others or (pool := common_rows(pools)) is None:
             return None
         query, key, value = (x.transpose(0, 2) for x in (query, key, value))
-        out = value.new_zeros(*query.shape[:-1], value.shape[-1])
-        steps = weight_steps(scaling, query.device)
-        decoder(query, key, value, None, pool[pages], pool, out, scaling, *steps, pages)
+        out = empty_output(layouts, query, key, value)
+        decoder(query, key, value, None, pool, out, scaling, *weight_steps(scaling, query.device), pages)
         return out.transpose(0, 2)
-
-    def _decoders_of(self, layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
-        """The decoders of a layer, each with the places of its groups; made once, since a decoded token is little else
-        than what is looked up here."""
-        if layouts[0] not in self._decoders:
-            from dofla.attention.gpu.token import Decoder, alike
-
-            places: dict[object, list[int]] = {}
-            for n, layout in enumerate(layouts):
-                places.setdefault(alike(layout), []).append(n)
-            self._decoders[layouts[0]] = [(own, Decoder([layouts[n] for n in own])) for own in places.values()]
-        return self._decoders[layouts[0]]
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         from dofla.attention.gpu.pack import pack

@@ -10,12 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dofla.attention.coding.levels import SCALES_AT
+
+_SCALES_AT = tl.constexpr(SCALES_AT)
 LEAST = tl.constexpr(16)
 """Numbers that a product of matrices takes at least: as many as a block has, or twice as many."""
 
 
 @triton.jit
-def levels_of(codes, n, bits, levels, mask, BLOCK: tl.constexpr):
+def levels_of(codes, n, bits, tables, mask, BLOCK: tl.constexpr):
     """Whole numbers [T, N], 0 where masked.
 
     ``codes`` [T, N or 1] is where the codes of their blocks begin, ``n`` [N] which numbers of a block they are,
@@ -28,19 +31,40 @@ def levels_of(codes, n, bits, levels, mask, BLOCK: tl.constexpr):
     higher = tl.load(codes + high[None, :], mask=mask, other=0).to(tl.int32)
     window = ((lower | (higher << 8)) >> shift[None, :]) & 63
     first = (bits - 1) * 64 + tl.zeros_like(n)
-    return tl.load(levels + first[None, :] + window, mask=mask, other=0.0)
+    return tl.load(tables + first[None, :] + window, mask=mask, other=0.0)
 
 
 @triton.jit
-def units_of(scales, units, mask):
-    """The units of integers, from ``units`` [256], for the scale bytes at the pointers ``scales``; 0 where masked."""
-    return tl.load(units + tl.load(scales, mask=mask, other=0).to(tl.int32), mask=mask, other=0.0)
+def units_of(scales, tables, mask):
+    """The units of integers for the scale bytes at the pointers ``scales``; 0 where masked."""
+    return tl.load(tables + _SCALES_AT + tl.load(scales, mask=mask, other=0).to(tl.int32), mask=mask, other=0.0)
 
 
 @triton.jit
-def products(queries, codes, bits, levels, is_token, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Products [R, T], float32, of queries [R, LEAST] and the integers of one block of the keys at ``codes`` [T]."""
+def keys_of(codes, bits, tables, is_token, BLOCK: tl.constexpr):
+    """The integers [LEAST, T], float32, of one block of the keys at ``codes`` [T]."""
     n = tl.arange(0, LEAST)
     here = is_token[:, None] & (n < BLOCK)[None, :]
-    keys = levels_of(codes[:, None], n % BLOCK, bits, levels, here, BLOCK)
-    return tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
+    return tl.trans(levels_of(codes[:, None], n % BLOCK, bits, tables, here, BLOCK))
+
+
+@triton.jit
+def starts_of(n, widths, CODER: tl.constexpr):
+    """Where in the codes of a vector those of the blocks begin that hold the numbers ``n`` [N], and their bits, where
+    ``widths`` are those of all blocks."""
+    BLOCK: tl.constexpr = CODER.block
+    BLOCKS: tl.constexpr = CODER.padded_blocks
+    every = tl.arange(0, BLOCKS)
+    sizes = tl.load(widths + every, mask=every < CODER.blocks, other=0).to(tl.int32) * (BLOCK // 8)
+    before = tl.sum(tl.where(every[None, :] < (n // BLOCK)[:, None], sizes[None, :], 0), axis=1)
+    return before, tl.load(widths + n // BLOCK, mask=n < CODER.dim, other=1).to(tl.int32)
+
+
+@triton.jit
+def values_of(codes, scales, n, before, bits, tables, is_token, CODER: tl.constexpr):
+    """The numbers ``n`` of vectors [T, N], float32, of the codes and scales at ``codes`` and ``scales`` [T]; ``before``
+    and ``bits`` are of :func:`starts_of`."""
+    BLOCK: tl.constexpr = CODER.block
+    here = is_token[:, None] & (n < CODER.dim)[None, :]
+    values = levels_of(codes[:, None] + before[None, :], n % BLOCK, bits, tables, here, BLOCK)
+    return values * units_of(scales[:, None] + (n // BLOCK)[None, :], tables, here)

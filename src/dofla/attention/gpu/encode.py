@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dofla.attention.coding.coder import Coder
+from dofla.attention.coding.levels import SCALES_AT
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.gpu import block_count
+from dofla.attention.gpu.codes import Coding, tables_on
 from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
 from dofla.attention.gpu.pack import pack
-from dofla.attention.gpu.side_by_side import JointCoder
 
 RINGS = 16
 """Vectors of a program at most, of each one block: they walk side by side."""
@@ -29,175 +30,166 @@ SCRATCH = 2**26
 
 _BRANCHES = tl.constexpr(BRANCHES)
 _NOWHERE = tl.constexpr(NOWHERE)
-_STATES = 2 ** (WINDOW - 1)
+_BORDERS_AT = tl.constexpr(SCALES_AT + 256)
+WAYS = tl.constexpr(2 ** (WINDOW - 1) + 5)
+"""Bytes that a program needs for each number that it codes: which way its paths came, the number and its window."""
+
 _FINE = tl.constexpr(FINE)
 _SCALE = tl.constexpr(float(FINE * UNIT))
 """Code of a number as large as its block: units of a level, :data:`_FINE` to one."""
 
 
-def enter(
-    coder: Coder | JointCoder, integers: Tensor, exponents: Tensor, line: tuple[Tensor, Tensor], first: int = 0
-) -> None:
-    """:func:`entered`, of vectors that are in int8 already, to where there are places for them.
-
-    Args:
-        coder: of so many heads.
-        integers: [B, Hkv, L, d], int8, in one piece.
-        exponents: [B, Hkv, L], int8, in one piece.
-        line: codes [B, Hkv, S, bytes] and scales [B, Hkv, S, blocks], uint8, in one piece, to be filled from the place
-            ``first`` on.
-    """
-    _encode(coder, 0, (integers, exponents, None, None), integers.shape[2], line, first)
-
-
 def entered(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d], float32 or bfloat16:
     :meth:`dofla.attention.Coder.encode`."""
-    line = empty_line(coder, x.shape[:3], 0)
-    enter(coder, *pack(x), line)
-    return line
+    integers, exponents = pack(x)
+    return _encode(coder, 0, (integers, exponents, None, None), x.shape[:3])
 
 
 def age(coder: Coder, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor, Tensor]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them."""
     vectors, units = (x.contiguous() for x in numbers)
-    line = empty_line(coder, vectors.shape[:3], tier)
-    _encode(coder, tier, (None, None, vectors, units), vectors.shape[2], line, 0)
-    return line
+    return _encode(coder, tier, (None, None, vectors, units), vectors.shape[:3])
 
 
-def empty_line(coder: Coder | JointCoder, shape: Sequence[int], tier: int) -> tuple[Tensor, Tensor]:
-    """Places for codes and scales of vectors [*shape, d], to be filled."""
-    blocks = coder.dim // coder.block
-    sizes = coder.bytes_per_token(tier) - blocks, blocks
-    codes, scales = (torch.empty(*shape, size, dtype=torch.uint8, device=coder.constants.device) for size in sizes)
-    return codes, scales
-
-
-def _encode(
-    coder: Coder | JointCoder,
-    tier: int,
-    vectors: tuple[Tensor | None, ...],
-    length: int,
-    line: tuple[Tensor, Tensor],
-    first: int,
-) -> None:
-    codes, scales = line
-    batch, heads, places, blocks = scales.shape
-    levels, _, borders = coder.tables
-    per_token = batch * heads * blocks * coder.block * (_STATES + 5)
+def _encode(coder: Coder, tier: int, vectors: tuple[Tensor | None, ...], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    batch, heads, length = shape
+    constants, coding = coder.constants, Coding.of(coder, tier)
+    sizes = coding.size, coding.blocks
+    codes, scales = (torch.empty(*shape, size, dtype=torch.uint8, device=constants.device) for size in sizes)
+    per_token = batch * heads * coder.dim * WAYS.value
     piece = min(length, max(RINGS, SCRATCH // per_token))
     scratch = codes.new_empty(piece * per_token)
     rings = min(RINGS, triton.next_power_of_2(piece))
-    rotation, fineness, _, _, middle, bits = coder.starts
-    bits_head = blocks if isinstance(coder, JointCoder) else 0
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         for start in range(0, length, piece):
-            _code[(batch * heads, block_count(piece, rings), blocks)](
-                *(*vectors, coder.constants, levels, borders, scratch, codes, scales),
-                *(heads, length, start, piece, places, first, coder.dim, blocks, bits_head, codes.shape[-1]),
-                TURN=rotation,
-                FINENESS=fineness,
-                MIDDLE=middle,
-                BITS=bits + tier * blocks,
-                BLOCKS=triton.next_power_of_2(blocks),
-                BLOCK=coder.block,
+            _code[(batch * heads, block_count(piece, rings), coding.blocks)](
+                *(*vectors, constants, tables_on(constants.device), scratch, codes, scales),
+                *(heads, length, start, piece),
+                CODER=coding,
                 RINGS=rings,
-                CHUNK=max(4, triton.next_power_of_2(coder.dim) // rings),
                 enable_fp_fusion=False,
                 num_warps=1,
             )
+    return codes, scales
 
 
 @triton.jit
 def _code(
     integers,  # [units, L, dim], or None
     exponents,  # [units, L], or None
-    numbers,  # [units, L, blocks, BLOCK], or None
+    numbers,  # [units, L, blocks, block], or None
     units,  # [units, L, blocks], or None
     constants,  # of the coder
-    levels,  # by bits, in rows of 64
-    borders,  # [255]
-    scratch,  # [units, piece, blocks, (32 + 5) * BLOCK], for the program's own use
-    codes,  # [units, places, bytes], to be filled
-    scales,  # [units, places, blocks], to be filled
+    tables,
+    scratch,  # [units, piece, dim, WAYS], for the program's own use
+    codes,  # [units, L, bytes], to be filled
+    scales,  # [units, L, blocks], to be filled
     heads,
     length,
     start,  # of the vectors that this launch codes
     piece,  # how many they are
-    places,
-    first,
-    dim,
-    blocks,
-    bits_head,  # how far the bits of a head are from the next one's; 0 if they share them
-    size,  # bytes of a vector's codes
-    TURN: tl.constexpr,  # where the parts of the constants begin
-    FINENESS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CODER: tl.constexpr,
     RINGS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One program per head of a batch row, some vectors and one block of each."""
+    DIM: tl.constexpr = CODER.dim
+    BLOCK: tl.constexpr = CODER.block
+    BLOCKS: tl.constexpr = CODER.blocks
     unit, block = tl.program_id(0).to(tl.int64), tl.program_id(2)
     of_piece, n = tl.program_id(1) * RINGS + tl.arange(0, RINGS), tl.arange(0, BLOCK)
     token = start + of_piece
-    is_token = (of_piece < piece) & (token < length)
+    place, is_token = unit * length + token, (of_piece < piece) & (token < length)
     if integers is None:
-        ring = (unit * length + token) * blocks + block
+        ring = place * BLOCKS + block
         own = tl.load(numbers + ring[:, None] * BLOCK + n[None, :], mask=is_token[:, None], other=0.0)
         worth = tl.load(units + ring, mask=is_token, other=1.0)
     else:
-        place, row = unit * length + token, unit % heads * dim + block * BLOCK + n
-        rotated = tl.zeros([RINGS, BLOCK], tl.float32)
-        for begin in range(0, dim, CHUNK):  # exact: integers below 2²⁴
-            d = begin + tl.arange(0, CHUNK)
-            rotation = at(constants, TURN, tl.int16) + row[:, None] * dim + d[None, :]
-            rotation = tl.load(rotation, mask=(d < dim)[None, :], other=0).to(tl.float32)
-            here = is_token[:, None] & (d < dim)[None, :]
-            vector = tl.load(integers + place[:, None] * dim + d[None, :], mask=here, other=0).to(tl.float32)
-            rotated += tl.sum(rotation[None, :, :] * vector[:, None, :], axis=2)
         exponent = tl.load(exponents + place, mask=is_token, other=0).to(tl.int32)
-        fine = tl.load(at(constants, FINENESS, tl.float32) + row)[None, :] * power_of_two(exponent)[:, None]
-        own, worth = whole(rotated * fine - tl.load(at(constants, MIDDLE, tl.float32) + row)[None, :])
+        vectors = integers + place * DIM
+        own, worth = rotated_block(vectors, exponent, is_token, constants, unit % heads, block, CODER, RINGS)
+    bits, scratch = at(constants, CODER.bits, tl.uint8), scratch + (unit * piece + of_piece) * (DIM * WAYS)
+    codes, scales = codes + place * CODER.size, scales + place * BLOCKS
+    encode_block(own, worth, is_token, block, bits, tables, scratch, codes, scales, CODER, RINGS)
 
+
+@triton.jit
+def rotated_block(
+    vectors,  # [RINGS], where the integers of each begin
+    exponent,  # [RINGS], of what their integers are worth
+    is_token,  # [RINGS]
+    constants,  # of the coder
+    head,
+    block,
+    CODER: tl.constexpr,
+    RINGS: tl.constexpr,
+):
+    """A block of vectors in int8 as it is coded: integers [RINGS, block], and what one is worth [RINGS]."""
+    DIM: tl.constexpr = CODER.dim
+    BLOCK: tl.constexpr = CODER.block
+    CHUNK: tl.constexpr = CODER.padded // RINGS
+    row = head * DIM + block * BLOCK + tl.arange(0, BLOCK)
+    rotated = tl.zeros([RINGS, BLOCK], tl.float32)
+    for begin in range(0, DIM, CHUNK):  # exact: integers below 2²⁴
+        d = begin + tl.arange(0, CHUNK)
+        rotation = at(constants, CODER.turn, tl.int16) + row[:, None] * DIM + d[None, :]
+        rotation = tl.load(rotation, mask=(d < DIM)[None, :], other=0).to(tl.float32)
+        here = is_token[:, None] & (d < DIM)[None, :]
+        vector = tl.load(vectors[:, None] + d[None, :], mask=here, other=0).to(tl.float32)
+        rotated += tl.sum(rotation[None, :, :] * vector[:, None, :], axis=2)
+    fine = tl.load(at(constants, CODER.fineness, tl.float32) + row)[None, :] * power_of_two(exponent)[:, None]
+    return whole(rotated * fine - tl.load(at(constants, CODER.middle, tl.float32) + row)[None, :])
+
+
+@triton.jit
+def encode_block(
+    own,  # [RINGS, block], integers
+    worth,  # [RINGS], of one of them
+    is_token,  # [RINGS]
+    block,
+    widths,  # [blocks], uint8, the bits of each block
+    tables,
+    scratch,  # [RINGS], where there is room for dim * WAYS bytes
+    codes,  # [RINGS], where those of the vector begin
+    scales,  # likewise
+    CODER: tl.constexpr,
+    RINGS: tl.constexpr,
+):
+    """Write the code and the scale of a block of vectors."""
+    BLOCK: tl.constexpr = CODER.block
+    BLOCKS: tl.constexpr = CODER.padded_blocks
+    n, every = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     squares = tl.sum(own * own, axis=1)
     root = tl.sqrt_rn(squares * (1.0 / BLOCK))  # the product is exact, a division would not be
     wanted = rounded(tl.div_rn(own * _SCALE, tl.zeros_like(own) + tl.maximum(root, 1e-3)[:, None]))
 
-    every = tl.arange(0, BLOCKS)
-    widths = at(constants, BITS, tl.uint8) + unit % heads * bits_head
-    widths = tl.load(widths + every, mask=every < blocks, other=0).to(tl.int32)
-    before = tl.sum(tl.where(every < block, widths, 0), axis=0) * (BLOCK // 8)
-    bits = tl.sum(tl.where(every == block, widths, 0), axis=0)
-    scratch += ((unit * piece + of_piece) * blocks + block) * (BLOCK * 37)
+    sizes = tl.load(widths + every, mask=every < CODER.blocks, other=0).to(tl.int32)
+    before = tl.sum(tl.where(every < block, sizes, 0), axis=0) * (BLOCK // 8)
+    bits = tl.sum(tl.where(every == block, sizes, 0), axis=0)
+    scratch += block * (BLOCK * WAYS)
     x = at(scratch, 0, tl.int32)
     found = scratch + 4 * BLOCK
     ways = scratch + 5 * BLOCK
     tl.store(x[:, None] + n[None, :], wanted.to(tl.int32), mask=is_token[:, None])
     tl.debug_barrier()  # what one thread stored, another loads
     if bits == 1:
-        _search(x, levels, found, ways, is_token, N=BLOCK, BITS=1, RINGS=RINGS)
+        _search(x, tables, found, ways, is_token, N=BLOCK, BITS=1, RINGS=RINGS)
     elif bits == 2:
-        _search(x, levels + 64, found, ways, is_token, N=BLOCK, BITS=2, RINGS=RINGS)
+        _search(x, tables + 64, found, ways, is_token, N=BLOCK, BITS=2, RINGS=RINGS)
     elif bits == 3:
-        _search(x, levels + 128, found, ways, is_token, N=BLOCK, BITS=3, RINGS=RINGS)
+        _search(x, tables + 128, found, ways, is_token, N=BLOCK, BITS=3, RINGS=RINGS)
     elif bits == 4:
-        _search(x, levels + 192, found, ways, is_token, N=BLOCK, BITS=4, RINGS=RINGS)
+        _search(x, tables + 192, found, ways, is_token, N=BLOCK, BITS=4, RINGS=RINGS)
     else:
-        _search(x, levels + 256, found, ways, is_token, N=BLOCK, BITS=5, RINGS=RINGS)
+        _search(x, tables + 256, found, ways, is_token, N=BLOCK, BITS=5, RINGS=RINGS)
     tl.debug_barrier()
 
     window = tl.load(found[:, None] + n[None, :], mask=is_token[:, None], other=0).to(tl.int32)
-    level = tl.load(levels + (bits - 1) * 64 + window)
+    level = tl.load(tables + (bits - 1) * 64 + window)
     square = tl.div_rn(squares, tl.sum(level * level, axis=1)) * (worth * worth)
-    border = tl.arange(0, 256)
-    border = tl.load(borders + border, mask=border < 255, other=float("inf"))
+    border = tl.load(tables + _BORDERS_AT + tl.arange(0, 256))
     scale = tl.sum((border[None, :] < square[:, None]).to(tl.int32), axis=1)
-    place = unit * places + first + token
-    tl.store(scales + place * blocks + block, scale.to(tl.uint8), mask=is_token)
+    tl.store(scales + block, scale.to(tl.uint8), mask=is_token)
     here = is_token[:, None] & (n < bits * (BLOCK // 8))[None, :]
     byte = tl.zeros([RINGS, BLOCK], tl.int32)
     for bit in range(8):
@@ -205,7 +197,7 @@ def _code(
         of = BLOCK - 1 - from_low // bits  # the number that the bit is of: those of the last one are the lowest
         window = tl.load(found[:, None] + of[None, :], mask=here, other=0).to(tl.int32)
         byte |= (window >> (from_low % bits)[None, :] & 1) << bit
-    tl.store(codes + place[:, None] * size + before + n[None, :], byte.to(tl.uint8), mask=here)
+    tl.store(codes[:, None] + before + n[None, :], byte.to(tl.uint8), mask=here)
 
 
 @triton.jit

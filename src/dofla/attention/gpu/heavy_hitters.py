@@ -12,17 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dofla.attention.constants import DECAY, GAIN, MOST_SCORE, MOST_STEPS, NEVER
+from dofla.attention.constants import DECAY, GAIN, LEAST_STEPS, MOST_SCORE, MOST_STEPS, NEVER
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import Codes
-from dofla.attention.gpu.decode import LEAST, products, units_of
-from dofla.attention.gpu.numbers import rounded
+from dofla.attention.gpu.codes import Codes, tables_on
+from dofla.attention.gpu.decode import LEAST, keys_of, units_of
+from dofla.attention.gpu.numbers import at, rounded
 
 _GAIN = tl.constexpr(GAIN)
 _DECAY = tl.constexpr(DECAY)
 _MOST_SCORE = tl.constexpr(MOST_SCORE)
 _NEVER = tl.constexpr(NEVER)
 _MOST_STEPS = tl.constexpr(MOST_STEPS)
+_LEAST_STEPS = tl.constexpr(float(LEAST_STEPS))
 
 _LAST = tl.constexpr(2**62)
 """Behind all ranks."""
@@ -30,25 +31,23 @@ _LAST = tl.constexpr(2**62)
 
 def select_survivors(
     query_integers: tuple[Tensor, Tensor],
-    real: Tensor | None,
+    real: Tensor,
     key: Codes,
     score: Tensor,
     newest: int,
     per_step: float,
     weights: Tensor,
-    firsts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Let the last L of a line of S tokens enter a tier one by one, and each time one go.
 
     Args:
         query_integers: queries as integers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].
-        real: [B, L], which queries are not padding; None if none is.
+        real: [B, L], which queries are not padding.
         key: the keys of the line.
         score: of its tokens [B, Hkv, S], int16.
         newest: how many tokens cannot go.
         per_step: steps of the logarithm of a weight to one of a product of a query and a key.
         weights: by steps below the largest [steps], float32; the last is that of all below.
-        firsts: [Hkv, 1], int32, where the tokens of each head begin in the line: nothing stands before. Default 0.
 
     Returns:
         Places in the line of the tokens that stay [B, Hkv, S - L], int64, and their scores, int16; places of those that
@@ -63,9 +62,8 @@ def select_survivors(
     tile = triton.next_power_of_2(groups) * lanes
     with torch.cuda.device_of(score):  # Triton launches on the current device
         _select_survivors[(batch * kv_heads,)](
-            *(steps, None if real is None else real.contiguous(), score.contiguous(), weights, firsts),
-            *(index, after, left, evicted_at),
-            *(kv_heads, groups, length, tokens, newest, weights.numel() - 1),
+            *(steps, real.contiguous(), score.contiguous(), weights, index, after, left, evicted_at),
+            *(kv_heads, groups, length, tokens, newest),
             GROUPS=triton.next_power_of_2(groups),
             TOKENS=lanes,
             enable_fp_fusion=False,
@@ -90,9 +88,8 @@ def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: floa
     rows, columns = block_size(length * groups, 64), 64
     with torch.cuda.device_of(steps):
         _logarithms[(batch * kv_heads, block_count(length * groups, rows), block_count(tokens, columns))](
-            *(numbers, unit, *key.arguments(), key.levels, key.units, steps),
-            *(kv_heads, key.blocks, groups * length, tokens, per_step),
-            BLOCK=key.block,
+            *(numbers, unit, *key.tensors(), tables_on(steps.device), steps, groups * length, tokens, per_step),
+            CODER=key.coding,
             ROWS=rows,
             TOKENS=columns,
             enable_fp_fusion=False,
@@ -102,55 +99,56 @@ def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: floa
 
 @triton.jit
 def _logarithms(
-    numbers,  # [units, G, L, blocks, BLOCK]
+    numbers,  # [units, G, L, blocks, block]
     unit,  # [units, G, L, blocks]
     key,  # [units, S, bytes]
     key_scale,  # [units, S, blocks]
-    key_bits,  # [blocks], or [kv_heads, blocks] with the stride
-    key_bits_head,
-    key_bytes,
-    levels,
-    scale_units,
+    key_constants,
+    tables,
     steps,  # [units, G, L, S], to be filled
-    kv_heads,
-    blocks,
     rows,
     tokens,
     per_step,
-    BLOCK: tl.constexpr,
+    CODER: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """One program per unit, a KV head of a batch row, block of queries and block of tokens."""
-    head = tl.program_id(0).to(tl.int64)
+    BLOCK: tl.constexpr = CODER.block
+    BLOCKS: tl.constexpr = CODER.blocks
+    unit_of = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     n = tl.arange(0, LEAST)
     is_row, is_token = i < rows, j < tokens
-    row, token = head * rows + i, head * tokens + j
+    row, token = unit_of * rows + i, unit_of * tokens + j
     here = is_row[:, None] & (n < BLOCK)[None, :]
     scores = tl.zeros([ROWS, TOKENS], tl.float32)
-    key_bits += head % kv_heads * key_bits_head
-    codes = key + token * key_bytes
-    for block in range(0, blocks):
-        bits = tl.load(key_bits + block).to(tl.int32)
-        own = tl.load(numbers + ((row * blocks + block) * BLOCK)[:, None] + n[None, :], mask=here, other=0.0)
-        found = products(own.to(tl.float16), codes, bits, levels, is_token, BLOCK, "ieee")
-        found *= tl.load(unit + row * blocks + block, mask=is_row, other=0.0)[:, None]
-        scores += found * units_of(key_scale + token * blocks + block, scale_units, is_token)[None, :]
+    bits_of_blocks = at(key_constants, CODER.bits, tl.uint8)
+    codes = key + token * CODER.size
+    for block in range(0, BLOCKS):
+        bits = tl.load(bits_of_blocks + block).to(tl.int32)
+        own = tl.load(numbers + ((row * BLOCKS + block) * BLOCK)[:, None] + n[None, :], mask=here, other=0.0)
+        found = tl.dot(own.to(tl.float16), keys_of(codes, bits, tables, is_token, BLOCK).to(tl.float16))
+        found *= tl.load(unit + row * BLOCKS + block, mask=is_row, other=0.0)[:, None]
+        scores += found * units_of(key_scale + token * BLOCKS + block, tables, is_token)[None, :]
         codes += bits * (BLOCK // 8)
-    scores = rounded(scores * per_step)
-    scores = tl.minimum(tl.maximum(scores, -_MOST_STEPS), _MOST_STEPS)
-    tl.store(steps + row[:, None] * tokens + j[None, :], scores, mask=is_row[:, None] & is_token[None, :])
+    here = is_row[:, None] & is_token[None, :]
+    tl.store(steps + row[:, None] * tokens + j[None, :], weight_step(scores, per_step), mask=here)
+
+
+@triton.jit
+def weight_step(scores, per_step):
+    """Logarithms of weights in whole steps."""
+    return tl.minimum(tl.maximum(rounded(scores * per_step), -_MOST_STEPS), _MOST_STEPS)
 
 
 @triton.jit
 def _select_survivors(
     steps,  # [units, G, L, S]
-    real,  # [B, L], or None
+    real,  # [B, L]
     score,  # [units, S]
     weights,
-    firsts,  # [kv_heads], or None
     index,  # [units, S - L], to be filled, as all below
     after,  # [units, S - L]
     left,  # [units, L]
@@ -160,7 +158,6 @@ def _select_survivors(
     length,
     tokens,
     newest,
-    least_weight,  # its place
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -168,36 +165,47 @@ def _select_survivors(
     them may go."""
     unit = tl.program_id(0).to(tl.int64)
     g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
-    first = 0
-    if firsts is not None:
-        first = tl.load(firsts + unit % kv_heads)
-    is_token, is_head = (t >= first) & (t < tokens), g < groups
-    places = tokens - length
+    is_token, is_head, places = t < tokens, g < groups, tokens - length
     steps += unit * groups * length * tokens
     drawn = tl.load(score + unit * tokens + t, mask=is_token, other=-1).to(tl.int32)
     goes = tl.full([TOKENS], _NEVER, tl.int32)
     for n in range(0, length):
-        may_go = is_token & (t <= places + n - newest) & (goes == _NEVER)
-        rank = (drawn.to(tl.int64) + 1) * TOKENS + t  # no two alike
-        leaving = (tl.min(tl.where(may_go, rank, _LAST), axis=0) % TOKENS).to(tl.int32)
+        leaving = lowest(drawn, is_token & (t <= places + n - newest) & (goes == _NEVER), TOKENS)
         tl.store(left + unit * length + n, leaving.to(tl.int64))
         goes = tl.where(t == leaving, n, goes)
-        asks = True
-        if real is not None:
-            asks = tl.load(real + unit // kv_heads * length + n)
-        if asks:
+        if tl.load(real + unit // kv_heads * length + n):
             there = (t <= places + n) & (goes == _NEVER) & (drawn >= 0)
-            asked = is_head[:, None] & there[None, :]
             row = steps + ((g * length + n) * tokens)[:, None] + t[None, :]
-            near = tl.where(asked, tl.load(row, mask=asked, other=0.0), -2 * _MOST_STEPS)
-            below = tl.minimum(tl.max(near, axis=1)[:, None] - near, least_weight)
-            weight = tl.where(asked, tl.load(weights + below.to(tl.int32)), 0.0)
-            share = tl.div_rn(weight, tl.maximum(tl.sum(weight, axis=1), 1.0)[:, None])
-            gain = tl.sum(rounded(share * share * _GAIN), axis=0).to(tl.int32)
-            decayed = drawn - (drawn + _DECAY - 1) // _DECAY
-            drawn = tl.where(there, tl.minimum(decayed + gain, _MOST_SCORE), drawn)
+            drawn = drawn_by(row, is_head, drawn, there, weights)
     tl.store(evicted_at + unit * tokens + t, goes, mask=is_token)
     stays = is_token & (goes == _NEVER)
-    place = unit * places + first + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+    place = unit * places + tl.cumsum(stays.to(tl.int32), axis=0) - 1
     tl.store(index + place, t.to(tl.int64), mask=stays)
     tl.store(after + place, drawn.to(tl.int16), mask=stays)
+
+
+@triton.jit
+def lowest(score, may_go, TOKENS: tl.constexpr):
+    """Which of the tokens that may go has the lowest score [TOKENS]; of several the first."""
+    t = tl.arange(0, TOKENS)
+    rank = (score.to(tl.int64) + 1) * TOKENS + t  # no two alike
+    return (tl.min(tl.where(may_go, rank, _LAST), axis=0) % TOKENS).to(tl.int32)
+
+
+@triton.jit
+def drawn_by(
+    steps,  # [GROUPS, TOKENS], where the logarithms of the weights stand
+    is_head,  # [GROUPS]
+    score,  # [TOKENS]
+    there,  # [TOKENS]
+    weights,  # by steps
+):
+    """Scores of the tokens that are there after a query of each head; the others' as they are."""
+    asked = is_head[:, None] & there[None, :]
+    near = tl.where(asked, tl.load(steps, mask=asked, other=0.0), -2 * _MOST_STEPS)
+    below = tl.minimum(tl.max(near, axis=1)[:, None] - near, _LEAST_STEPS)
+    weight = tl.where(asked, tl.load(weights + below.to(tl.int32)), 0.0)
+    share = tl.div_rn(weight, tl.maximum(tl.sum(weight, axis=1), 1.0)[:, None])
+    gain = tl.sum(rounded(share * share * _GAIN), axis=0).to(tl.int32)
+    decayed = score - (score + _DECAY - 1) // _DECAY
+    return tl.where(there, tl.minimum(decayed + gain, _MOST_SCORE), score)

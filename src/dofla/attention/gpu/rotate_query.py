@@ -9,21 +9,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dofla.attention.coding.coder import Coder
+from dofla.attention.gpu.codes import Coding
 from dofla.attention.gpu.numbers import at, packed, power_of_two, rounded, whole
-from dofla.attention.gpu.side_by_side import JointCoder
 
 
-def rotate_queries(
-    coder: Coder | JointCoder, query: Tensor, groups: int, heads: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def rotate_queries(coder: Coder, query: Tensor, groups: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Queries as :meth:`dofla.attention.Coder.rotate_query` turns them, and as
     :meth:`dofla.attention.Coder.rotate_query_integer` does.
 
     Args:
         coder: of the keys, of Hkv heads.
-        query: [B, H, L, d], float32 or bfloat16.
+        query: [B, Hkv · groups, L, d], float32 or bfloat16.
         groups: query heads of a KV head.
-        heads: [Hkv], int32, those of the layer that the coder is for, at any stride; default all.
 
     Returns:
         Rotated queries [B, Hkv · groups, L, d + 1], float32, with what is to be added to their products in the last
@@ -31,20 +28,16 @@ def rotate_queries(
         [B, Hkv · groups, L, blocks, 1], bit for bit those of plain torch.
     """
     query = query if query.stride(-1) == 1 else query.contiguous()
-    batch, _, length, dim = query.shape
-    count, blocks = coder.heads * groups, dim // coder.block
+    batch, count, length, dim = query.shape
+    blocks = dim // coder.block
     rotated, numbers, units = (
         query.new_empty(batch, count, length, *shape, dtype=torch.float32)
         for shape in ((dim + 1,), (blocks, coder.block), (blocks, 1))
     )
     with torch.cuda.device_of(query):  # Triton launches on the current device
         _rotate_queries[(batch * count * length, blocks)](
-            *(query, coder.constants, heads, rotated, numbers, units),
-            *(*query.stride()[:3], 0 if heads is None else heads.stride(0), count, groups, length, dim, blocks),
-            BACK=coder.starts[2],
-            MEAN=coder.starts[3],
-            DIM=triton.next_power_of_2(dim),
-            BLOCK=coder.block,
+            *(query, coder.constants, rotated, numbers, units, *query.stride()[:3], count, groups, length),
+            CODER=Coding.of(coder),
             enable_fp_fusion=False,
         )
     return rotated, (numbers, units)
@@ -52,56 +45,79 @@ def rotate_queries(
 
 @triton.jit
 def _rotate_queries(
-    query,  # [B, heads of the layer, L, dim]
+    query,  # [B, heads, L, dim]
     constants,  # of the coder
-    heads,  # of the layer, or None
-    rotated,  # [B, count, L, dim + 1], to be filled, as all below
-    numbers,  # [B, count, L, blocks, BLOCK]
-    units,  # [B, count, L, blocks]
+    rotated,  # [B, heads, L, dim + 1], to be filled, as all below
+    numbers,  # [B, heads, L, blocks, block]
+    units,  # [B, heads, L, blocks]
     query_batch,
     query_head,
     query_token,
-    heads_stride,
     count,
     groups,
     length,
-    dim,
-    blocks,
-    BACK: tl.constexpr,  # where the parts of the constants begin
-    MEAN: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CODER: tl.constexpr,
 ):
     """One program per query and block."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, own, token = place // (count * length), place // length % count, place % length
-    head = own // groups
-    of_layer = head
-    if heads is not None:
-        of_layer = tl.load(heads + head * heads_stride).to(tl.int64)
-    d, n = tl.arange(0, DIM), tl.arange(0, BLOCK)
-    is_number = d < dim
-    query += batch * query_batch + (of_layer * groups + own % groups) * query_head + token * query_token
-    asked = tl.load(query + d, mask=is_number, other=0.0).to(tl.float32)
-    columns = at(constants, BACK, tl.float32) + (head * dim + d)[:, None] * dim + (block * BLOCK + n)[None, :]
-    back = tl.load(columns, mask=is_number[:, None], other=0.0)
-    tl.store(rotated + place * (dim + 1) + block * BLOCK + n, tl.sum(asked[:, None] * back, axis=0))
-    if block == 0:
-        mean = tl.load(at(constants, MEAN, tl.float32) + head * dim + d, mask=is_number, other=0.0)
-        tl.store(rotated + place * (dim + 1) + dim, tl.sum(asked * mean, axis=0))
+    batch, head, token = place // (count * length), place // length % count, place % length
+    query += batch * query_batch + head * query_head + token * query_token
+    columns = columns_of_block(constants, head // groups, block, CODER)
+    rotated, numbers, units = (
+        rotated + place * (CODER.dim + 1),
+        numbers + place * CODER.dim,
+        units + place * CODER.blocks,
+    )
+    rotate_query(query, constants, head // groups, block, columns, rotated, numbers, units, CODER)
 
-    # Columns of integers of 16 bits, whose products with those of the query add up exactly (coder._whole_rows).
+
+@triton.jit
+def columns_of_block(constants, head, block, CODER: tl.constexpr):
+    """The columns [padded, block] of a head's rotation that give a block of a query; and as integers of 16 bits, whose
+    products with those of a query add up exactly (coder._whole_rows), with their exponents [block]."""
+    DIM: tl.constexpr = CODER.dim
+    PADDED: tl.constexpr = CODER.padded
+    BLOCK: tl.constexpr = CODER.block
+    d, n = tl.arange(0, PADDED), tl.arange(0, BLOCK)
+    back = at(constants, CODER.back, tl.float32) + (head * DIM + d)[:, None] * DIM + (block * BLOCK + n)[None, :]
+    back = tl.load(back, mask=(d < DIM)[:, None], other=0.0)
     one = tl.full([BLOCK], 1.0, tl.float64)
     most_of_sum = tl.sum(tl.abs(back).to(tl.float64), axis=0) / (16777215.0 * one / (127.0 * one))
     most = tl.maximum(most_of_sum, tl.max(tl.abs(back), axis=0).to(tl.float64) / (32767.0 * one))
     exponent = _power_above(tl.maximum(most, 2.0**-99))
-    columns = rounded(back * power_of_two(-exponent)[None, :])
+    return back, rounded(back * power_of_two(-exponent)[None, :]), exponent
+
+
+@triton.jit
+def rotate_query(
+    query,  # [dim]
+    constants,  # of the coder
+    head,
+    block,
+    columns,  # of columns_of_block
+    rotated,  # [dim + 1], to be filled, as all below
+    numbers,  # [blocks, block]
+    units,  # [blocks]
+    CODER: tl.constexpr,
+):
+    """Write a block of a rotated query, in float32 and as integers; and with the first what is to be added to its
+    products."""
+    DIM: tl.constexpr = CODER.dim
+    PADDED: tl.constexpr = CODER.padded
+    BLOCK: tl.constexpr = CODER.block
+    d, n = tl.arange(0, PADDED), tl.arange(0, BLOCK)
+    back, whole_columns, exponent = columns
+    asked = tl.load(query + d, mask=d < DIM, other=0.0).to(tl.float32)
+    tl.store(rotated + block * BLOCK + n, tl.sum(asked[:, None] * back, axis=0))
+    if block == 0:
+        mean = tl.load(at(constants, CODER.mean, tl.float32) + head * DIM + d, mask=d < DIM, other=0.0)
+        tl.store(rotated + DIM, tl.sum(asked * mean, axis=0))
     integers, query_exponent = packed(asked)
-    found = tl.sum(integers[:, None] * columns, axis=0)
+    found = tl.sum(integers[:, None] * whole_columns, axis=0)
     found *= power_of_two(exponent) * power_of_two(query_exponent)
     own_numbers, unit = whole(found[None, :])
-    tl.store(numbers + (place * blocks + block) * BLOCK + n[None, :], own_numbers)
-    tl.store(units + place * blocks + block + tl.arange(0, 1), unit)
+    tl.store(numbers + block * BLOCK + n[None, :], own_numbers)
+    tl.store(units + block + tl.arange(0, 1), unit)
 
 
 @triton.jit

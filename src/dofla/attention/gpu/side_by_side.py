@@ -44,7 +44,7 @@ def number(own, FIELD: tl.constexpr):
 
 
 def descriptions(layouts: Sequence[Layout]) -> list[list[int]]:
-    """The numbers of each head of the groups, :data:`FIELDS`, in states that :func:`joined_states` has joined."""
+    """The numbers of each head of the groups, :data:`FIELDS`, in states side by side."""
     found = []
     starts = accumulate((layout.bytes for layout in layouts), initial=0)
     for layout, start in zip(layouts, starts, strict=False):
@@ -60,12 +60,6 @@ def descriptions(layouts: Sequence[Layout]) -> list[list[int]]:
 def _head_sizes(layout: Layout) -> list[int]:
     """Bytes of a head in each part of a row; 0 of what the heads share."""
     return [math.prod(shape[1:]) * dtype.itemsize if len(shape) > 1 else 0 for shape, dtype in layout.parts]
-
-
-def joined_states(states: Sequence[Tensor]) -> Tensor:
-    """States [B, bytes] of groups as rows [B, total]: no copy where they are parts of such rows already."""
-    joined = common_rows(states)
-    return torch.cat(list(states), 1) if joined is None or joined.stride(0) != joined.shape[1] else joined
 
 
 def common_rows(states: Sequence[Tensor]) -> Tensor | None:
@@ -89,17 +83,13 @@ class JointCoder:
     """
 
     def __init__(self, coders: Sequence[Coder]) -> None:
-        first, blocks = coders[0], coders[0].dim // coders[0].block
-        self.coders, self.dim, self.block, self.tables = list(coders), first.dim, first.block, first.tables
-        self.heads = sum(coder.heads for coder in coders)
+        self.coders, self.dim, self.block = list(coders), coders[0].dim, coders[0].block
         bits = [coder.bits[:1].expand(coder.heads, -1) for coder in coders]
         names = ("rotation", "fineness", "back", "mean", "middle")
         parts = [torch.cat([getattr(coder, name) for coder in coders]) for name in names]
         parts.append(torch.cat(bits))
         rows = Rows([(part.shape, part.dtype) for part in parts])
         self.constants, self.starts = rows.joined(parts), rows.starts
-        self.bits = rows.part(self.constants, len(parts) - 1)
-        self.blocks = blocks
         self.made_of = made_of(coders)
 
     def bytes_per_token(self, tier: int) -> int:

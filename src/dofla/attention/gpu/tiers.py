@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import Codes
-from dofla.attention.gpu.decode import LEAST, levels_of, products, units_of
+from dofla.attention.gpu.codes import Codes, tables_on
+from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
+from dofla.attention.gpu.numbers import at
 
 ROWS = 64
 """Queries of a program at most, those of all heads of a group counted."""
@@ -26,6 +27,7 @@ VALUES = 64
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 """Input precision of float32 products: three in TF32, on the matrix units, are as accurate as one in float32."""
 
+_PRECISION = tl.constexpr(PRECISION)
 _NOTHING = tl.constexpr(LOG_ZERO)
 
 
@@ -48,31 +50,28 @@ def attend(
     kv_heads, tokens = key.codes.shape[1:3]
     groups = heads // kv_heads
     rotated, log_weight = rotated.contiguous(), log_weight.contiguous()
-    out = rotated.new_empty(batch, heads, length, value.dim)
+    out = rotated.new_empty(batch, heads, length, value.coding.dim)
     normalizer = rotated.new_empty(batch, heads, length)
-    rows, values = block_size(length * groups, ROWS), block_size(value.dim, VALUES)
+    rows, values = block_size(length * groups, ROWS), block_size(value.coding.dim, VALUES)
     with torch.cuda.device_of(rotated):  # Triton launches on the current device
-        _attend[(batch * kv_heads, block_count(length * groups, rows), block_count(value.dim, values))](
+        _attend[(batch * kv_heads, block_count(length * groups, rows), block_count(value.coding.dim, values))](
             *(
                 rotated,
-                *key.arguments(),
-                *value.arguments(),
-                key.levels,
-                key.units,
+                *key.tensors(),
+                *value.tensors(),
+                tables_on(out.device),
                 log_weight,
                 evicted_at,
                 out,
                 normalizer,
             ),
-            *(kv_heads, groups, length, tokens, key.dim, value.dim, scaling),
+            *(kv_heads, groups, length, tokens, scaling),
             SHARED=log_weight.ndim == 2,
-            KEY_BLOCK=key.block,
-            VALUE_BLOCK=value.block,
+            KEY=key.coding,
+            VALUE=value.coding,
             VALUES=values,
-            VALUE_BLOCKS=triton.next_power_of_2(value.blocks),
             ROWS=rows,
             TOKENS=32,
-            PRECISION=PRECISION,
             num_stages=1,
         )
     return out, normalizer
@@ -80,19 +79,14 @@ def attend(
 
 @triton.jit
 def _attend(
-    rotated,  # [B, H, L, KEY_DIM + 1]
+    rotated,  # [B, H, L, key dim + 1]
     key,  # [units, S, bytes]
     key_scale,  # [units, S, blocks]
-    key_bits,  # [blocks], or [kv_heads, blocks] with the stride
-    key_bits_head,
-    key_bytes,
+    key_constants,
     value,  # [units, S, bytes]
     value_scale,  # [units, S, blocks]
-    value_bits,  # likewise
-    value_bits_head,
-    value_bytes,
-    levels,
-    scale_units,
+    value_constants,
+    tables,
     log_weight,  # [B, S] if SHARED, or [units, S]
     evicted_at,  # [units, S] or None
     out,  # [B, H, L, dv], to be filled
@@ -101,44 +95,37 @@ def _attend(
     groups,
     length,
     tokens,
-    key_dim,
-    value_dim,
     scaling,
     SHARED: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     VALUES: tl.constexpr,
-    VALUE_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One program per unit, a KV head of a batch row, block of rows and block of values; rows are the queries of the
     group, token by token."""
+    KEY_DIM: tl.constexpr = KEY.dim
+    KEY_BLOCK: tl.constexpr = KEY.block
+    KEY_BLOCKS: tl.constexpr = KEY.blocks
+    VALUE_DIM: tl.constexpr = VALUE.dim
     unit = tl.program_id(0).to(tl.int64)
-    batch, kv_head = unit // kv_heads, unit % kv_heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     query = row // groups
     place = (unit * groups + row % groups) * length + query
     is_row = query < length
-    t, k = tl.arange(0, TOKENS), tl.arange(0, LEAST)
     n = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    is_number, is_value = k < KEY_BLOCK, n < value_dim
-    key_blocks, value_blocks = key_dim // KEY_BLOCK, value_dim // VALUE_BLOCK
+    t, k = tl.arange(0, TOKENS), tl.arange(0, LEAST)
 
-    key_bits += kv_head * key_bits_head
-    value_bits += kv_head * value_bits_head
-    key += unit * tokens * key_bytes
-    key_scale += unit * tokens * key_blocks
-    value_scale += unit * tokens * value_blocks + n // VALUE_BLOCK
-    log_weight += (batch if SHARED else unit) * tokens
-    rotated += place * (key_dim + 1)
-    beside = tl.load(rotated + key_dim, mask=is_row, other=0.0)
-    every = tl.arange(0, VALUE_BLOCKS)
-    sizes = tl.load(value_bits + every, mask=every < value_blocks, other=0).to(tl.int32) * (VALUE_BLOCK // 8)
-    before = tl.where(every[None, :] < (n // VALUE_BLOCK)[:, None], sizes[None, :], 0)
-    value += unit * tokens * value_bytes + tl.sum(before, axis=1)
-    bits = tl.load(value_bits + n // VALUE_BLOCK, mask=is_value, other=1).to(tl.int32)
+    key_bits, value_bits = at(key_constants, KEY.bits, tl.uint8), at(value_constants, VALUE.bits, tl.uint8)
+    before, bits = starts_of(n, value_bits, VALUE)
+    key += unit * tokens * KEY.size
+    key_scale += unit * tokens * KEY.blocks
+    value += unit * tokens * VALUE.size
+    value_scale += unit * tokens * VALUE.blocks
+    log_weight += (unit // kv_heads if SHARED else unit) * tokens
+    rotated += place * (KEY_DIM + 1)
+    beside = tl.load(rotated + KEY_DIM, mask=is_row, other=0.0)
 
     best = tl.full([ROWS], _NOTHING, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -157,33 +144,36 @@ def _attend(
             goes = tl.load(evicted_at + unit * tokens + j, mask=is_token, other=0)
 
         scores = tl.zeros([ROWS, TOKENS], tl.float32)
-        codes = key + j * key_bytes
-        for block in range(0, key_blocks):
+        codes = key + j * KEY.size
+        for block in range(0, KEY_BLOCKS):
             block_bits = tl.load(key_bits + block).to(tl.int32)
-            here = is_row[:, None] & is_number[None, :]
+            here = is_row[:, None] & (k < KEY_BLOCK)[None, :]
             queries = tl.load(rotated[:, None] + (block * KEY_BLOCK + k)[None, :], mask=here, other=0.0)
-            found = products(queries, codes, block_bits, levels, is_token, KEY_BLOCK, PRECISION)
-            scores += found * units_of(key_scale + j * key_blocks + block, scale_units, is_token)[None, :]
+            found = tl.dot(queries, keys_of(codes, block_bits, tables, is_token, KEY_BLOCK), input_precision=_PRECISION)
+            scores += found * units_of(key_scale + j * KEY_BLOCKS + block, tables, is_token)[None, :]
             codes += block_bits * (KEY_BLOCK // 8)
         scores = (scores + beside[:, None]) * scaling + weight[None, :]
         sees = (
             ((j - places)[None, :] <= query[:, None]) & (query[:, None] < goes[None, :]) & (weight > _NOTHING)[None, :]
         )
         scores = tl.where(sees, scores, float("-inf"))
-
-        top = tl.maximum(best, tl.max(scores, axis=1))
-        left, shares = tl.exp(best - top), tl.exp(scores - top[:, None])
-        here = is_token[:, None] & is_value[None, :]
-        values = levels_of(
-            value[None, :] + (j * value_bytes)[:, None], n % VALUE_BLOCK, bits, levels, here, VALUE_BLOCK
+        values = values_of(
+            value + j * VALUE.size, value_scale + j * VALUE.blocks, n, before, bits, tables, is_token, VALUE
         )
-        values *= units_of(value_scale[None, :] + (j * value_blocks)[:, None], scale_units, here)
-        total = left[:, None] * total + tl.dot(shares, values, input_precision=PRECISION)
-        mass = left * mass + tl.sum(shares, axis=1)
-        best = top
+        best, mass, total = online_softmax(best, mass, total, scores, values)
 
     mass = tl.where(mass == 0.0, 1.0, mass)  # who sees nothing gets zeros, and LOG_ZERO
     if tl.program_id(2) == 0:
         tl.store(normalizer + place, best + tl.log(mass), mask=is_row)
-    here = is_row[:, None] & is_value[None, :]
-    tl.store(out + place[:, None] * value_dim + n[None, :], total / mass[:, None], mask=here)
+    here = is_row[:, None] & (n < VALUE_DIM)[None, :]
+    tl.store(out + place[:, None] * VALUE_DIM + n[None, :], total / mass[:, None], mask=here)
+
+
+@triton.jit
+def online_softmax(best, mass, total, scores, values):
+    """The largest score [R], the sum of weights [R] and the weighted sum of values [R, N], with those of further
+    tokens, whose ``scores`` are [R, T] and ``values`` [T, N]."""
+    top = tl.maximum(best, tl.max(scores, axis=1))
+    left, shares = tl.exp(best - top), tl.exp(scores - top[:, None])
+    total = left[:, None] * total + tl.dot(shares, values, input_precision=_PRECISION)
+    return top, left * mass + tl.sum(shares, axis=1), total

@@ -1,31 +1,77 @@
-"""A decoded token of compressed caches, from their states in one piece to the next (flat.py), as Triton kernels: in
-plain torch it is some four hundred small operations. Importing this file needs triton.
+"""A decoded token of compressed caches, as two Triton kernels: in plain torch it is some four hundred small operations.
+Importing this file needs triton.
 
-What leaves the window is coded (encode.py) behind the tokens of the tier, queries are rotated (rotate_query.py), one
-token goes (heavy_hitters.py) and the others are attended to (tiers.py); what stands in the rows of the state is read
-and written as it is (rows.py). Heads of all sizes are done at once (side_by_side.py). Nothing waits for the GPU.
+The first kernel encodes what leaves the window and rotates queries (token_encode.py). The second attends and updates
+the states in place (token_attend.py). Heads of all sizes are done at once (side_by_side.py). Nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from dofla.attention.constants import LOG_ZERO
 from dofla.attention.flat import Layout
-from dofla.attention.gpu import block_count, rows
-from dofla.attention.gpu.codes import Codes
-from dofla.attention.gpu.encode import empty_line, enter
-from dofla.attention.gpu.heavy_hitters import select_survivors
-from dofla.attention.gpu.rotate_query import rotate_queries
-from dofla.attention.gpu.side_by_side import OF_LAYER, JointCoder, descriptions, made_of
-from dofla.attention.gpu.tiers import attend
+from dofla.attention.gpu import block_count, block_size
+from dofla.attention.gpu.codes import Coding, tables_on
+from dofla.attention.gpu.encode import WAYS
+from dofla.attention.gpu.side_by_side import JointCoder, descriptions, made_of
+from dofla.attention.gpu.token_attend import attend_and_update
+from dofla.attention.gpu.token_encode import encode_and_rotate
+from dofla.attention.rows import Rows
 
 TILE = 32
-"""Tokens of a program at once."""
+"""Tokens that a program attends to at once."""
+PARTS = 8
+"""Programs at most that share the tier of a head between them."""
+ROWS = 64
+"""Queries of a program at most."""
+MOVED = 8192
+"""Bytes at most that a program moves at once: what fits into its registers."""
+
+
+class Shape(NamedTuple):
+    """Sizes that the kernels of a token know when they are compiled, beside the codings of keys and values.
+
+    Attributes:
+        groups: query heads of a KV head.
+        window, sinks: tokens.
+        places: slots of the largest tier.
+        lanes: the power of two that holds them and one more.
+        newest: tokens of a tier that cannot go.
+        rows, tile: queries and tokens of a program at once.
+        moved: tokens that it moves at once.
+        scratch: bytes of a head between the two kernels, and then where its parts begin.
+        arrived: how many programs are done, int32.
+        weights: of window and sinks, as they were.
+        entering: codes and scales of the token that enters.
+        queries: rotated [groups, d + 1], as integers [groups, d], and their units [groups, blocks].
+        steps: of the logarithms of weights [groups, places + 1].
+        sums: of each part's softmax: the largest scores [parts, groups], masses, and values [parts, groups, dv].
+        paths: of the search for codes.
+    """
+
+    groups: int
+    window: int
+    sinks: int
+    places: int
+    lanes: int
+    newest: int
+    rows: int
+    tile: int
+    moved: int
+    scratch: int
+    arrived: int
+    weights: int
+    entering: int
+    queries: int
+    steps: int
+    sums: int
+    paths: int
 
 
 def alike(layout: Layout) -> tuple[object, ...]:
@@ -43,24 +89,14 @@ class Decoder:
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
-        first = layouts[0]
-        tiers, window, sinks = first.coded_tiers, first.window, first.sinks
-        self.window, self.newest, self.bytes = window, tiers.counts[0], [layout.bytes for layout in layouts]
+        # No layout is held: decoders go with them (operators.py).
+        first, self.bytes = layouts[0], [layout.bytes for layout in layouts]
+        self.window, self.sinks, self.newest = first.window, first.sinks, first.coded_tiers.counts[0]
         self._sides = [x.coded_tiers.key for x in layouts], [x.coded_tiers.value for x in layouts]
-        self.numbers = tuple(map(tuple, descriptions(layouts)))
-        slots = [layout.coded_tiers.slots[-1] for layout in layouts for _ in layout.heads]
-        self.places = max(slots)
-        self.firsts = None if min(slots) == max(slots) else tuple((self.places - n,) for n in slots)
-        self.longest = max(self.places, window, sinks)
-        self.row = sum(self.bytes)
-        known = {"DIM": tiers.key.dim, "VALUE_DIM": tiers.value.dim, "WINDOW": window, "SINKS": sinks, "TILE": TILE}
-        for name, coder in (("KEY", tiers.key), ("VALUE", tiers.value)):
-            blocks = coder.dim // coder.block
-            known |= {f"{name}_SIZE": coder.bytes_per_token(0) - blocks, f"{name}_BLOCKS": blocks}
-        self._of_line, self._of_near, self._of_after = (
-            {name: known[name] for name in kernel.arg_names if name in known}
-            for kernel in (rows.line, rows.near, rows.write)
-        )
+        self.descriptions = tuple(map(tuple, descriptions(layouts)))
+        self.places = max(layout.coded_tiers.slots[-1] for layout in layouts)
+        self.parts = min(PARTS, block_count(self.places + 1, TILE))
+        self._shapes: dict[int, Shape] = {}
         self._coders: tuple[JointCoder, JointCoder] | None = None
 
     def coders(self) -> tuple[JointCoder, JointCoder]:
@@ -77,7 +113,6 @@ class Decoder:
         value: Tensor,
         log_weight: Tensor | None,
         states: Tensor,
-        after: Tensor,
         out: Tensor,
         scaling: float,
         per_step: float,
@@ -90,50 +125,54 @@ class Decoder:
             query: of all heads of the layer, [B, H, 1, d].
             key, value: likewise [B, Hkv, 1, d] and [B, Hkv, 1, dv].
             log_weight: of the token [B, 1], LOG_ZERO for padding; None where there is none.
-            states: before, those of the groups beside one another in rows [B, total] without gaps, uint8.
-            after: likewise, to be filled; or a pool of such rows, which may have gaps.
-            out: [B, H, 1, dv], whose rows of these heads are to be filled.
+            states: of the groups beside one another in rows [B, bytes], uint8, or a pool of such rows; updated in
+                place.
+            out: [B, H, 1, dv], in one piece, whose rows of these heads are to be filled.
             scaling: of the scores.
             per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.select_survivors` takes them.
-            pages: row in the pool of each sequence [B]; None where ``after`` is no pool.
+            pages: row in the pool of each sequence [B]; None where ``states`` are no pool.
         """
         device, batch, groups = query.device, len(query), query.shape[1] // key.shape[1]
-        heads, places = len(self.numbers), self.places
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        units, of_heads = batch * heads, on_device(self.numbers, device)
-        firsts = None if self.firsts is None else on_device(self.firsts, device)
-        coders = self.coders()
-        lines = [empty_line(coder, (batch, heads, places + 1), 0) for coder in coders]
-        score = states.new_empty(batch, heads, places + 1, dtype=torch.int16)
-        log_weights = torch.empty_like(score, dtype=torch.float32)
-        leaving = [states.new_empty(batch, heads, 1, n, dtype=torch.int8) for x in coders for n in (x.dim, 1)]
-        new, strides = (key, value, log_weight, of_heads), (*key.stride()[:2], *value.stride()[:2])
+        heads, (keys, values) = len(self.descriptions), self.coders()
+        of_keys, of_values = Coding.of(keys), Coding.of(values)
+        if groups not in self._shapes:
+            self._shapes[groups] = self._shape(groups, of_keys, of_values)
+        shape = self._shapes[groups]
+        scratch = torch.empty(batch * heads * shape.scratch, dtype=torch.uint8, device=device)
+        constants = on_device(self.descriptions, device), keys.constants, values.constants, tables_on(device)
+        known = {"KEY": of_keys, "VALUE": of_values, "SHAPE": shape, "enable_fp_fusion": False}
         with torch.cuda.device_of(query):  # Triton launches on the current device
-            rows.line[(units, block_count(places + 1, TILE))](
-                *(states, of_heads, *lines[0], *lines[1], score, log_weights, *leaving, self.row, heads, places),
-                **self._of_line,
+            encode_and_rotate[(batch * heads, 2 * of_keys.blocks + of_values.blocks)](
+                *(query, states, pages, *constants, scratch, *query.stride()[:2], states.stride(0), heads),
+                **known,
+                num_warps=1,
             )
-            for n, coder in enumerate(coders):
-                enter(coder, leaving[2 * n], leaving[2 * n + 1].squeeze(-1), lines[n], places)
-            rotated, query_integers = rotate_queries(coders[0], query, groups, of_heads[:, OF_LAYER.value])
-            known = [Codes.of(coder, *line, 0) for coder, line in zip(coders, lines, strict=True)]
-            real = None if log_weight is None else log_weight > LOG_ZERO
-            index, stays, _, evicted_at = select_survivors(
-                query_integers, real, known[0], score, self.newest, per_step, weights, firsts
+            attend_and_update[(batch * heads, self.parts + 1, block_count(groups, shape.rows))](
+                *(query, key, value, log_weight, states, pages, *constants, weights, scratch, out),
+                *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], out.stride(0), states.stride(0)),
+                *(heads, scaling, per_step),
+                **known,
             )
-            seen, normalizer = attend(rotated, known[0], known[1], log_weights, evicted_at, scaling)
-            rows.near[(units * groups,)](
-                *(query, *new, states, coders[1].constants, seen, normalizer, out),
-                *(*query.stride()[:2], *strides, *out.stride()[:2], self.row, heads, groups, scaling),
-                BACK=coders[1].starts[2],
-                MEAN=coders[1].starts[3],
-                **self._of_near,
-            )
-            rows.write[(units, block_count(self.longest, TILE))](
-                *(*new, states, *lines[0], *lines[1], index, stays, after, pages),
-                *(*strides, self.row, after.stride(0), heads, places),
-                **self._of_after,
-            )
+
+    def _shape(self, groups: int, key: Coding, value: Coding) -> Shape:
+        per_token = key.size + key.blocks + value.size + value.blocks
+        scratch = Rows(
+            [
+                ((1,), torch.int32),
+                ((self.window + self.sinks,), torch.float32),
+                ((per_token,), torch.uint8),
+                ((groups, 2 * key.dim + 1 + key.blocks), torch.float32),
+                ((groups, self.places + 1), torch.float32),
+                ((self.parts + 1, groups, value.dim + 2), torch.float32),
+                ((key.dim + value.dim, WAYS.value), torch.uint8),
+            ]
+        )
+        lanes = triton.next_power_of_2(self.places + 1)
+        moved = triton.next_power_of_2(max(per_token, key.dim + value.dim + 2))
+        sizes = groups, self.window, self.sinks, self.places, lanes, self.newest
+        tiles = block_size(groups, ROWS), TILE, max(1, min(lanes, MOVED // moved))
+        return Shape(*sizes, *tiles, scratch.bytes, *scratch.starts)
 
 
 @cache

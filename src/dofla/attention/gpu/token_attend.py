@@ -1,0 +1,317 @@
+"""The second of two kernels of a decoded token: attention, and the states after it. Importing this file needs triton.
+
+Programs share the tokens of a head between them, and each leaves the weighted sum of its part behind. The last to
+arrive joins the sums and updates the state, in place, since all others have read it by then.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
+from dofla.attention.gpu.heavy_hitters import drawn_by, lowest, weight_step
+from dofla.attention.gpu.numbers import at, power_of_two
+from dofla.attention.gpu.rows import (
+    NOTHING,
+    as_kept,
+    in_int8,
+    leaving_window,
+    row_of,
+    score_on_entry,
+    scores_of,
+    update_tier,
+    update_window,
+    weight_of,
+)
+from dofla.attention.gpu.side_by_side import (
+    CODES,
+    NEAR_KEY,
+    NEAR_KEY_UNIT,
+    NEAR_VALUE,
+    NEAR_VALUE_UNIT,
+    OF_LAYER,
+    SCALES,
+    SCORE,
+    SINK_KEY,
+    SINK_KEY_UNIT,
+    SINK_VALUE,
+    SINK_VALUE_UNIT,
+    SLOTS,
+    VALUE_CODES,
+    VALUE_SCALES,
+    described,
+    number,
+)
+from dofla.attention.gpu.tiers import PRECISION as _PRECISION
+from dofla.attention.gpu.tiers import online_softmax
+
+PRECISION = tl.constexpr(_PRECISION)
+
+
+@triton.jit
+def attend_and_update(
+    query,  # [B, heads of the layer, 1, d]
+    key,  # of the new token
+    value,
+    log_weight,  # [B], or None
+    states,  # rows of bytes
+    pages,  # the row of each sequence [B], or None
+    descriptions,  # of the heads
+    key_constants,  # of the coders
+    value_constants,
+    tables,
+    attention_weights,  # by steps
+    scratch,  # [units, bytes], as the first kernel left it
+    out,  # [B, heads of the layer, 1, dv], in one piece, to be filled
+    query_batch,
+    query_head,
+    key_batch,
+    key_head,
+    value_batch,
+    value_head,
+    out_batch,
+    row,
+    heads,
+    scaling,
+    per_step,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """One program per head of a batch row, part of its tokens and block of queries; the last part is the window, the
+    sinks and the new token."""
+    GROUPS: tl.constexpr = SHAPE.groups
+    ROWS: tl.constexpr = SHAPE.rows
+    LANES: tl.constexpr = SHAPE.lanes
+    VALUES: tl.constexpr = VALUE.padded
+    unit, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    batch, head = unit // heads, unit % heads
+    own, state = described(descriptions, head), row_of(states, pages, batch, row)
+    slots, of_layer = number(own, SLOTS).to(tl.int32), number(own, OF_LAYER)
+    key += batch * key_batch + of_layer * key_head
+    value += batch * value_batch + of_layer * value_head
+    scratch += unit * SHAPE.scratch
+    weights, sums = at(scratch, SHAPE.weights, tl.float32), at(scratch, SHAPE.sums, tl.float32)
+    counts, weight = weight_of(log_weight, batch)
+    lane = tl.arange(0, LANES)
+    on_entry = score_on_entry(weights, SHAPE)
+    score = scores_of(state, own, slots, on_entry, lane)
+    gone = lowest(score, (lane <= slots - SHAPE.newest) & (lane <= slots), LANES)
+
+    i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    best = tl.full([ROWS], NOTHING, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, VALUES], tl.float32)
+    if part < parts - 1:
+        key_bits = at(key_constants, KEY.bits, tl.uint8) + head * KEY.blocks
+        value_bits = at(value_constants, VALUE.bits, tl.uint8) + head * VALUE.blocks
+        each = tl.cdiv(slots + 1, parts - 1)
+        best, mass, total = _see_tier(
+            *(state, own, slots, gone, on_entry, part * each, tl.minimum((part + 1) * each, slots + 1)),
+            *(key_bits, value_bits, tables, scratch, i, scaling, per_step, best, mass, total, KEY, VALUE, SHAPE),
+        )
+    else:
+        query += batch * query_batch + of_layer * GROUPS * query_head
+        best, mass, total = _see_near(
+            *(query, query_head, key, value, counts, weight, weights, state, own),
+            *(i, scaling, best, mass, total, KEY, VALUE, SHAPE),
+        )
+    place, v = part * GROUPS + i, tl.arange(0, VALUES)
+    tl.store(sums + place, best, mask=i < GROUPS)
+    tl.store(sums + parts * GROUPS + place, mass, mask=i < GROUPS)
+    values = sums + 2 * parts * GROUPS + place[:, None] * VALUE.dim + v[None, :]
+    tl.store(values, total, mask=(i < GROUPS)[:, None] & (v < VALUE.dim)[None, :])
+    tl.debug_barrier()  # all of the program has been stored before it arrives
+    arrived = tl.atomic_add(at(scratch, SHAPE.arrived, tl.int32), 1)
+    if arrived == parts * tl.num_programs(2) - 1:
+        out += batch * out_batch + of_layer * GROUPS * VALUE.dim
+        for first in range(0, GROUPS, ROWS):
+            _join(sums, value_constants, head, out, parts, first + tl.arange(0, ROWS), VALUE, SHAPE)
+        if counts > 0:  # padding changes nothing
+            there = (lane <= slots) & (lane != gone)
+            g = tl.arange(0, triton.next_power_of_2(GROUPS))
+            steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + lane[None, :]
+            score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
+            after = at(state + number(own, SCORE), 0, tl.int16) + lane - (lane > gone).to(tl.int32)
+            tl.debug_barrier()  # all have loaded what others overwrite
+            tl.store(after, score.to(tl.int16), mask=there)
+            update_tier(state, own, slots, gone, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
+            update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
+
+
+@triton.jit
+def _see_tier(
+    state,
+    own,
+    slots,
+    gone,
+    on_entry,  # score of the token that enters
+    first,  # of the part's tokens
+    end,
+    key_bits,
+    value_bits,
+    tables,
+    scratch,
+    i,  # [ROWS], queries of the group
+    scaling,
+    per_step,
+    best,
+    mass,
+    total,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Attend to tokens of the tier, and write the steps of their weights (heavy_hitters.py). The token that enters
+    stands in the scratch, behind those of the state."""
+    DIM: tl.constexpr = KEY.dim
+    BLOCK: tl.constexpr = KEY.block
+    BLOCKS: tl.constexpr = KEY.blocks
+    GROUPS: tl.constexpr = SHAPE.groups
+    TILE: tl.constexpr = SHAPE.tile
+    ROWS: tl.constexpr = SHAPE.rows
+    VALUES: tl.constexpr = VALUE.padded
+    k, v, is_row = tl.arange(0, LEAST), tl.arange(0, VALUES), i < GROUPS
+    here = is_row[:, None] & (k < BLOCK)[None, :]
+    entering = scratch + SHAPE.entering
+    entering_value = entering + (KEY.size + BLOCKS)
+    queries, steps = at(scratch, SHAPE.queries, tl.float32), at(scratch, SHAPE.steps, tl.float32)
+    rotated, numbers = queries + i * (DIM + 1), queries + GROUPS * (DIM + 1) + i * DIM
+    units = queries + GROUPS * (2 * DIM + 1) + i * BLOCKS
+    beside = tl.load(rotated + DIM, mask=is_row, other=0.0)
+    before, bits_of_values = starts_of(v, value_bits, VALUE)
+    for begin in range(first, end, TILE):
+        t = begin + tl.arange(0, TILE)
+        is_token, enters = t < end, t == slots
+        codes = tl.where(enters, entering, state + number(own, CODES) + t * KEY.size)
+        scales = tl.where(enters, entering + KEY.size, state + number(own, SCALES) + t * BLOCKS)
+        scores = tl.zeros([ROWS, TILE], tl.float32)
+        logarithms = tl.zeros([ROWS, TILE], tl.float32)
+        for block in range(0, BLOCKS):
+            bits = tl.load(key_bits + block).to(tl.int32)
+            keys = keys_of(codes, bits, tables, is_token, BLOCK)
+            key_unit = units_of(scales + block, tables, is_token)[None, :]
+            place = (block * BLOCK + k)[None, :]
+            asked = tl.load(rotated[:, None] + place, mask=here, other=0.0)
+            scores += tl.dot(asked, keys, input_precision=PRECISION) * key_unit
+            asked = tl.load(numbers[:, None] + place, mask=here, other=0.0).to(tl.float16)
+            found = tl.dot(asked, keys.to(tl.float16)) * tl.load(units + block, mask=is_row, other=0.0)[:, None]
+            logarithms += found * key_unit
+            codes += bits * (BLOCK // 8)
+        own_steps = steps + i[:, None] * (SHAPE.places + 1) + t[None, :]
+        tl.store(own_steps, weight_step(logarithms, per_step), mask=is_row[:, None] & is_token[None, :])
+        seen = is_token & (t != gone) & (scores_of(state, own, slots, on_entry, t) >= 0)
+        scores = tl.where(seen[None, :], (scores + beside[:, None]) * scaling, float("-inf"))
+        codes = tl.where(enters, entering_value, state + number(own, VALUE_CODES) + t * VALUE.size)
+        scales = tl.where(enters, entering_value + VALUE.size, state + number(own, VALUE_SCALES) + t * VALUE.blocks)
+        values = values_of(codes, scales, v, before, bits_of_values, tables, is_token, VALUE)
+        best, mass, total = online_softmax(best, mass, total, scores, values)
+    return best, mass, total
+
+
+@triton.jit
+def _see_near(
+    query,
+    query_head,
+    key,  # of the new token
+    value,
+    counts,
+    weight,
+    weights,
+    state,
+    own,
+    i,  # [ROWS], queries of the group
+    scaling,
+    best,
+    mass,
+    total,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Attend to the window, the sinks and the new token."""
+    PADDED: tl.constexpr = KEY.padded
+    TILE: tl.constexpr = SHAPE.tile
+    WINDOW: tl.constexpr = SHAPE.window
+    SINKS: tl.constexpr = SHAPE.sinks
+    d = tl.arange(0, PADDED)
+    in_query = (i < SHAPE.groups)[:, None] & (d < KEY.dim)[None, :]
+    asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
+    _, _, becomes_sink = leaving_window(weights, SHAPE)
+    for begin in range(0, WINDOW, TILE):  # of whose tokens the first leaves, unless it becomes a sink
+        t = begin + tl.arange(0, TILE)
+        here = (t < WINDOW) & (t >= 1 - becomes_sink)
+        keys, key_unit = in_int8(state + number(own, NEAR_KEY), state + number(own, NEAR_KEY_UNIT), t, here, KEY)
+        near_value, near_value_unit = state + number(own, NEAR_VALUE), state + number(own, NEAR_VALUE_UNIT)
+        values, unit = in_int8(near_value, near_value_unit, t, here, VALUE)
+        own_weights = tl.load(weights + t, mask=here, other=NOTHING)
+        best, mass, total = _see(asked, keys, key_unit, values, unit, own_weights, scaling, best, mass, total)
+    for begin in range(0, SINKS, TILE):
+        t = begin + tl.arange(0, TILE)
+        here = t < SINKS
+        keys, key_unit = in_int8(state + number(own, SINK_KEY), state + number(own, SINK_KEY_UNIT), t, here, KEY)
+        sink_value, sink_value_unit = state + number(own, SINK_VALUE), state + number(own, SINK_VALUE_UNIT)
+        values, unit = in_int8(sink_value, sink_value_unit, t, here, VALUE)
+        own_weights = tl.load(weights + WINDOW + t, mask=here, other=NOTHING)
+        best, mass, total = _see(asked, keys, key_unit, values, unit, own_weights, scaling, best, mass, total)
+    new, exponent = as_kept(key, counts, KEY)
+    scores = tl.sum(asked * new[None, :], axis=1) * power_of_two(exponent) * scaling + weight
+    scores = tl.where(counts > 0, scores, float("-inf"))
+    new, exponent = as_kept(value, counts, VALUE)
+    top = tl.maximum(best, scores)
+    left, share = tl.exp(best - top), tl.exp(scores - top)
+    return top, left * mass + share, left[:, None] * total + share[:, None] * (new * power_of_two(exponent))[None, :]
+
+
+@triton.jit
+def _see(asked, keys, key_unit, values, value_unit, weights, scaling, best, mass, total):
+    """Attend to tokens in int8."""
+    scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * (key_unit * scaling)[None, :] + weights[None, :]
+    scores = tl.where((weights > NOTHING)[None, :], scores, float("-inf"))
+    return online_softmax(best, mass, total, scores, values * value_unit[:, None])
+
+
+@triton.jit
+def _join(
+    sums,
+    constants,  # of the values' coder
+    head,
+    out,
+    parts,
+    i,  # [ROWS], queries of the group
+    VALUE: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """The output of some queries from the sums of all parts; those of the tier are rotated back."""
+    DIM: tl.constexpr = VALUE.dim
+    VALUES: tl.constexpr = VALUE.padded
+    GROUPS: tl.constexpr = SHAPE.groups
+    ROWS: tl.constexpr = SHAPE.rows
+    v, is_row, is_value = tl.arange(0, VALUES), i < GROUPS, tl.arange(0, VALUES) < DIM
+    masses, values, near = sums + parts * GROUPS, sums + 2 * parts * GROUPS, (parts - 1) * GROUPS + i
+    near_best = tl.load(sums + near, mask=is_row, other=0.0)
+    best = near_best
+    for part in range(0, parts - 1):
+        best = tl.maximum(best, tl.load(sums + part * GROUPS + i, mask=is_row, other=0.0))
+    mass = tl.zeros([ROWS], tl.float32)
+    for part in range(0, parts - 1):
+        share = tl.exp(tl.load(sums + part * GROUPS + i, mask=is_row, other=0.0) - best)
+        mass += share * tl.load(masses + part * GROUPS + i, mask=is_row, other=0.0)
+    mean = tl.load(at(constants, VALUE.mean, tl.float32) + head * DIM + v, mask=is_value, other=0.0)
+    total = mass[:, None] * mean[None, :]
+    for begin in range(0, DIM, 16):
+        n = begin + tl.arange(0, 16)
+        here, rotated = is_row[:, None] & (n < DIM)[None, :], tl.zeros([ROWS, 16], tl.float32)
+        for part in range(0, parts - 1):
+            place = part * GROUPS + i
+            share = tl.exp(tl.load(sums + place, mask=is_row, other=0.0) - best)
+            rotated += share[:, None] * tl.load(values + place[:, None] * DIM + n[None, :], mask=here, other=0.0)
+        back = at(constants, VALUE.back, tl.float32) + (head * DIM + v[None, :]) * DIM + n[:, None]
+        columns = tl.load(back, mask=(n < DIM)[:, None] & is_value[None, :], other=0.0)
+        total += tl.dot(rotated, columns, input_precision=PRECISION)
+    share, here = tl.exp(near_best - best), is_row[:, None] & is_value[None, :]
+    mass += share * tl.load(masses + near, mask=is_row, other=0.0)
+    total += share[:, None] * tl.load(values + near[:, None] * DIM + v[None, :], mask=here, other=0.0)
+    total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]  # who sees nothing gets zeros
+    tl.store(out + i[:, None] * DIM + v[None, :], total.to(out.dtype.element_ty), mask=here)

@@ -1,0 +1,72 @@
+"""A decoded token on a GPU as torch.compile sees it, traced without one: tensors have no contents."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from by_budget import compress
+from tiny_families import teacher, tokens
+from torch._subclasses import FakeTensorMode
+from transformers import StaticCache
+
+from dofla.attention import FlatState, gpu
+from dofla.integration.cache import linear_entry
+from dofla.integration.interface import linear_attention
+
+
+def on_a_gpu(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is not None:
+                    own = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+                    tensors[name] = torch.nn.Parameter(own, False) if isinstance(x, torch.nn.Parameter) else own
+
+
+@pytest.mark.parametrize("head_budgets", ["even", "measured"])
+@torch.no_grad()
+def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkeypatch):
+    monkeypatch.setattr(gpu, "_obstacle", lambda: None)
+    student = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), budget=24, head_budgets=head_budgets)
+    module = next(module for module in student.modules() if "dofla" in module._modules)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.graph)
+        return graph
+
+    with FakeTensorMode():
+        on_a_gpu(student)
+        entry = linear_entry(StaticCache(student.config, 64), module)
+        entry.update(*[torch.empty(2, 2, 9, 8, device="cuda", dtype=torch.bfloat16)] * 2)
+        entry.states = [
+            FlatState(None, torch.empty(2, layout.bytes, dtype=torch.uint8, device="cuda"))
+            for layout in module.dofla.layouts
+        ]
+        rows, count = entry._rows, entry.tokens
+
+        def step(query, key, value):
+            entry.handed_over = True
+            return linear_attention(module, query, *entry.update(key, value), None, dofla_entry=entry)[0]
+
+        parts = [torch.empty(2, 1, heads, 8, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        out = torch.compile(step, fullgraph=True, backend=backend)(*(x.transpose(1, 2) for x in parts))
+    names = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    assert [name for name in names if name.startswith("dofla.")] == ["dofla.decode_token.default"]
+    assert out.shape == (2, 1, 4, 8)
+    assert out.is_cuda
+    assert entry._rows is rows  # neither states nor count moved
+    assert entry.tokens is count
+    assert count.is_cuda
+
+
+def test_a_triton_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.10.1"))
+    assert gpu._obstacle.__wrapped__() is None
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.3.1"))
+    assert "triton 3.3.1 is older than 3.4" in gpu._obstacle.__wrapped__()
