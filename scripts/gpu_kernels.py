@@ -95,10 +95,12 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         states = torch.cat([layout.empty(1, a.device).tokens for layout in layouts], 1)
         query, new = torch.zeros(1, 2 * groups, 1, dim), torch.zeros(1, 2, 1, dim)
         decoder, out, pages = Decoder(layouts), torch.zeros_like(query), torch.tensor([0])
+        padding = torch.zeros(1, 1)
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
             lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS),
             lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS, pages),
+            lambda: decoder(query, new, new, padding, states, out, 1.0, 1.0, WEIGHTS),
         ]
     return [
         lambda: gpu.linear_attention(a, b, value, state=features),

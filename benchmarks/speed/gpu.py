@@ -173,7 +173,7 @@ def main(
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "llama-1b",
     length: Annotated[list[int] | None, typer.Option(help="Tokens of prompts, and of KV caches.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences at once.")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens that generate writes at least.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that generate writes at least.")] = 64,
     compiled: Annotated[bool, typer.Option(help="Also time generate from compiled graphs.")] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 3,
     seconds: Annotated[float, typer.Option(help="After which nothing more is begun.")] = 220,

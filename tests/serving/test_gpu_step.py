@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import StaticCache
 
 from dofla.attention import FlatState, gpu
+from dofla.attention.gpu import operators
 from dofla.integration.cache import linear_entry
 from dofla.integration.interface import linear_attention
 
@@ -29,7 +30,9 @@ def on_a_gpu(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("head_budgets", ["even", "measured"])
 @torch.no_grad()
 def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkeypatch):
+    prepared: list[list] = []
     monkeypatch.setattr(gpu, "_obstacle", lambda: None)
+    monkeypatch.setattr(operators, "decoders_of", lambda layouts: prepared.append(layouts) or [])
     student = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), budget=24, head_budgets=head_budgets)
     module = next(module for module in student.modules() if "dofla" in module._modules)
     graphs = []
@@ -56,6 +59,7 @@ def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkey
         out = torch.compile(step, fullgraph=True, backend=backend)(*(x.transpose(1, 2) for x in parts))
     names = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert [name for name in names if name.startswith("dofla.")] == ["dofla.decode_token.default"]
+    assert prepared == [module.dofla.layouts]
     assert out.shape == (2, 1, 4, 8)
     assert out.is_cuda
     assert entry._rows is rows  # neither states nor count moved

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch._inductor.config as inductor
 from torch import Tensor
 from transformers import Cache, CompileConfig, PreTrainedModel
 
+from dofla.attention.gpu.operators import update_constants
 from dofla.errors import DoflaError
 from dofla.integration.extending import Extension, extend
 from dofla.integration.student import Student
@@ -71,11 +71,8 @@ class _Compiles(Extension):
         if not any(isinstance(value, Cache) for value in options.values()):
             options.setdefault("cache_implementation", "static")
         options.setdefault("compile_config", self._dofla_compile_config or _default(on_gpu))
-        if on_gpu and not hasattr(self, _COMPILED[0]):
-            # A token outside of the graph: what kernels look up is in memory then that is not the graph's own.
-            ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            one = {"attention_mask": torch.ones_like(ids), "min_new_tokens": 2, "max_new_tokens": 2}
-            super().generate(ids, **one, do_sample=False, disable_compile=True)
+        if on_gpu:
+            update_constants()
         # As an option of torch.compile it comes too late for dynamo, and does nothing.
         with nullcontext() if on_gpu else inductor.patch(freezing=True):
             return super().generate(inputs, *args, **options)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dofla.attention import LOG_ZERO, Moments
 from dofla.attention.carried import State
-from dofla.attention.gpu.operators import _DECODERS, decode
+from dofla.attention.gpu.operators import _DECODERS, decode, decoders_of
 from dofla.feature_maps.layer import LinearAttention
 from dofla.feature_maps.pages import read_pages
 
@@ -229,13 +229,31 @@ def test_coders_that_were_calibrated_again_are_those_of_the_next_token():
     text = moved(text_of(layer, 1, before + 1, 1), DEVICE)
     _, states = read(layer, text, None, [0, before])
     with calls_of_kernels():
-        one, _ = read(layer, text, None, [before, before + 1], states)
-        for coded_tiers in layer.coded_tiers.values():
-            coded_tiers.value.mean.add_(1)
-        other, _ = read(layer, text, None, [before, before + 1], states)
-        fresh, _ = read(copy.deepcopy(layer), text, None, [before, before + 1], states)
-    assert not torch.equal(one, other)
-    assert torch.equal(other, fresh)
+        found = [read(layer, text, None, [before, before + 1], states)[0]]
+        ((_, decoder),) = decoders_of(layer.layouts)
+        places = [coder.constants.data_ptr() for coder in decoder.coders()]
+        for change in (
+            lambda coder: coder.mean.add_(1),
+            lambda coder: setattr(coder, "constants", 2 * coder.constants),
+        ):
+            for coded_tiers in layer.coded_tiers.values():
+                change(coded_tiers.value)  # written, and replaced
+            found.append(read(layer, text, None, [before, before + 1], states)[0])
+            assert torch.equal(found[-1], read(copy.deepcopy(layer), text, None, [before, before + 1], states)[0])
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    assert places == [coder.constants.data_ptr() for coder in decoder.coders()]  # where CUDA graphs read them
+
+
+@pytest.mark.interpreter
+def test_rows_that_merely_touch_are_not_common():
+    from dofla.attention.gpu.side_by_side import common_rows
+
+    memory = bytearray(64)
+    apart = [torch.frombuffer(memory, dtype=torch.uint8, offset=n, count=32).view(1, 32) for n in (0, 32)]
+    assert common_rows(apart) is None
+    whole = torch.zeros(3, 80, dtype=torch.uint8)
+    assert torch.equal(common_rows(list(whole[:, 16:].split(32, 1))), whole[:, 16:])
 
 
 @pytest.fixture

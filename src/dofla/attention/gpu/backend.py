@@ -18,7 +18,7 @@ from dofla.attention.drawn import Drawn, Line
 from dofla.attention.exact import ExactPart
 from dofla.attention.flat import Layout
 from dofla.attention.gpu.codes import Codes
-from dofla.attention.gpu.operators import decode, decode_token, decoders_of, empty_output
+from dofla.attention.gpu.operators import decode, decode_token, decoders_of, empty_output, prepare
 from dofla.attention.state import FeatureState, TokenBuffer
 
 
@@ -49,6 +49,7 @@ class Triton(Backend):
             for layout in layouts:
                 layout.register()
             ids = [id(layout) for layout in layouts]
+            prepare(ids, scaling)
             return Packed(decode_token(query, key, value, log_weight, after, ids, scaling), after, [])
         return Packed(*decode(layouts, query, key, value, log_weight, states, scaling, in_place), [])
 

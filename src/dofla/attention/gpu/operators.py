@@ -31,6 +31,26 @@ def decoders_of(layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
     return _DECODERS[layouts[0]]
 
 
+@torch.compiler.assume_constant_result
+def prepare(layouts: list[int], scaling: float) -> None:
+    """Make what :func:`decode_token` looks up while a graph is traced: what were made in a CUDA graph would be the
+    graph's memory.
+
+    Args:
+        layouts: their ids (:meth:`Layout.register`).
+        scaling: of the scores.
+    """
+    for _, decoder in decoders_of([Layout.registered[place] for place in layouts]):
+        weight_steps(scaling, decoder.prepare())
+
+
+def update_constants() -> None:
+    """Take constants of coders that were written or loaded since the last token: CUDA graphs do not ask for them."""
+    for decoders in _DECODERS.values():
+        for _, decoder in decoders:
+            decoder.coders()
+
+
 def decode(
     layouts: Sequence[Layout],
     query: Tensor,

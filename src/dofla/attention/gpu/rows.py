@@ -111,7 +111,7 @@ def update_tier(
     SHAPE: tl.constexpr,
 ):
     """The tokens behind the one that leaves move up, and one enters."""
-    MOVED: tl.constexpr = SHAPE.moved
+    MOVED: tl.constexpr = SHAPE.moved_up
     codes, scales = state + number(own, CODES), state + number(own, SCALES)
     value_codes, value_scales = state + number(own, VALUE_CODES), state + number(own, VALUE_SCALES)
     scale = entering + KEY.size

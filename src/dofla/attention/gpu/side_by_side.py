@@ -67,8 +67,9 @@ def common_rows(states: Sequence[Tensor]) -> Tensor | None:
     such."""
     first, total = states[0], sum(state.shape[1] for state in states)
     place, stride = first.data_ptr(), first.stride(0)
+    memory = first.untyped_storage().data_ptr()  # what merely touches is no part of it
     for state in states:
-        if state.data_ptr() != place or state.stride() != (stride, 1):
+        if state.data_ptr() != place or state.stride() != (stride, 1) or state.untyped_storage().data_ptr() != memory:
             return None
         place += state.shape[1]
     return first.as_strided((len(first), total), (stride, 1))
@@ -84,20 +85,30 @@ class JointCoder:
 
     def __init__(self, coders: Sequence[Coder]) -> None:
         self.coders, self.dim, self.block = list(coders), coders[0].dim, coders[0].block
-        bits = [coder.bits[:1].expand(coder.heads, -1) for coder in coders]
+        self._made_of: list[tuple[Tensor, int]] = []
+        self.constants = torch.empty(0)
+        self.update()
+
+    def update(self) -> None:
+        """Take the coders' constants, if they are others than before, or were written since; where there is room for
+        them in the same place, because CUDA graphs read there."""
+        now = [(x, 0 if x.is_inference() else x._version) for x in (coder.constants for coder in self.coders)]
+        if len(now) == len(self._made_of) and all(
+            x is y and n == m for (x, n), (y, m) in zip(now, self._made_of, strict=True)
+        ):
+            return
+        bits = [coder.bits[:1].expand(coder.heads, -1) for coder in self.coders]
         names = ("rotation", "fineness", "back", "mean", "middle")
-        parts = [torch.cat([getattr(coder, name) for coder in coders]) for name in names]
+        parts = [torch.cat([getattr(coder, name) for coder in self.coders]) for name in names]
         parts.append(torch.cat(bits))
         rows = Rows([(part.shape, part.dtype) for part in parts])
-        self.constants, self.starts = rows.joined(parts), rows.starts
-        self.made_of = made_of(coders)
+        constants, self.starts, self._made_of = rows.joined(parts), rows.starts, now
+        if constants.shape == self.constants.shape and constants.device == self.constants.device:
+            with torch.inference_mode():
+                self.constants.copy_(constants)
+        else:
+            self.constants = constants
 
     def bytes_per_token(self, tier: int) -> int:
         """The bytes of the codes and scales of one vector of one head."""
         return self.coders[0].bytes_per_token(tier)
-
-
-def made_of(coders: Sequence[Coder]) -> list[tuple[int, int]]:
-    """Where the constants of coders stand, and how often they were written: other ones make another joint coder."""
-    constants = [coder._buffers["constants"] for coder in coders]
-    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in constants if x is not None]

@@ -19,7 +19,7 @@ from dofla.attention.flat import Layout
 from dofla.attention.gpu import block_count, block_size
 from dofla.attention.gpu.codes import Coding, tables_on
 from dofla.attention.gpu.encode import WAYS
-from dofla.attention.gpu.side_by_side import JointCoder, descriptions, made_of
+from dofla.attention.gpu.side_by_side import JointCoder, descriptions
 from dofla.attention.gpu.token_attend import attend_and_update
 from dofla.attention.gpu.token_encode import encode_and_rotate
 from dofla.attention.rows import Rows
@@ -28,6 +28,8 @@ TILE = 32
 """Tokens that a program attends to at once."""
 PARTS = 8
 """Programs at most that share the tier of a head between them."""
+PROGRAMS = 2048
+"""Programs that keep a GPU busy: with more heads than that, fewer share one."""
 ROWS = 64
 """Queries of a program at most."""
 MOVED = 8192
@@ -44,7 +46,7 @@ class Shape(NamedTuple):
         lanes: the power of two that holds them and one more.
         newest: tokens of a tier that cannot go.
         rows, tile: queries and tokens of a program at once.
-        moved: tokens that it moves at once.
+        moved, moved_up: tokens of the window and of a tier that it moves at once.
         scratch: bytes of a head between the two kernels, and then where its parts begin.
         arrived: how many programs are done, int32.
         weights: of window and sinks, as they were.
@@ -64,6 +66,7 @@ class Shape(NamedTuple):
     rows: int
     tile: int
     moved: int
+    moved_up: int
     scratch: int
     arrived: int
     weights: int
@@ -100,11 +103,18 @@ class Decoder:
         self._coders: tuple[JointCoder, JointCoder] | None = None
 
     def coders(self) -> tuple[JointCoder, JointCoder]:
-        """Coders of keys and of values, of all heads; made again when one of theirs was calibrated, loaded or moved."""
-        known, sides = self._coders, self._sides
-        if known is None or any(own.made_of != made_of(side) for own, side in zip(known, sides, strict=True)):
-            known = self._coders = JointCoder(sides[0]), JointCoder(sides[1])
-        return known
+        """Coders of keys and of values, of all heads; as they are now, if one was calibrated, loaded or moved."""
+        if self._coders is None:
+            self._coders = JointCoder(self._sides[0]), JointCoder(self._sides[1])
+        for side in self._coders:
+            side.update()
+        return self._coders
+
+    def prepare(self) -> torch.device:
+        """The device of the coders, on which there is then all that kernels look up."""
+        device = self.coders()[0].constants.device
+        tables_on(device)
+        return on_device(self.descriptions, device).device
 
     def __call__(
         self,
@@ -148,11 +158,13 @@ class Decoder:
                 **known,
                 num_warps=1,
             )
-            attend_and_update[(batch * heads, self.parts + 1, block_count(groups, shape.rows))](
+            parts = max(1, min(self.parts, PROGRAMS // (batch * heads)))
+            attend_and_update[(batch * heads, parts + 1, block_count(groups, shape.rows))](
                 *(query, key, value, log_weight, states, pages, *constants, weights, scratch, out),
                 *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], out.stride(0), states.stride(0)),
                 *(heads, scaling, per_step),
                 **known,
+                num_warps=8,  # with fewer, its numbers do not fit into registers
             )
 
     def _shape(self, groups: int, key: Coding, value: Coding) -> Shape:
@@ -169,9 +181,9 @@ class Decoder:
             ]
         )
         lanes = triton.next_power_of_2(self.places + 1)
-        moved = triton.next_power_of_2(max(per_token, key.dim + value.dim + 2))
+        window, tier = map(triton.next_power_of_2, (key.dim + value.dim + 2, per_token))
         sizes = groups, self.window, self.sinks, self.places, lanes, self.newest
-        tiles = block_size(groups, ROWS), TILE, max(1, min(lanes, MOVED // moved))
+        tiles = block_size(groups, ROWS), TILE, max(1, MOVED // window), max(1, min(lanes, MOVED // 2 // tier))
         return Shape(*sizes, *tiles, scratch.bytes, *scratch.starts)
 
 

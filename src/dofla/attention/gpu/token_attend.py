@@ -300,18 +300,22 @@ def _join(
         mass += share * tl.load(masses + part * GROUPS + i, mask=is_row, other=0.0)
     mean = tl.load(at(constants, VALUE.mean, tl.float32) + head * DIM + v, mask=is_value, other=0.0)
     total = mass[:, None] * mean[None, :]
+    merged, is_output = tl.zeros([ROWS, VALUES], tl.float32), is_row[:, None] & is_value[None, :]
+    for part in range(0, parts - 1):
+        place = part * GROUPS + i
+        share = tl.exp(tl.load(sums + place, mask=is_row, other=0.0) - best)
+        merged += share[:, None] * tl.load(values + place[:, None] * DIM + v[None, :], mask=is_output, other=0.0)
+    tl.debug_barrier()
+    tl.store(values + i[:, None] * DIM + v[None, :], merged, mask=is_output)  # in the place of the first part's
+    tl.debug_barrier()
     for begin in range(0, DIM, 16):
         n = begin + tl.arange(0, 16)
-        here, rotated = is_row[:, None] & (n < DIM)[None, :], tl.zeros([ROWS, 16], tl.float32)
-        for part in range(0, parts - 1):
-            place = part * GROUPS + i
-            share = tl.exp(tl.load(sums + place, mask=is_row, other=0.0) - best)
-            rotated += share[:, None] * tl.load(values + place[:, None] * DIM + n[None, :], mask=here, other=0.0)
+        rotated = tl.load(values + i[:, None] * DIM + n[None, :], mask=is_row[:, None] & (n < DIM)[None, :], other=0.0)
         back = at(constants, VALUE.back, tl.float32) + (head * DIM + v[None, :]) * DIM + n[:, None]
         columns = tl.load(back, mask=(n < DIM)[:, None] & is_value[None, :], other=0.0)
         total += tl.dot(rotated, columns, input_precision=PRECISION)
-    share, here = tl.exp(near_best - best), is_row[:, None] & is_value[None, :]
+    share = tl.exp(near_best - best)
     mass += share * tl.load(masses + near, mask=is_row, other=0.0)
-    total += share[:, None] * tl.load(values + near[:, None] * DIM + v[None, :], mask=here, other=0.0)
+    total += share[:, None] * tl.load(values + near[:, None] * DIM + v[None, :], mask=is_output, other=0.0)
     total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]  # who sees nothing gets zeros
-    tl.store(out + i[:, None] * DIM + v[None, :], total.to(out.dtype.element_ty), mask=here)
+    tl.store(out + i[:, None] * DIM + v[None, :], total.to(out.dtype.element_ty), mask=is_output)
