@@ -33,8 +33,8 @@ def decoders_of(layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
 
 @torch.compiler.assume_constant_result
 def prepare(layouts: list[int], scaling: float) -> None:
-    """Make what :func:`decode_token` looks up while a graph is traced: what were made in a CUDA graph would be the
-    graph's memory.
+    """Make what :func:`decode_token` looks up while a graph is traced. A tensor that is made while a CUDA graph is
+    recorded lies in memory of the graph.
 
     Args:
         layouts: their ids (:meth:`Layout.register`).

@@ -294,17 +294,15 @@ def _join(
     best = near_best
     for part in range(0, parts - 1):
         best = tl.maximum(best, tl.load(sums + part * GROUPS + i, mask=is_row, other=0.0))
-    mass = tl.zeros([ROWS], tl.float32)
-    for part in range(0, parts - 1):
-        share = tl.exp(tl.load(sums + part * GROUPS + i, mask=is_row, other=0.0) - best)
-        mass += share * tl.load(masses + part * GROUPS + i, mask=is_row, other=0.0)
-    mean = tl.load(at(constants, VALUE.mean, tl.float32) + head * DIM + v, mask=is_value, other=0.0)
-    total = mass[:, None] * mean[None, :]
-    merged, is_output = tl.zeros([ROWS, VALUES], tl.float32), is_row[:, None] & is_value[None, :]
+    is_output = is_row[:, None] & is_value[None, :]
+    mass, merged = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, VALUES], tl.float32)
     for part in range(0, parts - 1):
         place = part * GROUPS + i
         share = tl.exp(tl.load(sums + place, mask=is_row, other=0.0) - best)
+        mass += share * tl.load(masses + place, mask=is_row, other=0.0)
         merged += share[:, None] * tl.load(values + place[:, None] * DIM + v[None, :], mask=is_output, other=0.0)
+    mean = tl.load(at(constants, VALUE.mean, tl.float32) + head * DIM + v, mask=is_value, other=0.0)
+    total = mass[:, None] * mean[None, :]
     tl.debug_barrier()
     tl.store(values + i[:, None] * DIM + v[None, :], merged, mask=is_output)  # in the place of the first part's
     tl.debug_barrier()
