@@ -99,7 +99,7 @@ class Decoder:
         self.descriptions = tuple(map(tuple, descriptions(layouts)))
         self.places = max(layout.coded_tiers.slots[-1] for layout in layouts)
         self.parts = min(PARTS, block_count(self.places + 1, TILE))
-        self._shapes: dict[int, Shape] = {}
+        self._known: dict[int, tuple[Coding, Coding, Shape]] = {}
         self._coders: tuple[JointCoder, JointCoder] | None = None
 
     def coders(self) -> tuple[JointCoder, JointCoder]:
@@ -145,10 +145,10 @@ class Decoder:
         device, batch, groups = query.device, len(query), query.shape[1] // key.shape[1]
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         heads, (keys, values) = len(self.descriptions), self.coders()
-        of_keys, of_values = Coding.of(keys), Coding.of(values)
-        if groups not in self._shapes:
-            self._shapes[groups] = self._shape(groups, of_keys, of_values)
-        shape = self._shapes[groups]
+        if groups not in self._known:
+            of_keys, of_values = Coding.of(keys), Coding.of(values)
+            self._known[groups] = of_keys, of_values, self._shape(groups, of_keys, of_values)
+        of_keys, of_values, shape = self._known[groups]
         scratch = torch.empty(batch * heads * shape.scratch, dtype=torch.uint8, device=device)
         constants = on_device(self.descriptions, device), keys.constants, values.constants, tables_on(device)
         known = {"KEY": of_keys, "VALUE": of_values, "SHAPE": shape, "enable_fp_fusion": False}
