@@ -33,6 +33,7 @@ def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkey
     prepared: list[list] = []
     monkeypatch.setattr(gpu, "_obstacle", lambda: None)
     monkeypatch.setattr(operators, "decoders_of", lambda layouts: prepared.append(layouts) or [])
+    monkeypatch.setattr(operators, "weight_steps", lambda scaling, device: prepared.append([scaling, device.type]))
     student = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), budget=24, head_budgets=head_budgets)
     module = next(module for module in student.modules() if "dofla" in module._modules)
     graphs = []
@@ -59,7 +60,7 @@ def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkey
         out = torch.compile(step, fullgraph=True, backend=backend)(*(x.transpose(1, 2) for x in parts))
     names = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert [name for name in names if name.startswith("dofla.")] == ["dofla.decode_token.default"]
-    assert prepared == [module.dofla.layouts]
+    assert prepared == [[8**-0.5, "cuda"], module.dofla.layouts]
     assert out.shape == (2, 1, 4, 8)
     assert out.is_cuda
     assert entry._rows is rows  # neither states nor count moved
@@ -71,6 +72,6 @@ def test_a_triton_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.10.1"))
-    assert gpu._obstacle.__wrapped__() is None
+    assert gpu.obstacle.__wrapped__() is None
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.3.1"))
-    assert "triton 3.3.1 is older than 3.4" in gpu._obstacle.__wrapped__()
+    assert "triton 3.3.1 is older than 3.4" in gpu.obstacle.__wrapped__()

@@ -130,40 +130,39 @@ class StaticLinearCacheLayer(LinearCacheLayer):
 
     def __init__(self, beside_softmax: bool) -> None:
         self._rows: Tensor | None = None
-        self._sizes: list[int] = []
-        self._in_rows = False
+        self._sizes: list[int] = []  # of the states in the rows; empty if they are not there
         super().__init__(beside_softmax)
         self.tokens = torch.tensor(0)
 
     @property
     def states(self) -> Sequence[Carried] | None:  # type: ignore[override]
-        if not self._in_rows:
+        if self._rows is None or not self._sizes:
             return self._states
-        assert self._rows is not None
         return [FlatState(None, part) for part in self._rows.split(self._sizes, 1)]
 
     @states.setter
     def states(self, states: Sequence[Carried] | None) -> None:
         if torch.compiler.is_compiling():
-            if not self._in_rows:  # otherwise they were updated there
+            if not self._sizes:  # otherwise they were updated there
                 self._states = states
             return
         flat = [state.tokens for state in states or () if isinstance(state, FlatState) and state.features is None]
-        self._in_rows = bool(states) and len(flat) == len(states or ()) and all(map(in_cuda_graphs, flat))
-        self._states = None if self._in_rows else states
-        if not self._in_rows or (self._rows is not None and flat[0].data_ptr() == self._rows.data_ptr()):
+        in_rows = bool(states) and len(flat) == len(states or ()) and all(map(in_cuda_graphs, flat))
+        self._states = None if in_rows else states
+        self._sizes = [state.shape[1] for state in flat] if in_rows else []
+        if not in_rows or (self._rows is not None and flat[0].data_ptr() == self._rows.data_ptr()):
             return
-        sizes, batch = [state.shape[1] for state in flat], len(flat[0])
-        if self._rows is None or len(self._rows) != batch or self._sizes != sizes:
+        shape = len(flat[0]), sum(self._sizes)
+        if self._rows is None or self._rows.shape != shape:
             with torch.inference_mode(False):  # what is made in that mode cannot be updated outside of it
-                self._rows = flat[0].new_empty(batch, sum(sizes))
-            self._sizes = sizes
+                self._rows = flat[0].new_empty(shape)
             torch._dynamo.mark_static_address(self._rows)
         torch.cat(flat, 1, out=self._rows)
 
     @property
     def in_place(self) -> bool:
-        return self._in_rows or not torch.compiler.is_compiling()
+        # Not by super(), which torch.compile asks outside of the graph, where nothing is compiling.
+        return bool(self._sizes) or not torch.compiler.is_compiling()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

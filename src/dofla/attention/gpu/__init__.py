@@ -43,14 +43,9 @@ _PRECISION = "ieee"
 """Input precision of float32 products: TF32, Triton's default, has 10 bits and would miss 1e-4. No effect on bf16."""
 
 
-@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1)
 def obstacle() -> str | None:
     """Why the kernels cannot be used here, or None."""
-    return _obstacle()
-
-
-@lru_cache(maxsize=1)
-def _obstacle() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
@@ -74,7 +69,12 @@ def usable(*tensors: Tensor) -> bool:
         return False
     if not all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors):
         return False
-    return obstacle() is None
+    return _obstacle() is None
+
+
+@torch.compiler.assume_constant_result
+def _obstacle() -> str | None:
+    return obstacle()
 
 
 def linear_attention(

@@ -49,7 +49,7 @@ class Triton(Backend):
             for layout in layouts:
                 layout.register()
             ids = [id(layout) for layout in layouts]
-            prepare(ids, scaling)
+            prepare(ids, scaling, query.device)
             return Packed(decode_token(query, key, value, log_weight, after, ids, scaling), after, [])
         return Packed(*decode(layouts, query, key, value, log_weight, states, scaling, in_place), [])
 

@@ -32,16 +32,18 @@ def decoders_of(layouts: Sequence[Layout]) -> list[tuple[list[int], Decoder]]:
 
 
 @torch.compiler.assume_constant_result
-def prepare(layouts: list[int], scaling: float) -> None:
+def prepare(layouts: list[int], scaling: float, device: torch.device) -> None:
     """Make what :func:`decode_token` looks up while a graph is traced. A tensor that is made while a CUDA graph is
     recorded lies in memory of the graph.
 
     Args:
         layouts: their ids (:meth:`Layout.register`).
         scaling: of the scores.
+        device: of the queries.
     """
+    weight_steps(scaling, device)
     for _, decoder in decoders_of([Layout.registered[place] for place in layouts]):
-        weight_steps(scaling, decoder.prepare())
+        decoder.constants(device)
 
 
 def update_constants() -> None:

@@ -87,7 +87,6 @@ class JointCoder:
         self.coders, self.dim, self.block = list(coders), coders[0].dim, coders[0].block
         self._made_of: list[tuple[Tensor, int]] = []
         self.constants = torch.empty(0)
-        self.update()
 
     def update(self) -> None:
         """Take the coders' constants, if they are others than before, or were written since; where there is room for

@@ -110,11 +110,10 @@ class Decoder:
             side.update()
         return self._coders
 
-    def prepare(self) -> torch.device:
-        """The device of the coders, on which there is then all that kernels look up."""
-        device = self.coders()[0].constants.device
-        tables_on(device)
-        return on_device(self.descriptions, device).device
+    def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All that kernels look up: descriptions of the heads, the coders' constants, and tables."""
+        keys, values = self.coders()
+        return on_device(self.descriptions, device), keys.constants, values.constants, tables_on(device)
 
     def __call__(
         self,
@@ -144,13 +143,12 @@ class Decoder:
         """
         device, batch, groups = query.device, len(query), query.shape[1] // key.shape[1]
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        heads, (keys, values) = len(self.descriptions), self.coders()
+        heads, constants = len(self.descriptions), self.constants(device)
         if groups not in self._known:
-            of_keys, of_values = Coding.of(keys), Coding.of(values)
+            of_keys, of_values = map(Coding.of, self.coders())
             self._known[groups] = of_keys, of_values, self._shape(groups, of_keys, of_values)
         of_keys, of_values, shape = self._known[groups]
         scratch = torch.empty(batch * heads * shape.scratch, dtype=torch.uint8, device=device)
-        constants = on_device(self.descriptions, device), keys.constants, values.constants, tables_on(device)
         known = {"KEY": of_keys, "VALUE": of_values, "SHAPE": shape, "enable_fp_fusion": False}
         with torch.cuda.device_of(query):  # Triton launches on the current device
             encode_and_rotate[(batch * heads, 2 * of_keys.blocks + of_values.blocks)](

@@ -232,29 +232,22 @@ def _see_near(
 ):
     """Attend to the window, the sinks and the new token."""
     PADDED: tl.constexpr = KEY.padded
-    TILE: tl.constexpr = SHAPE.tile
     WINDOW: tl.constexpr = SHAPE.window
     SINKS: tl.constexpr = SHAPE.sinks
     d = tl.arange(0, PADDED)
     in_query = (i < SHAPE.groups)[:, None] & (d < KEY.dim)[None, :]
     asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
     _, _, becomes_sink = leaving_window(weights, SHAPE)
-    for begin in range(0, WINDOW, TILE):  # of whose tokens the first leaves, unless it becomes a sink
-        t = begin + tl.arange(0, TILE)
-        here = (t < WINDOW) & (t >= 1 - becomes_sink)
-        keys, key_unit = in_int8(state + number(own, NEAR_KEY), state + number(own, NEAR_KEY_UNIT), t, here, KEY)
-        near_value, near_value_unit = state + number(own, NEAR_VALUE), state + number(own, NEAR_VALUE_UNIT)
-        values, unit = in_int8(near_value, near_value_unit, t, here, VALUE)
-        own_weights = tl.load(weights + t, mask=here, other=NOTHING)
-        best, mass, total = _see(asked, keys, key_unit, values, unit, own_weights, scaling, best, mass, total)
-    for begin in range(0, SINKS, TILE):
-        t = begin + tl.arange(0, TILE)
-        here = t < SINKS
-        keys, key_unit = in_int8(state + number(own, SINK_KEY), state + number(own, SINK_KEY_UNIT), t, here, KEY)
-        sink_value, sink_value_unit = state + number(own, SINK_VALUE), state + number(own, SINK_VALUE_UNIT)
-        values, unit = in_int8(sink_value, sink_value_unit, t, here, VALUE)
-        own_weights = tl.load(weights + WINDOW + t, mask=here, other=NOTHING)
-        best, mass, total = _see(asked, keys, key_unit, values, unit, own_weights, scaling, best, mass, total)
+    best, mass, total = _see(  # the window, whose first token leaves, unless it becomes a sink
+        *(asked, state + number(own, NEAR_KEY), state + number(own, NEAR_KEY_UNIT), state + number(own, NEAR_VALUE)),
+        *(state + number(own, NEAR_VALUE_UNIT), weights, 1 - becomes_sink, WINDOW),
+        *(scaling, best, mass, total, KEY, VALUE, SHAPE),
+    )
+    best, mass, total = _see(
+        *(asked, state + number(own, SINK_KEY), state + number(own, SINK_KEY_UNIT), state + number(own, SINK_VALUE)),
+        *(state + number(own, SINK_VALUE_UNIT), weights + WINDOW, 0, SINKS),
+        *(scaling, best, mass, total, KEY, VALUE, SHAPE),
+    )
     new, exponent = as_kept(key, counts, KEY)
     scores = tl.sum(asked * new[None, :], axis=1) * power_of_two(exponent) * scaling + weight
     scores = tl.where(counts > 0, scores, float("-inf"))
@@ -265,11 +258,35 @@ def _see_near(
 
 
 @triton.jit
-def _see(asked, keys, key_unit, values, value_unit, weights, scaling, best, mass, total):
-    """Attend to tokens in int8."""
-    scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * (key_unit * scaling)[None, :] + weights[None, :]
-    scores = tl.where((weights > NOTHING)[None, :], scores, float("-inf"))
-    return online_softmax(best, mass, total, scores, values * value_unit[:, None])
+def _see(
+    asked,
+    keys,
+    key_units,
+    values,
+    value_units,
+    weights,
+    first,
+    COUNT: tl.constexpr,
+    scaling,
+    best,
+    mass,
+    total,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Attend to tokens in int8, of ``COUNT`` those from the ``first`` on."""
+    TILE: tl.constexpr = SHAPE.tile
+    for begin in range(0, COUNT, TILE):
+        t = begin + tl.arange(0, TILE)
+        here = (t < COUNT) & (t >= first)
+        own_keys, key_unit = in_int8(keys, key_units, t, here, KEY)
+        own_values, value_unit = in_int8(values, value_units, t, here, VALUE)
+        weight = tl.load(weights + t, mask=here, other=NOTHING)
+        scores = tl.dot(asked, tl.trans(own_keys), input_precision=PRECISION) * (key_unit * scaling)[None, :]
+        scores = tl.where((weight > NOTHING)[None, :], scores + weight[None, :], float("-inf"))
+        best, mass, total = online_softmax(best, mass, total, scores, own_values * value_unit[:, None])
+    return best, mass, total
 
 
 @triton.jit
