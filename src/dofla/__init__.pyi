@@ -1,9 +1,11 @@
 # What `import dofla` exports, and where it lives: read by dofla itself, and by editors.
+from .compression.calibrate import calibrate
+from .compression.calibration import Calibration
+from .compression.compress import compress
 from .data.windows import TokenWindows
 from .distillation.end_to_end import distill_end_to_end
 from .distillation.loop import distill
 from .distillation.tracking import tracked
-from .distillation.training_free import compress, measure_head_budgets
 from .distillation.trials import measure_curves
 from .errors import DoflaError
 from .evaluation.run import evaluate
@@ -14,7 +16,6 @@ from .integration.sharing import note, push_adapter
 from .integration.surgery import linearize, restore, softmax
 from .plans.allocate import allocate
 from .plans.curves import Curves
-from .plans.head_budgets import HeadBudgets
 from .plans.plan import LayerPlan, Plan
 from .profiles.profile import Profile
 from .runs.bundled import demo
@@ -29,15 +30,16 @@ from .serving.stream import Stream
 __version__: str
 
 __all__ = [
+    "Calibration",
     "Curves",
     "DoflaError",
-    "HeadBudgets",
     "LayerPlan",
     "Plan",
     "Profile",
     "Stream",
     "TokenWindows",
     "allocate",
+    "calibrate",
     "check",
     "compile_generate",
     "compress",
@@ -52,7 +54,6 @@ __all__ = [
     "load",
     "load_state",
     "measure_curves",
-    "measure_head_budgets",
     "merge_lora",
     "note",
     "profile",

@@ -1,7 +1,12 @@
-"""The arithmetic of linear attention. Knows log-features, values and states; knows nothing of transformers.
+"""The arithmetic of attention: compressed caches, and linear attention through features. Knows vectors and states, and
+nothing of transformers.
 
 Symbols used throughout: B batch, H query heads, Hkv key-value heads (H a multiple of Hkv), L tokens, M features,
-d head size of queries and keys, dv head size of values. A pair (query i, key j) has the log-weight
+d head size of queries and keys, dv head size of values.
+
+A compressed cache holds the newest tokens and the first ones in int8, and others in a few bits, which are evicted by
+score: :mod:`dofla.attention.naive_cache` is that in two hundred lines. With features, a pair (query i, key j) has the
+log-weight
 
     log K̂(i, j) = logsumexp_m( a[i, m] + b[j, m] ) + log weight[j]
 
@@ -9,44 +14,44 @@ and attention is the average of the values under those weights, normalized over 
 """
 
 from dofla.attention.affine import Affine
-from dofla.attention.attend import attend
-from dofla.attention.carried import State, packed, unpacked
+from dofla.attention.attend import HybridState, attend, packed, unpacked
+from dofla.attention.call import Call
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import CodedTiers, CodedTokens, Coder, KeySmoothing, Moments, ScoredTokens, Tier, tier_bytes
+from dofla.attention.coding import CodedTokens, Coder, KeySmoothing, Moments, Tier, tier_bytes
 from dofla.attention.compressed import CompressedHeads
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens, rounded
-from dofla.attention.flat import Carried, FlatState, Layout
+from dofla.attention.group import HeadGroup
 from dofla.attention.kernel import exact_scores, log_kernel
+from dofla.attention.layout import CompressedState, HeadSizes, Layout
 from dofla.attention.naive import naive_attention
-from dofla.attention.prefill import exact_prefill
 from dofla.attention.recurrent import recurrent
-from dofla.attention.state import FeatureState, TokenBuffer, accumulable, side_by_side
+from dofla.attention.state import FeatureState, TokenBuffer, accumulable, log_weights, side_by_side
 
 __all__ = [
     "LOG_ZERO",
     "Affine",
-    "Carried",
-    "CodedTiers",
+    "Call",
     "CodedTokens",
     "Coder",
     "CompressedHeads",
+    "CompressedState",
     "FeatureState",
-    "FlatState",
+    "HeadGroup",
+    "HeadSizes",
+    "HybridState",
     "KeySmoothing",
     "Layout",
     "Moments",
     "PackedTokens",
-    "ScoredTokens",
-    "State",
     "Tier",
     "TokenBuffer",
     "accumulable",
     "attend",
     "chunked",
-    "exact_prefill",
     "exact_scores",
     "log_kernel",
+    "log_weights",
     "naive_attention",
     "packed",
     "recurrent",

@@ -1,9 +1,9 @@
-"""The one entrance: features for the far past, exact scores for a window and sinks, one joint normalizer."""
+"""Attention through features: features for the far past, exact scores for a window and sinks, one joint normalizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,85 +11,120 @@ from torch import Tensor
 
 from dofla.attention.backend import Backend, Features
 from dofla.attention.backends import backend_for
-from dofla.attention.carried import State
+from dofla.attention.call import Call
 from dofla.attention.chunked import chunked
-from dofla.attention.coding import CodedTiers, CodedTokens, ScoredTokens
 from dofla.attention.constants import LOG_ZERO
+from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.exact import ExactPart, exact_attention, merge
-from dofla.attention.features import causal_attention, segment
-from dofla.attention.heads import query_heads, select, write
-from dofla.attention.state import FeatureState, TokenBuffer, accumulable, known_full, weighted
+from dofla.attention.sinks import sink_slots, take_sinks
+from dofla.attention.state import FeatureState, Tensors, TokenBuffer, accumulable, known_full, masked
+
+_Exact = TypeVar("_Exact", bound=TokenBuffer | PackedTokens, covariant=True)
+"""Type of the local window and the attention sinks."""
+
+
+@dataclass(frozen=True)
+class HybridState(Tensors, Generic[_Exact]):
+    """Everything that heads with features carry: the state of the features, if there are any, the last ``window``
+    tokens and the first ``sinks`` ones.
+
+    The window is a delay line in front of the feature state: a key enters ``features`` when it leaves ``window``,
+    unless it is one of the first real keys, which go to ``sinks`` instead. Window and sinks are kept as
+    :class:`dofla.attention.PackedTokens` from one call to the next where the layer keeps them in int8.
+    """
+
+    features: FeatureState | None
+    window: _Exact | None = None
+    sinks: _Exact | None = None
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: Call,
     features: Features,
+    state: HybridState[TokenBuffer] | None = None,
     *,
-    scaling: float,
-    weight: Tensor | None = None,
-    state: State[TokenBuffer] | None = None,
     window: int = 0,
     sinks: int = 0,
-    coded_tiers: CodedTiers | None = None,
-    causal: bool = True,
-    heads: Sequence[int] | None = None,
-    out: Tensor | None = None,
     backend: Backend | None = None,
-) -> tuple[Tensor, State[TokenBuffer] | None]:
+) -> tuple[Tensor, HybridState[TokenBuffer] | None]:
     """Linear attention of new tokens to themselves and to the past held in ``state``.
 
     Args:
-        query: [B, H, L, d].
-        key: [B, Hkv, L, d].
-        value: [B, Hkv, L, dv].
-        features: the feature map, for Hkv heads (or for as many as ``heads`` names).
-        scaling: the kernel to be approximated is ``exp(scaling · q·k)``.
-        weight: key weights [B, L], 0 for padding; default all ones.
+        call: the new tokens; the kernel to be approximated is ``exp(scaling · q·k)``. A call that is not causal lets
+            every query see every key; it has no past and leaves no state.
+        features: the feature map.
         state: the past, or None at the beginning of a sequence.
         window: the last ``window`` keys, the query's own included, have exact scores.
         sinks: so do the first ``sinks`` real keys.
-        coded_tiers: tiers of tokens in few bits between the window and the features; causal calls only.
-        causal: False lets every query see every key; such a call has no past and leaves no state.
-        heads: do only these KV heads and their queries, as ragged layers do, group by group.
-        out: [B, H, L, dv], where to write the rows of those heads; needed if ``heads`` is given.
         backend: default the one of the table that takes these.
 
     Returns:
-        Output [B, H, L, dv] in the dtype of ``value``, and the state after the last token (None unless causal).
+        Output [B, H, L, dv] in the dtype of the values, and the state after the last token (None unless causal).
     """
-    own_heads = query_heads(heads, query.shape[1] // key.shape[1])
-    if not causal:
-        tokens = weighted(select(key, heads), select(value, heads), weight)
-        result = _attend_both_ways(select(query, own_heads), tokens, features, scaling, window, sinks)
-        return write(result.to(value.dtype), out, own_heads), None
-    backend = backend or backend_for((query, key, value), () if weight is None else (weight,))
-    length = query.shape[-2]
-    count = query.shape[1] if own_heads is None else len(own_heads)
-    size = segment(query.shape[0] * count * features.features, query)
-    if out is None and length > size:
-        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+    if not call.causal:
+        return _attend_both_ways(call, features, window, sinks).to(call.value.dtype), None
+    backend = backend or backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
+    length, pieces = call.query.shape[-2], []
+    size = _segment(call.query.shape[0] * call.query.shape[1] * features.features, call.query)
     for start in range(0, length, size):
         part = slice(start, start + size)
         # Later segments find their window in front of them; the first, and padded ones, in the state.
-        before = window if weight is None and start >= window else 0
+        before = window if call.log_weight is None and start >= window else 0
         longer = slice(start - before, start + size)
-        line = weighted(select(key, heads, longer), select(value, heads, longer), _part(weight, longer))
+        log_weight = None if call.log_weight is None else call.log_weight[:, longer]
+        line = masked(call.key[:, :, longer], call.value[:, :, longer], log_weight)
         if state is None:
             state = empty_state(line, features.features, window, sinks)
         if state.window is not None and before < window:
             line = state.window.then(line)
-        queries = select(query, own_heads, part)
-        piece, state = _attend_causally(queries, line, features, scaling, state, window, sinks, coded_tiers, backend)
-        result = write(piece.to(value.dtype), out, own_heads, part)
+        piece, state = _attend_causally(
+            call.query[:, :, part], line, features, call.scaling, state, window, sinks, backend
+        )
+        pieces.append(piece.to(call.value.dtype))
     if state is not None and state.window is not None and length > 1:
         state = replace(state, window=state.window.copy())  # a view would keep all tokens of the call in memory
-    return result, state
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2), state
 
 
-def _part(weight: Tensor | None, part: slice) -> Tensor | None:
-    return None if weight is None else weight[:, part]
+def packed(
+    after: HybridState[TokenBuffer], before: HybridState[TokenBuffer | PackedTokens] | None, new: int
+) -> HybridState[PackedTokens]:
+    """The state ``after`` ``new`` tokens for keeping: what ``before`` held in int8 is not packed again."""
+    held, first = (None, None) if before is None else (before.window, before.sinks)
+    window, sinks = None, None
+    if after.window is not None:
+        if isinstance(held, PackedTokens) and new < len(after.window):
+            window = held.shifted(PackedTokens.of(after.window[-new:]))
+        else:
+            window = PackedTokens.of(after.window)
+    if after.sinks is not None:
+        if isinstance(first, PackedTokens) and known_full(first.log_weight):
+            sinks = first
+        else:
+            sinks = PackedTokens.of(after.sinks)
+    return HybridState(after.features, window, sinks)
+
+
+def unpacked(state: HybridState[TokenBuffer | PackedTokens], dtype: torch.dtype) -> HybridState[TokenBuffer]:
+    """The state for arithmetic in ``dtype``, in which exact tokens that are not packed are already."""
+    window, sinks = (t.unpacked(dtype) if isinstance(t, PackedTokens) else t for t in (state.window, state.sinks))
+    return HybridState(state.features, window, sinks)
+
+
+def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> HybridState[TokenBuffer]:
+    """The state before the first token, shaped for tokens like these."""
+    return HybridState(
+        _empty_features(tokens, features) if features else None,
+        TokenBuffer.empty(tokens.key, tokens.value, window) if window else None,
+        TokenBuffer.empty(tokens.key, tokens.value, sinks) if sinks else None,
+    )
+
+
+def _segment(numbers: int, query: Tensor) -> int:
+    """Number of tokens to do at once, if each has so many log-features of queries: on a CPU few enough to stay in its
+    cache, on a GPU few enough to take little of its memory."""
+    at_once = 2**20 if query.device.type == "cpu" else 2**26
+    return max(at_once // max(numbers, 1) // 64 * 64, 128)
 
 
 def _attend_causally(
@@ -97,43 +132,25 @@ def _attend_causally(
     line: TokenBuffer,
     features: Features,
     scaling: float,
-    state: State[TokenBuffer],
+    state: HybridState[TokenBuffer],
     window: int,
     sinks: int,
-    coded_tiers: CodedTiers | None,
     backend: Backend,
-) -> tuple[Tensor, State[TokenBuffer]]:
+) -> tuple[Tensor, HybridState[TokenBuffer]]:
     """One segment; ``line`` is the window before it followed by its tokens."""
-    if not (window or sinks or coded_tiers):
-        out, after = causal_attention(query, line, features, scaling=scaling, state=state.features, backend=backend)
-        return out, State(after)
-    length = query.shape[-2]
-    leaving = line[:length]
-    held = TokenBuffer.empty(line.key, line.value, 0) if state.sinks is None else state.sinks
-    kept, buffer, visible_from = _take_sinks(held, leaving)
-    exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling)
-    near: tuple[Tensor, Tensor] | None = None
-    tiers: tuple[CodedTokens | ScoredTokens, ...] = ()
-    if coded_tiers:
-        real = line.log_weight[:, -length:] > LOG_ZERO
-        behind = features.features > 0
-        near, tiers, left = coded_tiers.attend(
-            query, kept, state.tiers, scaling, real, behind=behind, operations=backend
-        )
-        kept = kept if left is None else left
-    out, after = causal_attention(
-        query, kept, features, scaling=scaling, state=state.features, backend=backend, exact=exact, near=near
-    )
-    return out, State(after, line[length:] if window else None, buffer if sinks else None, tiers)
-
-
-def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> State[TokenBuffer]:
-    """The state before the first token, shaped for tokens like these."""
-    return State(
-        _empty_features(tokens, features) if features else None,
-        TokenBuffer.empty(tokens.key, tokens.value, window) if window else None,
-        TokenBuffer.empty(tokens.key, tokens.value, sinks) if sinks else None,
-    )
+    length, kept, buffer, exact = query.shape[-2], line, None, None
+    if window or sinks:
+        held = TokenBuffer.empty(line.key, line.value, 0) if state.sinks is None else state.sinks
+        kept, buffer, visible_from = take_sinks(held, line[:length])
+        exact = ExactPart(query, line[1:], window, buffer, visible_from, scaling).widened()
+    after = None
+    if state.features is not None:
+        out, after = backend.through_features(query, kept, features, scaling, state.features, exact)
+    elif exact is not None:
+        out = exact.attend()[0]
+    else:
+        out = query.new_zeros(*query.shape[:-1], line.value.shape[-1])
+    return out, HybridState(after, line[length:] if window else None, buffer if sinks else None)
 
 
 def _empty_features(tokens: TokenBuffer, features: int) -> FeatureState:
@@ -142,48 +159,10 @@ def _empty_features(tokens: TokenBuffer, features: int) -> FeatureState:
     return FeatureState.empty(batch, kv_heads, features, value_dim, dtype=dtype, device=tokens.value.device)
 
 
-def _rank_of_leaving(leaving: TokenBuffer, held: TokenBuffer) -> Tensor:
-    """The index of the sink slot that each token leaving the window would fill [B, L]: the number of real tokens before
-    it, held sinks included. It is the largest integer for padding."""
-    real = leaving.log_weight > LOG_ZERO
-    already = (held.log_weight > LOG_ZERO).sum(-1, keepdim=True)
-    never = torch.iinfo(torch.int64).max
-    return torch.where(real, already + real.cumsum(-1) - 1, never)
-
-
-def _take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, TokenBuffer, Tensor]:
-    """Move the first real tokens that leave the window into the free sink slots.
-
-    Returns:
-        The tokens with those masked; the sinks after this call; and the first query that sees each of them as a sink
-        [B, s]. Earlier queries see it in the window.
-    """
-    if not len(held) or known_full(held.log_weight):
-        return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
-    rank = _rank_of_leaving(leaving, held)
-    is_sink = rank < len(held)
-    kept = TokenBuffer(leaving.key, leaving.value, leaving.log_weight.masked_fill(is_sink, LOG_ZERO))
-    return kept, *_fill_sinks(held, leaving, rank, is_sink)
-
-
-def _fill_sinks(held: TokenBuffer, leaving: TokenBuffer, rank: Tensor, is_sink: Tensor) -> tuple[TokenBuffer, Tensor]:
-    places = torch.arange(len(held), device=rank.device)
-    arrives = is_sink.unsqueeze(-1) & (rank.unsqueeze(-1) == places)  # [B, L, s]
-    taken, source = arrives.any(dim=1), arrives.to(torch.int64).argmax(dim=1)
-    free, place = taken[:, None, :, None], source[:, None, :, None]
-    sinks = TokenBuffer(
-        torch.where(free, leaving.key.take_along_dim(place, dim=2).to(held.key.dtype), held.key),
-        torch.where(free, leaving.value.take_along_dim(place, dim=2).to(held.value.dtype), held.value),
-        torch.where(taken, leaving.log_weight.gather(1, source), held.log_weight),
-    )
-    return sinks, torch.where(taken, source, 0)
-
-
-def _attend_both_ways(
-    query: Tensor, tokens: TokenBuffer, features: Features, scaling: float, window: int, sinks: int
-) -> Tensor:
+def _attend_both_ways(call: Call, features: Features, window: int, sinks: int) -> Tensor:
+    query, scaling, tokens = call.query, call.scaling, masked(call.key, call.value, call.log_weight)
     none_yet = TokenBuffer.empty(tokens.key, tokens.value, sinks)
-    kept, sink_buffer, _ = _take_sinks(none_yet, tokens)
+    kept, sink_buffer, _ = take_sinks(none_yet, tokens)
     if features.features:
         seen = _far_both_ways(query, kept, features, scaling, window)
     else:
@@ -194,7 +173,7 @@ def _attend_both_ways(
     margin = max(window - 1, 0)
     beside = TokenBuffer.empty(tokens.key, tokens.value, margin)
     near, after = (beside.then(tokens).then(beside), margin) if window else (tokens[1:], 0)
-    hidden = _sinks_inside_window(_rank_of_leaving(tokens, none_yet), sinks, window)
+    hidden = _sinks_inside_window(sink_slots(tokens, none_yet), sinks, window)
     return merge(seen, exact_attention(query, near, window - 1, after, sink_buffer, hidden, scaling))[0]
 
 
@@ -222,6 +201,6 @@ def _delay(b: Tensor, value: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 def _sinks_inside_window(rank: Tensor, sinks: int, window: int) -> Tensor:
     """[B, L, s], True where a sink stands closer than ``window`` to the query, which then sees it in the band."""
     position = torch.arange(rank.shape[1], device=rank.device)
-    is_place = rank.unsqueeze(-1) == torch.arange(sinks, device=rank.device)  # [B, L, s]
-    sink_position = (is_place * position[None, :, None]).sum(dim=1)  # [B, s]
+    is_slot = rank.unsqueeze(-1) == torch.arange(sinks, device=rank.device)  # [B, L, s]
+    sink_position = (is_slot * position[None, :, None]).sum(dim=1)  # [B, s]
     return (position[None, :, None] - sink_position.unsqueeze(1)).abs() < window

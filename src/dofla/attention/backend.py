@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from dofla.attention.call import Call
 from dofla.attention.chunked import chunked
+from dofla.attention.coding import Tier
 from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.drawn import Drawn, Line, exact_causal
 from dofla.attention.exact import ExactPart, merge
-from dofla.attention.flat import Layout
+from dofla.attention.layout import CompressedState, Layout
 from dofla.attention.recurrent import recurrent
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
@@ -27,19 +29,15 @@ class Features(Protocol):
     def log_key(self, x: Tensor, scaling: float) -> Tensor: ...
 
 
-class Packed(NamedTuple):
-    """Result of reading new tokens with packed caches.
+class Compressed(Protocol):
+    """The KV heads of a layer whose caches are compressed: :class:`dofla.attention.CompressedHeads`."""
 
-    Attributes:
-        out: [B, H, L, dv], zeros of heads in no group; float32 if there are features behind any group's tiers.
-        states: of each group, [B, bytes], uint8.
-        behind: of each group with features, the log-normalizer [B, H', L] of its heads' output and the tokens that left
-            its last tier; empty if there are none.
-    """
+    layout: Layout
 
-    out: Tensor
-    states: list[Tensor]
-    behind: list[tuple[Tensor, TokenBuffer]]
+    @property
+    def tiers(self) -> Sequence[Tier]: ...
+
+    def register(self) -> int: ...
 
 
 class Backend(CodeOperations):
@@ -49,64 +47,42 @@ class Backend(CodeOperations):
         """True if the backend does calls with these queries, keys and values, and these other inputs."""
         return True
 
-    def traceable(self, tokens: int, retains: bool) -> bool:
-        """True if torch.compile can take a call with so many new tokens into its graph, of a layer all of whose heads
-        have caches that retain tokens, or of one with others."""
+    def traceable(self, tokens: int, compressed: bool) -> bool:
+        """True if torch.compile can take a call with so many new tokens into its graph, of a compressed cache or of
+        feature maps."""
         return False
 
-    def read_packed(
-        self,
-        layouts: Sequence[Layout],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_weight: Tensor | None,
-        states: list[Tensor],
-        scaling: float,
-        in_place: bool,
-    ) -> Packed | None:
-        """Attention of new tokens to themselves and to packed caches, all groups of heads at once.
+    def read_compressed(
+        self, heads: Compressed, call: Call, state: CompressedState
+    ) -> tuple[Tensor, CompressedState] | None:
+        """Attention of new tokens to themselves and to compressed caches, all groups of heads at once.
 
         Args:
-            layouts: of the groups.
-            query: [B, H, L, d].
-            key: [B, Hkv, L, d].
-            value: [B, Hkv, L, dv].
-            log_weight: [B, L], LOG_ZERO for padding; None where there is none.
-            states: of each group before, [B, bytes], uint8.
-            scaling: of the scores.
-            in_place: whether the states may be overwritten with those after.
+            heads: of the layer.
+            call: causal, not exact.
+            state: before the call.
 
         Returns:
-            None if there are no kernels for such a call: then the groups are done one by one, unpacked.
+            Output [B, H, L, dv] and the state after; None if there are no kernels for such a call: then the groups are
+            done one by one, in plain torch.
         """
         return None
 
     def read_pages(
-        self,
-        layouts: Sequence[Layout],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pools: list[Tensor],
-        pages: Tensor,
-        starts: list[int],
-        scaling: float,
+        self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        """:meth:`read_packed` of n sequences of different lengths, whose states are pages of pools, and are updated
+        """:meth:`read_compressed` of n sequences of different lengths, whose states are pages of a pool, and are updated
         there.
 
         Args:
-            layouts: of the groups, which have no features.
-            query: of all sequences, one after the other, [1, H, L, d].
-            key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
-            pools: of each group [P, bytes], uint8.
+            heads: of the layer.
+            call: of all sequences, one after the other: [1, H, L, d].
+            pool: [P, bytes], uint8.
             pages: of each sequence [n], int64.
             starts: where each sequence begins among the tokens, and their number, [n + 1].
-            scaling: of the scores.
 
         Returns:
-            Output [1, H, L, dv], zeros of heads in no group; None if there are no kernels for such a call.
+            Output [1, H, L, dv]; None if there are no kernels for such a call.
         """
         return None
 
@@ -118,30 +94,30 @@ class Backend(CodeOperations):
         scaling: float,
         state: FeatureState,
         exact: ExactPart | None,
-    ) -> tuple[Tensor, Tensor, FeatureState]:
-        """Causal attention of queries [B, H, L, d] to as many new tokens and to the past, through features.
+    ) -> tuple[Tensor, FeatureState]:
+        """Causal attention of queries [B, H, L, d] to as many new tokens and to the past, through features, and to an
+        exact part under the same normalizer.
 
         Returns:
-            Output [B, H, L, dv], which is that of the exact part as well; the log-normalizer [B, H, L] of the features
-            alone; and the state after.
+            Output [B, H, L, dv] and the state after.
         """
         a, b = features.log_query(accumulable(query), scaling), features.log_key(accumulable(tokens.key), scaling)
         return self.linear_attention(a, b, tokens, state, exact)
 
     def linear_attention(
         self, a: Tensor, b: Tensor, tokens: TokenBuffer, state: FeatureState, exact: ExactPart | None
-    ) -> tuple[Tensor, Tensor, FeatureState]:
+    ) -> tuple[Tensor, FeatureState]:
         """:meth:`through_features` of log-features of queries [B, H, L, M] and keys [B, Hkv, L, M]."""
         b = b + tokens.log_weight[:, None, :, None]
         form = recurrent if a.shape[-2] == 1 else chunked
         out, normalizer, after = form(a, b, accumulable(tokens.value), state=state)
-        return joined(out, normalizer, exact), normalizer, after
+        return merge_exact(out, normalizer, exact), after
 
     def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
         """:func:`dofla.attention.drawn.exact_causal`."""
         return exact_causal(query, line, window, sinks, scaling)
 
 
-def joined(out: Tensor, normalizer: Tensor, exact: ExactPart | None) -> Tensor:
+def merge_exact(out: Tensor, normalizer: Tensor, exact: ExactPart | None) -> Tensor:
     """Output of features [B, H, L, dv] and of an exact part, if there is one, under one normalizer."""
     return out if exact is None else merge((out, normalizer), exact.attend())[0]

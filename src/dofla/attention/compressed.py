@@ -1,92 +1,127 @@
-"""Compressed caches of a layer, as they are kept from one call to the next: packed."""
+"""The compressed caches of a layer's KV heads: a local window and sinks in int8, a tier in few bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from dofla.attention.backend import Backend, Features
-from dofla.attention.features import causal_attention, segment
-from dofla.attention.flat import FlatState, Layout
-from dofla.attention.heads import query_heads, select, write
-from dofla.attention.state import FeatureState, TokenBuffer, weighted
+from dofla.attention.backend import Backend
+from dofla.attention.backends import backend_for
+from dofla.attention.call import Call
+from dofla.attention.coding import Tier
+from dofla.attention.constants import LOG_ZERO
+from dofla.attention.eight_bits import PackedTokens, rounded
+from dofla.attention.exact import ExactPart, merge
+from dofla.attention.group import HeadGroup
+from dofla.attention.heads import query_heads, write
+from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout
+from dofla.attention.modules import ModuleList
+from dofla.attention.prefill import exact_prefill
+from dofla.attention.sinks import take_sinks
+from dofla.attention.state import TokenBuffer, masked
+from dofla.errors import DoflaError
 
 
-class CompressedHeads:
-    """The groups of a layer's heads whose caches are packed: one call of the kernels for all of them.
+class CompressedHeads(HeadGroup[CompressedState]):
+    """Attention of KV heads with compressed caches, which share one state. Heads of one size have coders together.
 
     Args:
-        layouts: of each group, with a window; they say what is where in a state.
-        features: the feature map of each group, of which those are used that have features.
+        sizes: of each KV head.
+        head_dim, value_dim: sizes of keys and values, multiples of 8.
+        bits: per number in the tier, 1 to 5.
+
+    Attributes:
+        layout: of the state.
+        tiers: of each group of the layout.
     """
 
-    def __init__(self, layouts: Sequence[Layout], features: Sequence[Features]) -> None:
-        self.layouts, self.features = layouts, features
+    registered: ClassVar[WeakValueDictionary[int, CompressedHeads]] = WeakValueDictionary()
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        weight: Tensor | None,
-        states: Sequence[FlatState | None],
-        backend: Backend,
-        in_place: bool,
-    ) -> tuple[Tensor, list[FlatState]] | None:
-        """Attention of new tokens, as :func:`dofla.attention.attend`, with a packed state for each group before and
-        after.
-
-        With ``in_place``, the states before may be overwritten. Output rows [B, H, L, dv] of heads in no group are
-        zeros. None if the backend has no kernels for such a call.
-        """
-        before = [
-            layout.empty(len(query), query.device) if state is None else state
-            for state, layout in zip(states, self.layouts, strict=True)
-        ]
-        log_weight = None if weight is None else weighted(key[..., :0], value[..., :0], weight).log_weight
-        tokens = [state.tokens for state in before]
-        found = backend.read_packed(self.layouts, query, key, value, log_weight, tokens, scaling, in_place)
-        if found is None:
-            return None
-        out, states_after, behind = found
-        if not behind:
-            return out, [FlatState(None, tokens) for tokens in states_after]
-        far, groups = [state.features for state in before], query.shape[1] // key.shape[1]
-        with_features = [n for n, layout in enumerate(self.layouts) if layout.features]
-        for n, (normalizer, left) in zip(with_features, behind, strict=True):
-            heads = query_heads(self.layouts[n].heads, groups)
-            near, own = (select(out, heads), normalizer), select(query, heads)
-            piece, far[n] = _through_features(own, left, self.features[n], scaling, far[n], near, backend)
-            write(piece, out, heads)
-        return out.to(value.dtype), [FlatState(*parts) for parts in zip(far, states_after, strict=True)]
-
-
-def _through_features(
-    query: Tensor,
-    tokens: TokenBuffer,
-    features: Features,
-    scaling: float,
-    state: FeatureState | None,
-    near: tuple[Tensor, Tensor],
-    backend: Backend,
-) -> tuple[Tensor, FeatureState | None]:
-    """Output [B, H, L, dv] of features behind what is ``near``, some tokens at a time; and the state after."""
-    length, pieces = query.shape[-2], []
-    size = segment(query.shape[0] * query.shape[1] * features.features, query)
-    for start in range(0, length, size):
-        part = slice(start, start + size)
-        piece, state = causal_attention(
-            query[:, :, part],
-            tokens[part],
-            features,
-            scaling=scaling,
-            state=state,
-            backend=backend,
-            near=(near[0][:, :, part], near[1][:, :, part]),
+    def __init__(self, sizes: Sequence[HeadSizes], head_dim: int, value_dim: int, bits: float) -> None:
+        super().__init__(range(len(sizes)))
+        self.layout = Layout(sizes, head_dim, value_dim, bits)
+        self.tiers: ModuleList[Tier] = ModuleList(
+            Tier(len(heads), head_dim, value_dim, size.newest, size.heavy_hitters, bits)
+            for size, heads in zip(self.layout.sizes, self.layout.heads, strict=True)
         )
-        pieces.append(piece)
-    return torch.cat(pieces, 2), state
+
+    @torch.compiler.assume_constant_result
+    def register(self) -> int:
+        """An id by which operators find these heads, since graphs hold no objects. Called while one is traced."""
+        self.registered[id(self)] = self
+        return id(self)
+
+    def bytes(self, itemsize: int) -> int:
+        return self.layout.bytes
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for tier in self.tiers:
+            tier.reset()
+
+    def traceable(self, call: Call, has_state: bool) -> bool:
+        tokens = call.query.shape[-2]
+        if call.log_weight is not None and has_state and tokens > 1:
+            return False
+        return call.causal and tokens > 0 and backend_for(call.vectors).traceable(tokens, compressed=True)
+
+    @torch.no_grad()
+    def step(self, call: Call, state: CompressedState | None) -> tuple[Tensor, CompressedState]:
+        """See :class:`HeadGroup`; gradients do not pass.
+
+        Raises:
+            DoflaError: a call that is not causal.
+        """
+        if not call.causal:
+            raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
+        backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
+        before = self.layout.empty(len(call.query), call.query.device) if state is None else state
+        if call.exact and call.query.shape[-2] > 1:
+            return self._prefill(call, before, state is None, backend)
+        return backend.read_compressed(self, call, before) or self._read(call, before, backend)
+
+    def _prefill(
+        self, call: Call, state: CompressedState, fresh: bool, backend: Backend
+    ) -> tuple[Tensor, CompressedState]:
+        """An exact call: heads with one local window at once."""
+        out, held = _output(call), self.layout.open(state)
+        for window in dict.fromkeys(size[:2] for size in self.layout.sizes):
+            groups = [n for n, size in enumerate(self.layout.sizes) if size[:2] == window]
+            heads = [head for n in groups for head in self.layout.heads[n]]
+            own = [self.tiers[n] for n in groups], [held[n] for n in groups]
+            piece, after = exact_prefill(call.of_heads(heads), *own, fresh, backend)
+            write(piece, out, query_heads(heads, call.groups))
+            for n, contents in zip(groups, after, strict=True):
+                held[n] = contents
+        return out, self.layout.close(held)
+
+    def _read(self, call: Call, state: CompressedState, backend: Backend) -> tuple[Tensor, CompressedState]:
+        """A call in plain torch, group by group."""
+        out, after = _output(call), []
+        groups = zip(self.layout.heads, self.layout.sizes, self.tiers, self.layout.open(state), strict=True)
+        for heads, size, tier, contents in groups:
+            piece, kept = _attend(call.of_heads(heads), size.window, tier, contents, backend)
+            write(piece.to(out.dtype), out, query_heads(heads, call.groups))
+            after.append(kept)
+        return out, self.layout.close(after)
+
+
+def _output(call: Call) -> Tensor:
+    return call.value.new_empty(*call.query.shape[:-1], call.value.shape[-1])
+
+
+def _attend(call: Call, window: int, tier: Tier, held: Contents, backend: Backend) -> tuple[Tensor, Contents]:
+    """Output [B, H, L, dv] of one group, and its tokens after the call."""
+    length, dtype = call.query.shape[-2], torch.promote_types(call.key.dtype, torch.float32)
+    # All keys and values are rounded as they enter, so that it does not matter where a call ends.
+    line = held.window.unpacked(dtype).then(masked(rounded(call.key), rounded(call.value), call.log_weight))
+    real = line.log_weight[:, -length:] > LOG_ZERO
+    sinks = TokenBuffer.empty(line.key, line.value, 0) if held.sinks is None else held.sinks.unpacked(dtype)
+    entering, sinks, visible_from = take_sinks(sinks, line[:length])
+    near = ExactPart(call.query, line[1:], window, sinks, visible_from, call.scaling).widened().attend()
+    far, tokens = tier.attend(call.query, entering, held.tier, call.scaling, real, backend)
+    kept = None if held.sinks is None else PackedTokens.of(sinks, backend.pack)
+    return merge(far, near)[0], Contents(PackedTokens.of(line[length:], backend.pack), kept, tokens)

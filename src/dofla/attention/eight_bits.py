@@ -60,13 +60,16 @@ class PackedTokens(Tensors):
     def of(cls, tokens: TokenBuffer, pack: Callable[[Tensor], tuple[Tensor, Tensor]] = pack) -> PackedTokens:
         return cls(*pack(tokens.key), *pack(tokens.value), tokens.log_weight)
 
+    def __len__(self) -> int:
+        return self.log_weight.shape[-1]
+
     def unpacked(self, dtype: torch.dtype) -> TokenBuffer:
         key, value = unpack(self.key, self.key_exponent, dtype), unpack(self.value, self.value_exponent, dtype)
         return TokenBuffer(key, value, self.log_weight)
 
     def shifted(self, later: PackedTokens) -> PackedTokens:
         """The same number of tokens, with ``later`` at the end and the oldest dropped."""
-        new = later.log_weight.shape[-1]
+        new = len(later)
 
         def joined(name: str, dim: int) -> Tensor:
             old = getattr(self, name)

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 
-def query_heads(heads: Sequence[int] | None, groups: int) -> list[int] | None:
-    """The query heads of some KV heads, ``groups`` of each; None stands for all heads."""
-    return None if heads is None else [head * groups + n for head in heads for n in range(groups)]
+def query_heads(heads: Sequence[int], groups: int) -> list[int]:
+    """The query heads of some KV heads, ``groups`` of each."""
+    return [head * groups + n for head in heads for n in range(groups)]
 
 
-def select(x: Tensor, heads: Sequence[int] | None, part: slice = slice(None)) -> Tensor:
-    """Some heads and tokens of ``x`` [B, H, L, d]; a view if the heads stand side by side."""
-    x = x[:, :, part]
-    if heads is None:
-        return x
+def select(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Some heads of ``x`` [B, H, L, d]; a view if they stand side by side."""
     if list(heads) == list(range(heads[0], heads[0] + len(heads))):
         return x[:, heads[0] : heads[0] + len(heads)]
-    return x.index_select(1, torch.tensor(heads, device=x.device))
+    return x.index_select(1, _index(tuple(heads), x.device))
 
 
-def write(piece: Tensor, out: Tensor | None, heads: Sequence[int] | None, part: slice = slice(None)) -> Tensor:
-    """``out`` [B, H, L, d] with ``piece`` as its rows of some heads and tokens; without ``out``, ``piece`` itself."""
-    if out is None:
-        return piece
-    if heads is None:
-        out[:, :, part] = piece
-    else:
-        for n, head in enumerate(heads):  # whole rows each, much faster than an index
-            out[:, head, part] = piece[:, n]
-    return out
+@lru_cache
+def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once, for the CPU waits for a GPU while it copies something there."""
+    return torch.tensor(heads, device=device)
+
+
+def write(piece: Tensor, out: Tensor, heads: Sequence[int]) -> None:
+    """Put ``piece`` into ``out`` [B, H, L, d] as the rows of some heads."""
+    for n, head in enumerate(heads):  # whole rows each, much faster than an index
+        out[:, head] = piece[:, n]

@@ -34,11 +34,6 @@ def widest(t: Tensor) -> torch.dtype:
     return torch.float32 if t.device.type == "mps" else torch.float64
 
 
-def gradients_asked(*tensors: Tensor) -> bool:
-    """True if what is computed of these takes part in a backward pass."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
 @dataclass(frozen=True)
 class Tensors:
     """Shared by the dataclasses below: bundles of tensors whose first dimension is the batch."""
@@ -47,18 +42,15 @@ class Tensors:
         changed: dict[str, Any] = {}
         for field in fields(self):
             part = getattr(self, field.name)
-            if isinstance(part, tuple):
-                changed[field.name] = tuple(inner.map(fn) for inner in part)
-            elif part is not None:
+            if part is not None:
                 changed[field.name] = part.map(fn) if isinstance(part, Tensors) else fn(part)
         return replace(self, **changed)
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors held, over the whole batch."""
-        parts = [getattr(self, field.name) for field in fields(self)]
-        flat = [inner for p in parts if p is not None for inner in (p if isinstance(p, tuple) else (p,))]
-        return sum(p.bytes if isinstance(p, Tensors) else p.numel() * p.element_size() for p in flat)
+        parts = [part for field in fields(self) if (part := getattr(self, field.name)) is not None]
+        return sum(part.bytes if isinstance(part, Tensors) else part.numel() * part.element_size() for part in parts)
 
     def copy(self) -> Self:
         """A copy that later updates of this one do not touch."""
@@ -76,8 +68,6 @@ def side_by_side(parts: Sequence[Any]) -> Any:
         return None
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
-    if isinstance(first, tuple):
-        return tuple(side_by_side(inner) for inner in zip(*parts, strict=True))
     return replace(first, **{x.name: side_by_side([getattr(part, x.name) for part in parts]) for x in fields(first)})
 
 
@@ -171,13 +161,16 @@ def known_full(log_weight: Tensor) -> bool:
     return on_cpu and not torch.compiler.is_compiling() and bool((log_weight > LOG_ZERO).all())
 
 
-def weighted(key: Tensor, value: Tensor, weight: Tensor | None) -> TokenBuffer:
-    """Tokens with padding made harmless."""
-    if weight is None:
+def log_weights(weight: Tensor) -> Tensor:
+    """The logarithms [B, L], float32, of key weights [B, L]: LOG_ZERO for padding, whose weight is 0."""
+    weight = weight.contiguous()
+    return torch.where(weight > 0, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)
+
+
+def masked(key: Tensor, value: Tensor, log_weight: Tensor | None) -> TokenBuffer:
+    """Tokens with padding made harmless; without ``log_weight`` [B, L] there is none."""
+    if log_weight is None:
         log_weight = torch.zeros(key.shape[0], key.shape[-2], dtype=torch.float32, device=key.device)
         return TokenBuffer(key, value, log_weight)
-    weight = weight.contiguous()
-    real = weight > 0
-    log_weight = torch.where(real, weight.float().clamp_min(torch.finfo(torch.float32).tiny).log(), LOG_ZERO)
-    hidden = ~real[:, None, :, None]
+    hidden = (log_weight <= LOG_ZERO)[:, None, :, None]
     return TokenBuffer(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), log_weight)

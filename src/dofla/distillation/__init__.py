@@ -1,7 +1,6 @@
-"""Training the feature maps against the softmax attention they replace, and whole students towards their teacher.
+"""Training feature maps against the softmax attention they replace, and whole students towards their teacher.
 
-Also what the losses tell without training: how close each layer is, the error curves that plans are made from, and how
-layers share the bytes of a compressed cache.
+Also what the losses tell without training: how close each layer is, and the error curves that plans are made from.
 Knows students and windows, and no recipe.
 """
 
@@ -13,7 +12,6 @@ from dofla.distillation.history import History
 from dofla.distillation.loop import distill
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.tracking import tracked
-from dofla.distillation.training_free import compress, measure_head_budgets
 from dofla.distillation.trials import measure_curves
 
 __all__ = [
@@ -22,10 +20,8 @@ __all__ = [
     "SCHEDULES",
     "History",
     "calibrate",
-    "compress",
     "distill",
     "distill_end_to_end",
     "measure_curves",
-    "measure_head_budgets",
     "tracked",
 ]

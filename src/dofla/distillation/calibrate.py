@@ -11,9 +11,10 @@ from torch import Tensor
 from dofla.attention import LOG_ZERO, KeySmoothing
 from dofla.attention.coding import Moments
 from dofla.distillation.losses import student_log_scores
-from dofla.feature_maps.layer import LinearAttention
+from dofla.distillation.scores import feature_heads, is_hybrid, seen_exactly, split_heads
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
 from dofla.integration.student import Student
+from dofla.layers import AttentionLayer
 
 _ROWS = 64
 """Query rows per window from which the level is read."""
@@ -22,7 +23,8 @@ _ROWS = 64
 def calibrate(student: Student, batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Calibrate the layers that want to look at data (:func:`calibrate_layer`), in one softmax forward of each batch;
     all of one shape."""
-    layers = {n: x for n, x in student.layers.items() if _new_smoothing(x) or any(m.wants_data for m in x.maps)}
+    linear = {name: layer for name, layer in student.layers.items() if layer.compressed is None}
+    layers = {n: x for n, x in linear.items() if _new_smoothing(x) or any(m.wants_data for m in x.maps)}
     if not layers:
         return
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +43,7 @@ def calibrate(student: Student, batches: Sequence[Mapping[str, Tensor]]) -> None
 
 
 @torch.no_grad()
-def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torch.Generator) -> None:
+def calibrate_layer(call: AttentionCall, layer: AttentionLayer, generator: torch.Generator) -> None:
     """Start what smooths the keys of a layer, and its maps, from a call of its teacher, unless they have been, or do
     not look at data.
 
@@ -54,19 +56,18 @@ def calibrate_layer(call: AttentionCall, layer: LinearAttention, generator: torc
     if not any(feature_map.wants_data for feature_map in layer.maps):
         return
     _standardize(call, layer)
-    if layer.is_hybrid:
+    if is_hybrid(layer):
         _set_level(call, layer, call.random_rows(_ROWS, generator))
 
 
-def _standardize(call: AttentionCall, layer: LinearAttention) -> None:
-    queries, keys = layer.smoothed(call.query, call.key)
-    for feature_map, (query, key, _) in zip(layer.maps, layer.split(queries, keys, keys), strict=True):
+def _standardize(call: AttentionCall, layer: AttentionLayer) -> None:
+    for group, query, key in split_heads(layer, *layer.smooth(call.query, call.key)):
         groups = query.shape[1] // key.shape[1]
         query = _real_vectors(call, query).unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2)
-        feature_map.calibrate(query, _real_vectors(call, key))
+        group.map.calibrate(query, _real_vectors(call, key))
 
 
-def _new_smoothing(layer: LinearAttention) -> KeySmoothing | None:
+def _new_smoothing(layer: AttentionLayer) -> KeySmoothing | None:
     """The smoothing of the layer's keys, unless it has been calibrated."""
     return None if layer.smoothing is None or layer.smoothing.is_calibrated else layer.smoothing
 
@@ -77,10 +78,9 @@ def _real_vectors(call: AttentionCall, x: Tensor) -> Tensor:
     return x.transpose(1, 2)[real].transpose(0, 1)
 
 
-def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> None:
+def _set_level(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> None:
     kv_heads = call.key.shape[1]
-    share = call.query.shape[1] // kv_heads
-    near = layer.seen_exactly(rows, call.key.shape[-2], share=share, weight=call.weight, causal=call.causal)
+    near = seen_exactly(layer, call, rows)
     exact = call.log_weights(rows)
     approximate = student_log_scores(call, layer, rows)
     # log_weights are scores less their normalizer, which the student's scores must lose as well.
@@ -93,5 +93,5 @@ def _set_level(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Non
     difference = torch.where(weight > 0, wanted - found, 0)
     total = weight.unflatten(1, (kv_heads, -1)).sum((0, 2, 3))
     level = (weight * difference).unflatten(1, (kv_heads, -1)).sum((0, 2, 3)) / total.clamp_min(1e-12)
-    for feature_map, heads in zip(layer.maps, layer.groups, strict=True):
-        feature_map.shift(level[heads])
+    for group in feature_heads(layer):
+        group.map.shift(level[group.heads])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dofla.errors import DoflaError
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import AttentionLayer
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -50,7 +50,7 @@ class Descent:
         self.optimizer.zero_grad()
 
 
-def groups_of(layers: Mapping[str, LinearAttention], given: Mapping[str, float]) -> list[dict[str, Any]]:
+def groups_of(layers: Mapping[str, AttentionLayer], given: Mapping[str, float]) -> list[dict[str, Any]]:
     """The parameters of the layers' feature maps, in a group for each name, at the rates ``given`` or the maps' own.
 
     Raises:
@@ -74,7 +74,7 @@ def groups_of(layers: Mapping[str, LinearAttention], given: Mapping[str, float])
     return list(groups.values())
 
 
-def part_of(groups: Sequence[Mapping[str, Any]], layers: Mapping[str, LinearAttention]) -> list[dict[str, Any]]:
+def part_of(groups: Sequence[Mapping[str, Any]], layers: Mapping[str, AttentionLayer]) -> list[dict[str, Any]]:
     """The groups with only those of their parameters that belong to the given layers."""
     own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
     return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import AttentionLayer
 from dofla.storage.processes import ALONE, Processes
 
 DIRECT = "direct"
@@ -19,7 +19,7 @@ _IGNORED = -100
 
 def next_token_gradients(
     model: PreTrainedModel,
-    layers: Mapping[str, LinearAttention],
+    layers: Mapping[str, AttentionLayer],
     batches: Sequence[Mapping[str, Tensor]],
     processes: Processes = ALONE,
 ) -> dict[str, float]:
@@ -57,7 +57,7 @@ def next_token_gradients(
 
 
 @contextmanager
-def _only_these_train(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) -> Iterator[None]:
+def _only_these_train(model: PreTrainedModel, layers: Mapping[str, AttentionLayer]) -> Iterator[None]:
     """Within the block no other weight takes part in the graph."""
     ours = {id(p) for layer in layers.values() for p in layer.parameters()}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in ours]

@@ -19,14 +19,13 @@ from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
 from dofla.distillation.history import History
-from dofla.distillation.objective import Objective, hidden_windows
+from dofla.distillation.objective import Objective
 from dofla.distillation.sharded import sharded
 from dofla.distillation.steps import Batches
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import AttentionLayer
 from dofla.integration.checkpoint import refuse_trained, write_lora
-from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
@@ -55,7 +54,6 @@ def distill_end_to_end(
     lora_rank: int = 16,
     learning_rates: Mapping[str, float] | None = None,
     schedule: str = "cosine",
-    window_dropout: float = 0.0,
     precision: str | None = None,
     gradient_checkpointing: bool = False,
     context: int | None = None,
@@ -94,11 +92,10 @@ def distill_end_to_end(
         lora_rank: of the factors.
         learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``).
         schedule: a name in :data:`dofla.distillation.SCHEDULES`.
-        window_dropout: probability that a step hides windows and sinks of all layers, so that the features carry all.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
         context: read the windows as if they began anywhere among so many positions; as for :func:`dofla.distill`.
-        seed: of the order of the windows, the factors and the windows hidden. The global generator is left as it was.
+        seed: of the order of the windows, and the factors. The global generator is left as it was.
         folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
             :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the
             same numbers as if it had not stopped; one that ended is opened.
@@ -126,8 +123,6 @@ def distill_end_to_end(
     check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:
         raise DoflaError(f"unknown precision {precision!r}: choose bf16, or None")
-    if not 0 <= window_dropout < 1:
-        raise DoflaError(f"window_dropout is {window_dropout}: give a probability, 0 or more and below 1")
     rates = _rates(weights, learning_rates or {})
     context = context_of(handle, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
@@ -142,7 +137,7 @@ def distill_end_to_end(
     batches = Batches(windows, batch_size, accumulate * together.count, seed, context)
     settings: dict[str, Any] = numbers | {"accumulate": batches.accumulate, "weights": weights}
     settings["learning_rates"] = rates
-    settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
+    settings |= {"schedule": schedule, "seed": seed, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "context": context}
 
     student.to("cpu" if together.sharded else together.home)  # type: ignore[arg-type] # transformers wraps it
@@ -164,15 +159,12 @@ def distill_end_to_end(
             identity = settings | {"plan": handle.plan.to_dict()["layers"]}
             checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
             started = time.perf_counter()
-            measure_directions(handle, windows.take(WINDOWS))
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
             curve = checkpoint.resume(parts, descent.optimizer, [loss.name], together)
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
-                hide = torch.rand(()).item() < window_dropout
                 of_step = batches.of_step(step, torch.default_generator)
-                with hidden_windows(student) if hide else nullcontext():
-                    value = _gradients(loss, of_step, precision, together)
+                value = _gradients(loss, of_step, precision, together)
                 if not math.isfinite(value):
                     raise DoflaError(f"the {loss.name} loss is {value} at step {step}: lower learning_rates")
                 together.add_gradients(descent.parameters)
@@ -207,7 +199,7 @@ def _gradients(
     return together.total(total).item()
 
 
-def _groups(layers: Mapping[str, LinearAttention], part: Trainable, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+def _groups(layers: Mapping[str, AttentionLayer], part: Trainable, rates: Mapping[str, float]) -> list[dict[str, Any]]:
     maps = [parameter for layer in layers.values() for parameter in layer.parameters()]
     trained = {"maps": maps, "weights": list(part.weights.values())}
     return [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]

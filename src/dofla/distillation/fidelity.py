@@ -24,18 +24,19 @@ class LayerFidelity:
     """The difference between a layer's attention and the softmax attention it replaces.
 
     Attributes:
-        kl: mean KL(teacher ‖ student) of attention rows, nats.
-        head_kl: that of each KV head's queries.
         output_error: root mean square difference of the attention outputs, relative to the root mean square of the
             teacher's.
-        kernel_error: that of the kernel exp(scaling · q·k), not normalized, relative to its own; the geometric mean
-            over heads, as some heads' kernels are missed by orders of magnitude.
+        kl: of layers with feature maps, mean KL(teacher ‖ student) of attention rows, nats. (A compressed cache does
+            not see some tokens at all.)
+        head_kl: that of each KV head's queries.
+        kernel_error: likewise, the error of the kernel exp(scaling · q·k), not normalized, relative to its own; the
+            geometric mean over heads, as some heads' kernels are missed by orders of magnitude.
     """
 
-    kl: float
-    head_kl: list[float]
     output_error: float
-    kernel_error: float
+    kl: float | None = None
+    head_kl: list[float] | None = None
+    kernel_error: float | None = None
 
 
 @torch.no_grad()
@@ -56,25 +57,16 @@ def attention_fidelity(
     kernels: dict[str, Tensor] = {}  # log Σ (K − K̂)² and log Σ K² [2, H]
 
     def compare(call: AttentionCall) -> None:
-        rows = call.random_rows(ROWS, generator)
-        real = call.real_rows(rows)[:, None, :]
-        teacher, approximate = call.log_weights(rows), student_log_scores(call, layers[call.name], rows)
-        kl = divergence(teacher, torch.log_softmax(approximate, dim=-1))
-        share = call.query.shape[1] // call.value.shape[1]
-        values = accumulable(call.value).repeat_interleave(share, dim=1)
-        exact = teacher.exp() @ values
-        out, _ = layers[call.name](
-            call.query,
-            call.key,
-            call.value,
-            scaling=call.scaling,
-            weight=call.weight,
-            causal=call.causal,
-            keeps_states=False,
-        )
-        error = (accumulable(out[:, :, rows]) - exact) * real.unsqueeze(-1)
-        exact = exact * real.unsqueeze(-1)
+        layer, rows = layers[call.name], call.random_rows(ROWS, generator)
+        real, share = call.real_rows(rows)[:, None, :], call.query.shape[1] // call.value.shape[1]
+        teacher = call.log_weights(rows)
+        exact = teacher.exp() @ accumulable(call.value).repeat_interleave(share, dim=1) * real.unsqueeze(-1)
+        error = (accumulable(call.run(layer)[:, :, rows]) - exact) * real.unsqueeze(-1)
         sums[call.name] += torch.stack([error.square().sum(), exact.square().sum()]).double().cpu()
+        if layer.compressed is not None:
+            return
+        approximate = student_log_scores(call, layer, rows)
+        kl = divergence(teacher, torch.log_softmax(approximate, dim=-1))
         divergences[call.name] += (kl * real).sum((0, 2)).unflatten(0, (-1, share)).sum(1).double().cpu()
         row_counts[call.name] += real.sum().item() * share
         kernel = torch.stack(log_kernel_errors(call, approximate, rows)).double().cpu()
@@ -86,12 +78,13 @@ def attention_fidelity(
             run_body(model, windows.batch(part))
             if progress:
                 progress(done, len(parts))
-    return {
-        name: LayerFidelity(
-            kl=divergences[name].mean().item() / row_counts[name],
-            head_kl=(divergences[name] / row_counts[name]).tolist(),
-            output_error=(s[0] / s[1]).sqrt().item(),
-            kernel_error=((kernels[name][0] - kernels[name][1]) / 2).mean().exp().item(),
-        )
-        for name, s in sums.items()
-    }
+    found = {}
+    for name, (error, square) in sums.items():
+        output_error = (error / square).sqrt().item()
+        if name not in kernels:
+            found[name] = LayerFidelity(output_error)
+            continue
+        mean, kernel = divergences[name].mean().item() / row_counts[name], kernels[name]
+        kernel_error = ((kernel[0] - kernel[1]) / 2).mean().exp().item()
+        found[name] = LayerFidelity(output_error, mean, (divergences[name] / row_counts[name]).tolist(), kernel_error)
+    return found

@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.distillation.losses import LOSSES
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import AttentionLayer
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.storage.processes import ALONE, Gather, Processes, alone
 
 
 def layerwise_gradients(
     model: PreTrainedModel,
-    layers: Mapping[str, LinearAttention],
+    layers: Mapping[str, AttentionLayer],
     batches: Sequence[Mapping[str, Tensor]],
     *,
     loss: str,

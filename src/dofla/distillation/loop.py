@@ -25,7 +25,6 @@ from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, generator_of
 from dofla.errors import DoflaError, check_choice, check_numbers
-from dofla.integration.directions import WINDOWS, measure_directions
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
@@ -66,8 +65,7 @@ def distill(
     maps on the teacher's queries and keys is computed and propagated at once, so no graph crosses layers and memory
     holds one layer's graph, however deep the model is. ``direct`` is the next-token loss of the whole linearized model.
 
-    Coded tiers whose directions were not measured yet get them from the first windows. Maps that start
-    from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
+    Maps that start from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
 
     The layers of a streamed model (``load_model(..., stream=True)``) are trained in turn, each for all steps, with the
     same result: what a layer needs is the teacher's, so it need not wait for those before it.
@@ -139,7 +137,6 @@ def distill(
     whole = not handle.streamed or own_inputs > 0
     with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
         if from_data:
-            measure_directions(handle, windows.take(WINDOWS))
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
         for turn in turns:
             part = {name: layer for name, layer in handle.layers.items() if name.startswith(turn.prefix)}

@@ -17,23 +17,22 @@ import torch
 from torch import Tensor
 
 from dofla.attention import LOG_ZERO, accumulable, exact_scores
-from dofla.feature_maps.layer import LinearAttention
+from dofla.distillation.scores import log_scores
 from dofla.integration.recorder import AttentionCall
+from dofla.layers import AttentionLayer
 from dofla.storage.processes import Gather, alone
 
-LayerLoss = Callable[[AttentionCall, AttentionCall, LinearAttention, Tensor, Gather], Tensor]
+LayerLoss = Callable[[AttentionCall, AttentionCall, AttentionLayer, Tensor, Gather], Tensor]
 """(the teacher's call, the student's call, the student's layer, query rows [R], gather) → scalar."""
 
 
-def student_log_scores(call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+def student_log_scores(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Log of the student's unnormalized attention [B, H, R, L], LOG_ZERO where a key is not visible."""
-    scores = layer.log_scores(
-        call.query[:, :, rows], call.key, rows, scaling=call.scaling, weight=call.weight, causal=call.causal
-    )
+    scores = log_scores(layer, call.query[:, :, rows], call, rows)
     return scores.masked_fill(call.hidden(rows), LOG_ZERO)
 
 
-def attention_kl(teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor) -> Tensor:
+def attention_kl(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """KL(teacher ‖ student) of the attention of each row [B, H, R], nats."""
     return divergence(teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1))
 
@@ -44,7 +43,7 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def softmax_loss(
-    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
 ) -> Tensor:
     """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect."""
     return _mean_of_rows(attention_kl(teacher, call, layer, rows), call, rows, gather)
@@ -65,7 +64,7 @@ def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor, gather: Gat
 
 
 def output_loss(
-    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
 ) -> Tensor:
     """Mean KL, and the squared error of the attention output relative to the teacher's own square, mean of heads.
 
@@ -76,7 +75,7 @@ def output_loss(
 
 
 def output_errors(
-    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
 ) -> tuple[Tensor, Tensor]:
     """The two parts of :func:`output_loss`."""
     exact, approximate = teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
@@ -105,7 +104,7 @@ def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor)
 
 
 def l2_loss(
-    teacher: AttentionCall, call: AttentionCall, layer: LinearAttention, rows: Tensor, gather: Gather = alone
+    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
 ) -> Tensor:
     """Squared error of the kernel over the visible pairs, relative to the kernel's own square, as a log, mean of heads.
 

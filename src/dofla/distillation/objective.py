@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dofla.data import predicted
-from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.recorder import fed, mean_pooled, run_body
 from dofla.integration.trained import original_weights
 
@@ -112,20 +111,3 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
         return False
     logits = student(**fed(student, batch), use_cache=False).logits
     return torch.allclose(head(hidden), logits, rtol=1e-3, atol=1e-4)
-
-
-@contextmanager
-def hidden_windows(student: PreTrainedModel) -> Iterator[None]:
-    """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all.
-
-    Asks the model for its layers instead of a :class:`~dofla.integration.student.Student`: under FSDP the model runs
-    sharded copies of the layers that the handle knows.
-    """
-    layers = [module for module in student.modules() if isinstance(module, LinearAttention)]
-    try:
-        for layer in layers:
-            layer.hides_tokens = True
-        yield
-    finally:
-        for layer in layers:
-            layer.hides_tokens = False

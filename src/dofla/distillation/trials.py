@@ -103,7 +103,7 @@ def measure_curves(
             points.setdefault(name, []).append(Point(share, spent, found.head_kl))
         if report is not None:
             report("sizes", done, len(grid))
-    token_dtype = next(x.token_dtype for x in plan.layers if not x.keep_softmax)
+    token_dtype = plan.linear[0].token_dtype
     made_by = {"budget": budget, "feature_map": feature_map, "token_dtype": token_dtype}
     made_by |= {"steps": steps, "batch_size": batch_size, "rows": rows}
     made_by |= {"held_out": held_out, "seed": seed, "tokens": windows.tokens, "source": windows.source}

@@ -1,8 +1,8 @@
-"""Linear attention as submodules of a model's attention modules."""
+"""Layers as submodules of a model's attention modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,27 +10,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from dofla.attention import Carried, Coder
+from dofla.attention import Coder
+from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
-from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
 from dofla.integration.positions import positions_within
 from dofla.integration.streaming.layers import in_memory
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.layers import AttentionLayer, parts_of
+from dofla.plans.layers import LayerPlan
+from dofla.plans.plan import Plan
 
 SOFTMAX = "_dofla_softmax_implementation"
 """Attribute of a linearized model: the attention it ran with before."""
 
 
-class AttachedLinearAttention(LinearAttention):
-    """Linear attention as the submodule ``dofla`` of an attention module.
+class AttachedLayer(AttentionLayer):
+    """A layer as the submodule ``dofla`` of an attention module.
 
     Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
     half-precision log-feature would be off by whole factors.
 
     Args:
-        layer: what it is to be.
+        plan: of the layer.
         beside_softmax: whether other layers of the model stay softmax.
         positions: that there are for it, if that is known.
         prefill: a name in :data:`dofla.plans.plan.PREFILLS`.
@@ -39,10 +41,10 @@ class AttachedLinearAttention(LinearAttention):
     hook: RemovableHandle  # that hands it its entry of the cache
 
     def __init__(
-        self, layer: LayerPlan, beside_softmax: bool, positions: int | None = None, prefill: str = "auto"
+        self, plan: LayerPlan, beside_softmax: bool, positions: int | None = None, prefill: str = "auto"
     ) -> None:
-        super().__init__(**layer.arguments())
-        self.name = layer.name
+        super().__init__(*parts_of(plan))
+        self.name = plan.name
         self.beside_softmax, self.positions, self.prefill = beside_softmax, positions, prefill
         self._holders = [part for part in self.modules() if part._parameters or part._buffers]
 
@@ -55,16 +57,12 @@ class AttachedLinearAttention(LinearAttention):
 
     # accelerate brings offloaded weights back when their module is called, and maps never are.
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Sequence[Carried]]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensors]]:
         for part in self._holders:  # hardly ever there, and looked for at every token
             if "_hf_hook" in part.__dict__:
                 with in_memory(self):
                     return super().forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
-
-    def log_scores(self, *args: Any, **kwargs: Any) -> Tensor:
-        with in_memory(self):
-            return super().log_scores(*args, **kwargs)
 
 
 def softmax_implementation(model: PreTrainedModel) -> str:
@@ -74,17 +72,17 @@ def softmax_implementation(model: PreTrainedModel) -> str:
     return model.get_correct_attn_implementation(None) if name == LINEAR else name
 
 
-def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLinearAttention]:
-    """Add the submodules and hooks of the plan's linear layers; nothing is switched on yet."""
+def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
+    """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet."""
     attached = []
-    linear = [layer for layer in plan.layers if not layer.keep_softmax]
+    converted = plan.converted
     positions = positions_within(model, plan.context)
-    for layer in linear:
+    for layer in converted:
         try:
             module = model.get_submodule(layer.name)
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
-        own = module.dofla = AttachedLinearAttention(layer, len(linear) < len(plan.layers), positions, plan.prefill)
+        own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
         device = next(module.parameters()).device
         own.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
         own.train(module.training)

@@ -12,7 +12,8 @@ from transformers import Cache, EncoderDecoderCache, StaticLayer
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from dofla.attention import Carried, FlatState
+from dofla.attention import CompressedState
+from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR
 
@@ -42,7 +43,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def __init__(self, beside_softmax: bool, positions: int | None = None) -> None:
         super().__init__()
         self.keys = self.values = torch.empty(0)  # Llama 3.2 Vision asks every entry how many there are
-        self.states: Sequence[Carried] | None = None
+        self.states: Sequence[Tensors] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens, self.handed_over = 0, False
 
@@ -119,50 +120,46 @@ class LinearCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing was moved away."""
 
-    def _change(self, fn: Callable[[Carried], Carried]) -> None:
+    def _change(self, fn: Callable[[Tensors], Tensors]) -> None:
         if self.states is not None:
             self.states = [fn(state) for state in self.states]
 
 
 class StaticLinearCacheLayer(LinearCacheLayer):
     """The entry of a static cache. Counts tokens in a tensor, so that one compiled graph serves all of them. On a GPU,
-    states and count stay at their addresses: CUDA graphs replay kernels that read and update them there."""
+    the state and the count stay at their addresses: CUDA graphs replay kernels that read and update them there."""
 
     def __init__(self, beside_softmax: bool) -> None:
-        self._rows: Tensor | None = None
-        self._sizes: list[int] = []  # of the states in the rows; empty if they are not there
+        self._rows: Tensor | None = None  # of a compressed cache, at their address
         super().__init__(beside_softmax)
         self.tokens = torch.tensor(0)
 
     @property
-    def states(self) -> Sequence[Carried] | None:  # type: ignore[override]
-        if self._rows is None or not self._sizes:
-            return self._states
-        return [FlatState(None, part) for part in self._rows.split(self._sizes, 1)]
+    def states(self) -> Sequence[Tensors] | None:  # type: ignore[override]
+        return self._states if self._rows is None or not self._in_rows else [CompressedState(self._rows)]
 
     @states.setter
-    def states(self, states: Sequence[Carried] | None) -> None:
+    def states(self, states: Sequence[Tensors] | None) -> None:
         if torch.compiler.is_compiling():
-            if not self._sizes:  # otherwise they were updated there
+            if self._rows is None or not self._in_rows:  # otherwise they were updated there
                 self._states = states
             return
-        flat = [state.tokens for state in states or () if isinstance(state, FlatState) and state.features is None]
-        in_rows = bool(states) and len(flat) == len(states or ()) and all(map(in_cuda_graphs, flat))
-        self._states = None if in_rows else states
-        self._sizes = [state.shape[1] for state in flat] if in_rows else []
-        if not in_rows or (self._rows is not None and flat[0].data_ptr() == self._rows.data_ptr()):
+        first = states[0] if states else None
+        self._in_rows = isinstance(first, CompressedState) and in_cuda_graphs(first.rows)
+        self._states = None if self._in_rows else states
+        if not self._in_rows or not isinstance(first, CompressedState):
             return
-        shape = len(flat[0]), sum(self._sizes)
-        if self._rows is None or self._rows.shape != shape:
+        if self._rows is None or self._rows.shape != first.rows.shape:
             with torch.inference_mode(False):  # what is made in that mode cannot be updated outside of it
-                self._rows = flat[0].new_empty(shape)
+                self._rows = torch.empty_like(first.rows)
             torch._dynamo.mark_static_address(self._rows)
-        torch.cat(flat, 1, out=self._rows)
+        if first.rows.data_ptr() != self._rows.data_ptr():
+            self._rows.copy_(first.rows)
 
     @property
     def in_place(self) -> bool:
         # Not by super(), which torch.compile asks outside of the graph, where nothing is compiling.
-        return bool(self._sizes) or not torch.compiler.is_compiling()
+        return (self._rows is not None and self._in_rows) or not torch.compiler.is_compiling()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -21,11 +21,10 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from dofla.attention import Carried
-from dofla.attention.state import gradients_asked
 from dofla.errors import DoflaError
-from dofla.feature_maps.layer import LinearAttention
+from dofla.integration.padding import run_padded
 from dofla.integration.positions import stated_positions
+from dofla.layers import AttentionLayer
 
 LINEAR = "dofla"
 RECORDING = "dofla_recording"
@@ -35,62 +34,101 @@ _token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=F
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
 
-def linear_attention(
+def dofla_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     *,
     dofla_entry: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention for modules that carry feature maps, softmax attention for those that do not.
+    """Attention of converted modules by their layers, of all others by softmax.
 
     ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None. Dropout of attention weights has
     no counterpart here, as no weight is ever formed, and is left out.
     """
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
-    if not isinstance(layer, LinearAttention):
-        return softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    if not isinstance(layer, AttentionLayer):
+        return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     attention_mask = plain_mask(attention_mask, module)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise DoflaError(
-            f"layer {layer.name} got a {attention_mask.ndim}-dimensional attention mask: linear attention knows "
-            "padding only, so pass a [batch, length] mask, and do not pack several sequences into one row"
+            f"layer {layer.name} got a {attention_mask.ndim}-dimensional attention mask: it knows padding only, so "
+            "pass a [batch, length] mask, and do not pack several sequences into one row"
         )
     if kwargs.get("output_attentions"):
-        raise DoflaError("output_attentions: linear attention forms no attention weights; use dofla.softmax(model)")
+        raise DoflaError("output_attentions: no attention weights are formed; use dofla.softmax(model)")
     asked, own_scaling = standard_scaling(module, query, scaling)
     causal = is_causal(module, kwargs)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
     states = None if dofla_entry is None else dofla_entry.states
-    # A memory of tokens has nothing in it that trains, and answers much like softmax attention.
-    imitates = gradients_asked(query, key, value) and causal and not states and layer.only_forgets
-    with torch.no_grad() if imitates else nullcontext():
+    trained = _trained(layer, query, key, value)
+    without_gradients = bool(trained) and (bool(states) or layer.compressed is not None)
+    with torch.no_grad() if without_gradients else nullcontext():
         outside = torch.compiler.is_compiling() and not layer.traceable(
             asked, key, value, weight=weight, states=states, causal=causal
         )
-        run = partial(_outside_the_graph, layer, dofla_entry) if outside else layer
-        out, states = run(
-            asked,
-            key,
-            value,
-            scaling=own_scaling,
-            weight=weight,
-            states=states,
-            causal=causal,
-            keeps_states=dofla_entry is not None,
-            in_place=dofla_entry is not None and dofla_entry.in_place,
-            exact=_prefills_exactly(layer, query, dofla_entry),
-        )
-    if dofla_entry is not None and not outside:
-        dofla_entry.states = states
+        run = _outside_the_graph if outside else _run
+        exact = _prefills_exactly(layer, query, dofla_entry)
+        out = run(layer, dofla_entry, asked, key, value, scaling=own_scaling, weight=weight, causal=causal, exact=exact)
     out = out.transpose(1, 2).contiguous()
-    if imitates:
+    if without_gradients and states:
+        out = _Detached.apply(out, *trained)
+    elif without_gradients:  # a compressed cache has no parameters: gradients pass straight through softmax attention
         out = with_gradients_of_softmax(out, module, query, key, value, attention_mask, scaling, **kwargs)
     return out, None
+
+
+def _trained(layer: nn.Module, *vectors: Tensor) -> list[Tensor]:
+    """What of these and of the layer's parameters gets gradients."""
+    return [x for x in (*vectors, *layer.parameters()) if x.requires_grad] if torch.is_grad_enabled() else []
+
+
+def _run(
+    layer: nn.Module,
+    entry: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    weight: Tensor | None,
+    causal: bool,
+    **options: Any,
+) -> Tensor:
+    """The layer's output; the states after go into the entry of the cache, if there is one."""
+    states, in_place = (None, False) if entry is None else (entry.states, entry.in_place)
+    if weight is None or not causal:
+        out, after = layer(
+            query, key, value, weight=weight, states=states, causal=causal, in_place=in_place, **options
+        )
+    else:
+        run = partial(layer, in_place=in_place, **options)
+        keeps = entry is not None
+        out, after = run_padded(run, query, key, value, weight, states, keeps_states=keeps, in_place=in_place)
+    if entry is not None:
+        entry.states = after
+    return out
+
+
+_outside_the_graph = torch.compiler.disable(_run)
+
+
+class _Detached(torch.autograd.Function):
+    """Output of a call with earlier tokens, whose gradients a state does not hold."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise DoflaError(
+            "no gradients pass through a cache that holds earlier tokens: give the whole text in one call, without a cache"
+        )
 
 
 def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
@@ -111,14 +149,6 @@ def token_by_token() -> Iterator[None]:
         _token_by_token.reset(token)
 
 
-@torch.compiler.disable
-def _outside_the_graph(layer: nn.Module, entry: Any, *args: Tensor, **options: Any) -> tuple[Tensor, Sequence[Carried]]:
-    out, states = layer(*args, **options)
-    if entry is not None:
-        entry.states = states
-    return out, states
-
-
 def with_gradients_of_softmax(
     out: Tensor,
     module: nn.Module,
@@ -132,7 +162,7 @@ def with_gradients_of_softmax(
     """``out`` [B, L, H, dv], to the bit, with gradients with respect to queries, keys and values that are those of
     softmax attention of all of them. A straight-through estimator (arXiv 1308.3432): what ``out`` does not see, the
     gradient sees."""
-    smooth, _ = softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs | {"dropout": 0.0})
+    smooth, _ = softmax_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     return out + (smooth - smooth.detach())
 
 
@@ -143,6 +173,7 @@ def recording_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -151,7 +182,7 @@ def recording_attention(
     attention_mask = plain_mask(attention_mask, module)
     if visit is not None:
         visit(module, query, key, value, attention_mask, scaling, kwargs)
-    return run(module, query, key, value, attention_mask, scaling, **kwargs)
+    return run(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 @contextmanager
@@ -263,7 +294,8 @@ def softmax_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention under the masks of :func:`padding_mask`: SDPA, or the family's own eager function where its
@@ -272,7 +304,7 @@ def softmax_attention(
     if attention_mask is None or attention_mask.ndim == 2:
         attention_mask = _full_mask(attention_mask, query, key, is_causal(module, kwargs))
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is None:
         rows, columns = query.shape[-2], key.shape[-2]
         attention_mask = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
@@ -280,7 +312,7 @@ def softmax_attention(
         hidden = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
 def _full_mask(padding: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
@@ -313,6 +345,6 @@ def standard_scaling(module: nn.Module, query: Tensor, scaling: float | None) ->
     return query, float(scaling)
 
 
-for name, function in ((LINEAR, linear_attention), (RECORDING, recording_attention)):
+for name, function in ((LINEAR, dofla_attention), (RECORDING, recording_attention)):
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, padding_mask)

@@ -15,7 +15,6 @@ from transformers.models.auto import modeling_auto
 import dofla
 from dofla.display import factor
 from dofla.integration.record import Figure, Record
-from dofla.plans.head_budgets import flat_head_budgets
 from dofla.plans.plan import Plan
 from dofla.storage.files import replacing
 
@@ -83,8 +82,6 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
     base = record.base_model or Path(plan.model).name
     title = f"{base.rpartition('/')[2] or 'model'}-dofla"
     dtype = getattr(torch, record.dtype, torch.float32)
-    linear = [layer for layer in plan.layers if not layer.keep_softmax]
-    bits = [each for layer in linear for head in layer.coded_per_head for _, each in head]
     state = plan.state_bytes(dtype) + plan.kept_softmax_bytes(_CONTEXT, dtype)
     data = ModelCardData(
         base_model=record.base_model or None,
@@ -93,7 +90,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         license_link=record.license.get("license_link"),
         library_name="dofla",
         pipeline_tag=task,
-        tags=list(dict.fromkeys(["dofla", "kv-cache" if bits else "linear-attention", *tags])),
+        tags=list(dict.fromkeys(["dofla", "kv-cache" if plan.compressed else "linear-attention", *tags])),
         datasets=record.datasets or None,
         metrics=list(dict.fromkeys(figure.metric for figure in record.figures)) or None,
         model_name=title,
@@ -111,15 +108,12 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         adapter=adapter,
         auto_class=auto_class,
         causal=causal,
-        compressed=bool(bits),
-        bits=_range(bits) if bits else "",
-        exact="in int8" if any(layer.token_dtype == "int8" for layer in linear) else "as they are",
-        retains=any(any(layer.heavy_hitters_per_head) for layer in linear),
-        features=any(sum(layer.features_per_head) for layer in linear),
+        compressed=bool(plan.compressed),
+        bits=_range([layer.bits for layer in plan.compressed]) if plan.compressed else "",
         record=record,
         state=_size(state),
         cache=_size(plan.softmax_bytes(_CONTEXT, dtype)),
-        grows=len(linear) < len(plan.layers),
+        grows=len(plan.converted) < len(plan.layers),
         factor=factor(plan.softmax_bytes(_CONTEXT, dtype), state),
         plan=list(_plan_lines(plan)),
         context=plan.context,
@@ -153,7 +147,7 @@ def _result(figure: Figure, task: str | None) -> EvalResult:
 def _made_by(plan: Plan) -> Iterator[str]:
     for key, value in plan.made_by.items():
         if key == "head_budgets":  # plan.json has them all
-            head_budgets = flat_head_budgets(value)
+            head_budgets = [share for own in value.values() for share in own]
             yield f"KV heads have {min(head_budgets):.2f} to {max(head_budgets):.2f} times the bytes of an even split"
         elif key == "size":
             yield f"size {_size(value)}"
@@ -165,23 +159,24 @@ def _made_by(plan: Plan) -> Iterator[str]:
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
     """The plan in a few lines; ranges are over all KV heads."""
-    layers = [layer for layer in plan.layers if not layer.keep_softmax]
-    kept = len(plan.layers) - len(layers)
-    kind = "have a compressed cache" if any(layer.tiers for layer in layers) else "have linear attention"
-    yield f"Attention layers: {len(plan.layers)}, of which {len(layers)} {kind}" + (
+    kept = len(plan.layers) - len(plan.converted)
+    kind = "have a compressed cache" if plan.compressed else "have linear attention"
+    yield f"Attention layers: {len(plan.layers)}, of which {len(plan.converted)} {kind}" + (
         f" and {kept} keep softmax attention." if kept else "."
     )
     counts = {
-        "features": [count for layer in layers for count in layer.features_per_head],
-        "tokens in the local window": [window for layer in layers for _, window, _ in layer.sizes],
-        "attention sinks": [sinks for layer in layers for _, _, sinks in layer.sizes],
-        "tokens in fewer bits": [sum(n for n, _ in head) for layer in layers for head in layer.coded_per_head],
-        "of these heavy hitters": [kept for layer in layers for kept in layer.heavy_hitters_per_head],
+        "features": [count for layer in plan.linear for count in layer.features_per_head],
+        "tokens in the local window": [size[-2] for layer in plan.linear for size in layer.sizes]
+        + [size.window for layer in plan.compressed for size in layer.sizes],
+        "attention sinks": [size[-1] for layer in plan.linear for size in layer.sizes]
+        + [size.sinks for layer in plan.compressed for size in layer.sizes],
+        "older tokens": [size.newest + size.heavy_hitters for layer in plan.compressed for size in layer.sizes],
+        "of these heavy hitters": [size.heavy_hitters for layer in plan.compressed for size in layer.sizes],
     }
     ranges = [f"{_range(numbers)} {name}" for name, numbers in counts.items() if any(numbers)]
     if ranges:
         yield f"Per KV head: {', '.join(ranges)}."
-    kinds = {layer.feature_map for layer in layers if any(layer.features_per_head)}
+    kinds = {layer.feature_map for layer in plan.linear if any(layer.features_per_head)}
     if kinds:
         yield f"Feature map: {', '.join(sorted(kinds))}."
     if made_by := _cell(", ".join(_made_by(plan))):

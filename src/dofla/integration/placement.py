@@ -34,7 +34,8 @@ def context_of(student: Student, windows: TokenWindows | Images, context: int | 
     """
     if context is not None:
         return _within(student.model, windows, context)
-    model, hybrid = student.model, any(layer.is_hybrid for layer in student.layers.values())
+    model, plan = student.model, student.plan
+    hybrid = plan.compressed or any(window or sinks for layer in plan.linear for _, window, sinks in layer.sizes)
     if not (hybrid and model.can_generate() and is_rotary(model) and isinstance(windows, TokenWindows)):
         return None
     context = min(REACH * windows.length, positions_of(model) or REACH * windows.length)

@@ -190,5 +190,5 @@ def _choose(model: PreTrainedModel, keep_softmax: Sequence[str]) -> tuple[dict[s
         else:
             refuse(site)
             chosen[name] = site
-    check_left(model, chosen)
+    check_left(model.config, type(model).__name__, chosen)
     return chosen, skipped

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from transformers.utils import ModelOutput
 
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.errors import DoflaError
-from dofla.integration.interface import is_causal, linear_attention, standard_scaling, visiting
+from dofla.integration.interface import dofla_attention, is_causal, standard_scaling, visiting
+from dofla.integration.padding import run_padded
+from dofla.layers import AttentionLayer
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ class AttentionCall:
         for what, vectors in (("queries", self.query), ("keys", self.key)):
             if not torch.isfinite(vectors).all():
                 raise DoflaError(f"the {what} of layer {self.name} hold NaN or infinity in batch {batch}")
+
+    def run(self, layer: AttentionLayer) -> Tensor:
+        """The output [B, H, L, dv] of a layer for this call, without a state."""
+        run = partial(layer, scaling=self.scaling, causal=self.causal)
+        if self.weight is None or not self.causal:
+            return run(self.query, self.key, self.value, weight=self.weight)[0]
+        vectors = self.query, self.key, self.value
+        return run_padded(run, *vectors, self.weight, None, keeps_states=False, in_place=False)[0]
 
     def log_weights(self, rows: Tensor | None = None) -> Tensor:
         """Log of the teacher's attention [B, H, R, L] for the query rows ``rows`` [R] (default all), float32."""
@@ -122,7 +133,7 @@ def recording(
         if module in by_module:
             visit(AttentionCall.of(by_module[module], module, *args))
 
-    with evaluation_mode(model), visiting(model, forward_call, linear_attention if linear else None):
+    with evaluation_mode(model), visiting(model, forward_call, dofla_attention if linear else None):
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.interface import Visitor, is_causal, standard_scaling, unreachable, visiting
@@ -129,16 +129,16 @@ def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -
         ) from error
 
 
-def check_left(model: PreTrainedModel, layers: Collection[Any]) -> None:
-    """DoflaError if there are no ``layers`` to linearize."""
+def check_left(config: PreTrainedConfig, kind: str, layers: Collection[Any]) -> None:
+    """DoflaError if there are no ``layers`` to convert in a model of this config and class."""
     if layers:
         return
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     opened = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
     way_out = ", unless it is opened with sliding_window=None" if opened else ""
     raise DoflaError(
-        f"{type(model).__name__}: no layer is left to linearize: all attend to bounded windows already{way_out}, share "
-        "their keys with others, or are in keep_softmax"
+        f"{kind}: no layer is left to convert: all attend to bounded windows already{way_out}, share their keys with "
+        "others, or are in keep_softmax"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.attaching import SOFTMAX, AttachedLinearAttention
+from dofla.integration.attaching import SOFTMAX, AttachedLayer
 from dofla.integration.record import Record
 from dofla.integration.streaming.layers import is_streamed
 from dofla.plans.plan import Plan
@@ -26,7 +26,7 @@ class Student:
     """
 
     model: PreTrainedModel
-    layers: dict[str, AttachedLinearAttention]
+    layers: dict[str, AttachedLayer]
     plan: Plan
     record: Record
     streamed: bool
@@ -39,7 +39,7 @@ class Student:
                 "the model is not linearized: run dofla compress first, or call dofla.compress(model, windows) or "
                 "dofla.linearize(model, plan)"
             )
-        layers = {m.name: m for m in model.modules() if isinstance(m, AttachedLinearAttention)}
+        layers = {m.name: m for m in model.modules() if isinstance(m, AttachedLayer)}
         config = model.config.quantization_config
         return cls(model, layers, config.plan, config.record, is_streamed(model))
 

@@ -23,15 +23,17 @@ from dofla.integration.attaching import (
 from dofla.integration.consistency import check_consistency
 from dofla.integration.extending import withdraw
 from dofla.integration.hub import origin
-from dofla.integration.interface import attention_implementation, linear_attention, softmax_attention, visiting
+from dofla.integration.interface import attention_implementation, dofla_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
 from dofla.integration.student import Student, is_linearized
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, HeadCost, check_budget, default_token_dtype, even_size
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.feature_maps.cost import HeadCost
+from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, check_budget, default_token_dtype, even_size
+from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer
+from dofla.plans.plan import Plan
 from dofla.storage.defaults import with_torchs_defaults
 
 logger = logging.getLogger(__name__)
@@ -71,13 +73,16 @@ def tried(student: PreTrainedModel) -> PreTrainedModel:
 
 
 @with_torchs_defaults
-def convert(model: PreTrainedModel, plan: Plan, seed: int = 0) -> PreTrainedModel:
-    """:func:`linearize` of a plan, without a trial: for students on the way, and such as were tried before."""
+def convert(
+    model: PreTrainedModel, plan: Plan, seed: int = 0, *, sites: Mapping[str, AttentionSite] | None = None
+) -> PreTrainedModel:
+    """:func:`linearize` of a plan, without a trial: for models on the way, and such as were tried before. ``sites`` are
+    the model's, if it has been looked at."""
     if is_linearized(model):
-        raise DoflaError("the model is linearized already: call dofla.restore(model) first")
+        raise DoflaError("the model is converted already: call dofla.restore(model) first")
     plan = renamed(plan, model)
     warn_of_slow_products(model)
-    _check(plan, attention_sites(model))
+    _check(plan, attention_sites(model) if sites is None else sites)
     before = softmax_implementation(model)
     generator = torch.Generator().manual_seed(seed)
     for layer in attach(model, plan):
@@ -126,27 +131,29 @@ def even_plan(
         sizes = {"features": features, "window": window, "sinks": sinks}
         return {**sizes, "feature_map": feature_map, "token_dtype": kept_as, "smooth_keys": kept_as == "int8"}
 
-    return plan_by_site(model, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share})
+    return plan_by_site(model, FeatureLayer, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share})
 
 
 def plan_by_site(
     model: PreTrainedModel,
+    made: type[LayerPlan],
     size: Callable[[AttentionSite], dict[str, Any]],
     keep_softmax: Collection[str],
     made_by: dict[str, Any],
     context: int | None = None,
 ) -> Plan:
-    """A plan of layers whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
+    """A plan of layers of the kind ``made``, whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
     no layer, or if there is none to linearize."""
-    sites, layers = attention_sites(model), []
+    sites = attention_sites(model)
+    layers: list[LayerPlan] = []
     check_kept(sites, keep_softmax)
     for site in sites.values():
         shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
         if site.linear_time and site.name not in keep_softmax:
             continue
         softmax = site.shares_keys or site.name in keep_softmax
-        layers.append(LayerPlan(*shape, keep_softmax=True) if softmax else LayerPlan(*shape, **size(site)))
-    check_left(model, [layer for layer in layers if not layer.keep_softmax])
+        layers.append(SoftmaxLayer(*shape) if softmax else made(*shape, **size(site)))
+    check_left(model.config, type(model).__name__, [x for x in layers if not isinstance(x, SoftmaxLayer)])
     _tell_of_shared(tuple(site.name for site in sites.values() if site.shares_keys and not site.linear_time))
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, context)
 
@@ -201,7 +208,7 @@ def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> I
     def mixed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         out, _ = softmax_attention(module, query, key, *args, **kwargs)
         if own := chosen.get(module):
-            linear, _ = linear_attention(module, query, key, *args, **kwargs)
+            linear, _ = dofla_attention(module, query, key, *args, **kwargs)
             of_head = torch.arange(query.shape[1], device=out.device).view(key.shape[1], -1)
             queries = of_head[own].flatten()
             out = out.index_copy(2, queries, linear[:, :, queries].to(out.dtype))
@@ -216,7 +223,7 @@ def as_teacher(model: PreTrainedModel) -> AbstractContextManager:
     return softmax(model) if is_linearized(model) else nullcontext()
 
 
-def _check(plan: Plan, sites: dict[str, AttentionSite]) -> None:
+def _check(plan: Plan, sites: Mapping[str, AttentionSite]) -> None:
     planned = {layer.name: layer for layer in plan.layers}
     unknown = [name for name in planned if name not in sites]
     missing = [name for name, site in sites.items() if name not in planned and not site.linear_time]
@@ -232,7 +239,7 @@ def _check(plan: Plan, sites: dict[str, AttentionSite]) -> None:
                     f"the plan is for another model: layer {name} has {what} {getattr(site, what)}, "
                     f"the plan says {getattr(layer, what)}; profile and allocate this one"
                 )
-        if not layer.keep_softmax:
+        if not isinstance(layer, SoftmaxLayer):
             refuse(site)
 
 

@@ -16,9 +16,11 @@ import torch
 
 from dofla.errors import DoflaError
 from dofla.feature_maps import feature_map_class
+from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 from dofla.plans.curves import Curves, Shape, Size, choose
-from dofla.plans.hybrid import FEATURE_MAP, TOKEN_DTYPES, HeadCost, default_token_dtype, even_size
-from dofla.plans.plan import LayerPlan, Plan, is_integer
+from dofla.plans.hybrid import FEATURE_MAP, default_token_dtype, even_size
+from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer, alike, is_integer
+from dofla.plans.plan import Plan
 from dofla.profiles.profile import LayerProfile, Profile, SkippedLayer
 from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
@@ -123,7 +125,7 @@ def allocate(
         normalization: of the Gram matrices; default the profile's.
         window, sinks: exact tokens per layer, paid for out of the budget; default: none with the paper's strategies,
             what :func:`dofla.plans.hybrid.split` finds for ``hybrid``. Not for ``measured``.
-        token_dtype: how exact tokens are kept, a name in :data:`dofla.plans.hybrid.TOKEN_DTYPES`; default that of the
+        token_dtype: how exact tokens are kept, a name in :data:`dofla.feature_maps.cost.TOKEN_DTYPES`; default that of the
             curves, ``int8`` for hybrid layers (an encoder's: ``model``), ``model`` for the paper's.
         keep_softmax: names of layers to leave as they are.
 
@@ -191,9 +193,9 @@ def allocate(
 def _layer(x: LayerProfile | SkippedLayer, sizes: Sequence[Size] | None, feature_map: str, kept_as: str) -> LayerPlan:
     """A layer with these sizes of its KV heads, one number where they agree; softmax without any."""
     if sizes is None:
-        return LayerPlan(x.name, x.kv_heads, x.head_dim, x.value_dim, keep_softmax=True)
-    features, window, sinks = (list(each) if len(set(each)) > 1 else each[0] for each in zip(*sizes, strict=True))
-    return LayerPlan(
+        return SoftmaxLayer(x.name, x.kv_heads, x.head_dim, x.value_dim)
+    features, window, sinks = (alike(each) for each in zip(*sizes, strict=True))
+    return FeatureLayer(
         name=x.name,
         kv_heads=x.kv_heads,
         head_dim=x.head_dim,
@@ -208,7 +210,7 @@ def _layer(x: LayerProfile | SkippedLayer, sizes: Sequence[Size] | None, feature
 
 
 def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:
-    """The default storage of the layer's exact tokens, one of :data:`dofla.plans.hybrid.TOKEN_DTYPES`."""
+    """The default storage of the layer's exact tokens, one of :data:`dofla.feature_maps.cost.TOKEN_DTYPES`."""
     if curves is not None:
         return curves.made_by.get("token_dtype", "model")
     return default_token_dtype(layer.causal) if strategy in HYBRID else "model"

@@ -13,7 +13,8 @@ from typing import Any
 
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
-from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
+from dofla.feature_maps.cost import HeadCost
+from dofla.plans.hybrid import TOKEN_SHARE, split
 from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.files import read_json, write_json
 

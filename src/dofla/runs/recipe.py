@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import yaml
 
 from dofla.errors import DoflaError
-from dofla.plans.compressed import COMPRESSED
+from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 
@@ -146,7 +146,6 @@ class EndToEndSpec:
     weights: str = "lora"
     lora_rank: int = 16
     learning_rates: dict[str, float] = field(default_factory=dict)
-    window_dropout: float = 0.0
     precision: str | None = None
     gradient_checkpointing: bool = False
     context: int | None = None

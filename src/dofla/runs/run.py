@@ -13,7 +13,7 @@ from typing import Any
 from dofla.evaluation import Evaluation, evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
-from dofla.plans.compressed import COMPRESSED
+from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.runs.comparison import closing, samples, student_row
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View

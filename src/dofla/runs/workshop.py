@@ -29,7 +29,7 @@ from dofla.integration.profiler import profile
 from dofla.integration.student import Student
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.allocate import allocate
-from dofla.plans.compressed import COMPRESSED
+from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.plans.curves import Curves
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import FEATURE_MAP

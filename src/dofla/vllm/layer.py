@@ -12,9 +12,9 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from dofla.feature_maps.layer import LinearAttention
-from dofla.feature_maps.pages import read_pages
-from dofla.plans.plan import LayerPlan
+from dofla.attention import Layout
+from dofla.layers import layer_of, read_pages
+from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
 from dofla.vllm.metadata import CompressedCacheMetadata
 from dofla.vllm.pages import StateSpec
@@ -34,7 +34,7 @@ class CompressedAttention(nn.Module, MambaBase):
 
     def __init__(
         self,
-        layer: LayerPlan,
+        layer: CompressedLayer,
         heads: int,
         scaling: float,
         exact_prefill: bool,
@@ -42,17 +42,17 @@ class CompressedAttention(nn.Module, MambaBase):
         context: dict[str, nn.Module],
     ) -> None:
         super().__init__()
-        self.linear = LinearAttention(**layer.arguments()).requires_grad_(False)
-        layouts = self.linear.layouts
-        self.sizes = [layout.bytes for layout in layouts]
-        self._before = torch.cat([layout.empty(1, torch.device("cpu")).tokens for layout in layouts], -1)
+        self.layer = layer_of(layer).requires_grad_(False)
+        compressed = self.layer.compressed
+        assert compressed is not None
+        self.bytes, self._before = compressed.layout.bytes, compressed.layout.empty(1, torch.device("cpu")).rows
         self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
         self.prefix = name
         context[name] = self
         self.kv_cache = (torch.empty(0),)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((sum(self.sizes),),)
+        return ((self.bytes,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
@@ -76,8 +76,8 @@ class CompressedAttention(nn.Module, MambaBase):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take the layer's constants from a checkpoint; all of them must be there."""
         found = dict(weights)
-        self.linear.load_state_dict(found)
-        return {f"linear.{name}" for name in found}
+        self.layer.load_state_dict(found)
+        return {f"layer.{name}" for name in found}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Outputs [rows, H · dv] of queries [rows, H · d], keys [rows, Hkv · d] and values [rows, Hkv · dv]."""
@@ -100,10 +100,10 @@ class CompressedAttention(nn.Module, MambaBase):
             for x, count in zip((query, key, value), counts, strict=True)
         ]
         found = read_pages(
-            self.linear,
+            self.layer,
             *tokens,
             scaling=self.scaling,
-            pools=list(pool.split(self.sizes, 1)),
+            pool=pool,
             pages=step.pages,
             starts=step.starts,
             exact=self.exact_prefill,
@@ -111,9 +111,9 @@ class CompressedAttention(nn.Module, MambaBase):
         out[:rows] = found[0].transpose(0, 1).flatten(1)
 
 
-def state_bytes(layer: LayerPlan) -> int:
+def state_bytes(layer: CompressedLayer) -> int:
     """Bytes of a layer's state."""
-    return sum(layout.bytes for layout in LinearAttention(**layer.arguments()).layouts)
+    return Layout(layer.sizes, layer.head_dim, layer.value_dim, layer.bits).bytes
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:

@@ -12,7 +12,8 @@ from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dofla.errors import DoflaError
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.layers import CompressedLayer
+from dofla.plans.plan import Plan
 from dofla.vllm.checkpoint import DoflaConfig
 from dofla.vllm.layer import CompressedAttention, state_bytes
 
@@ -27,7 +28,7 @@ class _Compressed(TransformersForCausalLM, HasInnerState):
         self._check(plan)
         super()._create_attention_instances(prefix)
         exact = plan.prefill == "exact" or (plan.prefill == "auto" and self.device_config.device.type == "cuda")
-        compressed, made = compressed_layers(plan), []
+        compressed, made = plan.compressed, []
         for name, fuser in self.attention_fusers.values():
             if (layer := _layer_of(compressed, name)) is None:
                 continue
@@ -51,11 +52,9 @@ class _Compressed(TransformersForCausalLM, HasInnerState):
         Raises:
             DoflaError: a layer that has feature maps, or values of another size than keys; several GPUs for one model.
         """
-        compressed = compressed_layers(plan)
-        features = [layer.name for layer in compressed if layer.feature_map != "none"]
-        uneven = [layer.name for layer in compressed if layer.head_dim != layer.value_dim]
-        if features:
-            raise DoflaError(f"layer {features[0]} has feature maps: vLLM serves compressed caches, of dofla.compress")
+        uneven = [layer.name for layer in plan.compressed if layer.head_dim != layer.value_dim]
+        if plan.linear:
+            raise DoflaError(f"layer {plan.linear[0].name} has feature maps: vLLM serves compressed caches, of dofla.compress")
         if uneven:
             raise DoflaError(f"layer {uneven[0]} has values of another size than keys, which vLLM cannot serve")
         if self.tp_group.world_size > 1 or self.pp_group.world_size > 1:
@@ -84,7 +83,7 @@ class DoflaHybridForCausalLM(_Compressed, IsHybrid):
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """The state of the largest layer, after which vLLM sizes the pages of all."""
         assert isinstance(vllm_config.quant_config, DoflaConfig)
-        return ((max(map(state_bytes, compressed_layers(vllm_config.quant_config.plan))),),)
+        return ((max(map(state_bytes, vllm_config.quant_config.plan.compressed)),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -92,12 +91,7 @@ class DoflaHybridForCausalLM(_Compressed, IsHybrid):
         return (torch.uint8,)
 
 
-def compressed_layers(plan: Plan) -> list[LayerPlan]:
-    """Layers of a plan that do not stay softmax."""
-    return [layer for layer in plan.layers if not layer.keep_softmax]
-
-
-def _layer_of(layers: list[LayerPlan], name: str) -> LayerPlan | None:
+def _layer_of(layers: list[CompressedLayer], name: str) -> CompressedLayer | None:
     """The plan of a module, which has another prefix here than in the model of transformers; with its name here."""
     found = next((layer for layer in layers if name == layer.name or name.endswith(f".{layer.name}")), None)
     return None if found is None else replace(found, name=name)

@@ -11,9 +11,8 @@ that of the same tokens read one by one, bit for bit.
 """
 
 from dofla.attention.coding.coder import Coder, Moments
-from dofla.attention.coding.heavy_hitters import ScoredTokens
 from dofla.attention.coding.smoothing import KeySmoothing
-from dofla.attention.coding.tiers import CodedTiers, Tier, tier_bytes
+from dofla.attention.coding.tier import Tier, tier_bytes
 from dofla.attention.coding.tokens import CodedTokens
 
-__all__ = ["CodedTiers", "CodedTokens", "Coder", "KeySmoothing", "Moments", "ScoredTokens", "Tier", "tier_bytes"]
+__all__ = ["CodedTokens", "Coder", "KeySmoothing", "Moments", "Tier", "tier_bytes"]

@@ -1,9 +1,9 @@
-"""One side of a layer, its keys or its values: where vectors are rotated to, and what a tier's codes of them are."""
+"""The codes of one side of some KV heads, keys or values: a rotation, and a few bits for each number."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -24,6 +24,8 @@ _REGULAR = 1e-3
 Numbers = tuple[Tensor, Tensor]
 """Vectors in blocks: integers [B, Hkv, L, blocks, block], and what one is worth in each block
 [B, Hkv, L, blocks, 1]."""
+Codes = tuple[Tensor, Tensor]
+"""Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks] of vectors, uint8."""
 
 
 @dataclass
@@ -70,26 +72,27 @@ class Moments:
 
 
 class Coder(nn.Module):
-    """Codes of vectors of ``dim`` numbers, for a chain of tiers of ever fewer bits.
+    """Codes of vectors of ``dim`` numbers.
 
-    What it turns by is undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, says so. It is one row of
-    bytes, which the compiled kernels take as it is, and of which the tensors below are views.
+    The constants are undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, sets them. They are one row
+    of bytes, which the kernels take as it is, and of which the tensors below are views.
 
     Args:
         heads: KV heads.
         dim: numbers of a vector, a multiple of 8.
-        bits: of each tier, per number and in the mean over blocks, scales not counted; at most 5.
+        bits: per number, in the mean over blocks, scales not counted; 1 to 5.
 
     Attributes:
         constants: [bytes], uint8.
+        bytes_per_token: of the codes and scales of one vector of one head.
     """
 
     constants: Tensor
 
-    def __init__(self, heads: int, dim: int, bits: Sequence[float]) -> None:
+    def __init__(self, heads: int, dim: int, bits: float) -> None:
         super().__init__()
-        self.heads, self.dim, self.tiers = heads, dim, tuple(bits)
-        self.block = block_size(dim)
+        self.heads, self.dim, self.mean_bits = heads, dim, bits
+        self.block, self.bytes_per_token = block_size(dim), token_bytes(dim, bits)
         self._rows = Rows(  # in the order of the properties
             [
                 ((heads, dim, dim), torch.int16),
@@ -97,7 +100,7 @@ class Coder(nn.Module):
                 ((heads, dim, dim), torch.float32),
                 ((heads, dim), torch.float32),
                 ((heads, dim), torch.float32),
-                ((len(bits), dim // self.block), torch.uint8),
+                ((dim // self.block,), torch.uint8),
             ]
         )
         self.register_buffer("constants", torch.zeros(self._rows.bytes, dtype=torch.uint8))
@@ -141,7 +144,7 @@ class Coder(nn.Module):
             # hangs from a size of some 150 on (pytorch/pytorch#142815).
             back.copy_(torch.linalg.inv(own))
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
-        self.bits.copy_(torch.tensor([spread(variance.tolist(), bits) for bits in self.tiers]))
+        self.bits.copy_(torch.tensor(spread(variance.tolist(), self.mean_bits)))
 
     @property
     def starts(self) -> list[int]:
@@ -176,7 +179,7 @@ class Coder(nn.Module):
 
     @property
     def bits(self) -> Tensor:
-        """The bits of each number of a block [tiers, blocks], uint8."""
+        """The bits of each number of a block [blocks], uint8."""
         return self._rows.part(self.constants, 5)
 
     @property
@@ -189,19 +192,14 @@ class Coder(nn.Module):
         for name in ("fineness", "back", "mean", "middle"):
             if not getattr(self, name).isfinite().all():
                 return f"{name} holds NaN or infinity"
-        for own, bits in zip(self.bits.tolist(), self.tiers, strict=True):
-            if not all(1 <= n <= MOST_BITS for n in own) or sum(own) != whole_bits(len(own), bits):
-                return f"bits of blocks are {own}, not {bits} in the mean and 1 to {MOST_BITS} each"
+        bits = self.bits.tolist()
+        if not all(1 <= n <= MOST_BITS for n in bits) or sum(bits) != whole_bits(len(bits), self.mean_bits):
+            return f"bits of blocks are {bits}, not {self.mean_bits} in the mean and 1 to {MOST_BITS} each"
         return None
 
-    def bytes_per_token(self, tier: int) -> int:
-        """The bytes of the codes and scales of one vector of one head in a tier."""
-        return token_bytes(self.dim, self.tiers[tier])
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors [B, Hkv, L, d] as the first tier keeps them: codes [B, Hkv, L, bytes] and scales
-        [B, Hkv, L, blocks], both uint8."""
-        return encode_together([self], [self.rotate_integer(x)], 0)[0]
+    def encode(self, x: Tensor) -> Codes:
+        """Codes and scales of vectors [B, Hkv, L, d]."""
+        return encode_together([self], [self.rotate_integer(x)])[0]
 
     def rotate_integer(self, x: Tensor) -> Numbers:
         """Vectors [B, Hkv, L, d] rotated, in numbers that do not depend on the order of sums."""
@@ -210,10 +208,9 @@ class Coder(nn.Module):
         unit = self.fineness.unsqueeze(1) * power_of_two(exponent)
         return whole((rotated * unit - self.middle.unsqueeze(1)).unflatten(-1, (-1, self.block)))
 
-    def decode(self, codes: Tensor, scales: Tensor, tier: int) -> Tensor:
-        """Rotated vectors [B, Hkv, L, d], float32, of codes of a tier; see :meth:`unrotate` and
-        :meth:`rotate_query`."""
-        numbers, unit = self.numbers(codes, scales, tier)
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rotated vectors [B, Hkv, L, d], float32, of codes; see :meth:`unrotate` and :meth:`rotate_query`."""
+        numbers, unit = self.numbers(codes, scales)
         return (numbers * unit).flatten(-2)
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -245,36 +242,25 @@ class Coder(nn.Module):
         unit = fineness.float().repeat_interleave(share, 0).unsqueeze(1) * power_of_two(exponent)
         return whole((rotated * unit).unflatten(-1, (-1, self.block)))
 
-    def numbers(self, codes: Tensor, scales: Tensor, tier: int) -> Numbers:
-        """The rotated vectors that codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks] of a tier stand for."""
-        found, start = [], 0
-        for blocks, bits in self._runs(tier):
-            size = bits * self.block // 8
-            end = start + (blocks.stop - blocks.start) * size
-            code = from_bytes(codes[..., start:end].unflatten(-1, (-1, size)), bits)
-            found.append(decode(code, scales[..., blocks].unsqueeze(-1), bits))
-            start = end
+    def numbers(self, codes: Tensor, scales: Tensor) -> Numbers:
+        """The rotated vectors that codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks] stand for."""
+        found, start, first = [], 0, 0
+        for bits, run in groupby(self.bits.tolist()):  # neighboring blocks of as many bits at once
+            count, size = len(list(run)), bits * self.block // 8
+            own, last = codes[..., start : start + count * size].unflatten(-1, (-1, size)), first + count
+            found.append(decode(from_bytes(own, bits), scales[..., first:last].unsqueeze(-1), bits))
+            start, first = start + count * size, last
         numbers, units = zip(*found, strict=True)
         return torch.cat(numbers, -2), torch.cat(units, -2)
 
-    def _runs(self, tier: int) -> Iterator[tuple[slice, int]]:
-        """Neighboring blocks of as many bits."""
-        first = 0
-        for bits, run in groupby(self.bits[tier].tolist()):
-            last = first + len(list(run))
-            yield slice(first, last), bits
-            first = last
 
-
-def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: int) -> list[tuple[Tensor, Tensor]]:
-    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them, for each
-    coder. Blocks of as many bits, in as many vectors, are searched for together: a search is some hundred operations,
-    however many they are.
-    """
+def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers]) -> list[Codes]:
+    """Codes of rotated vectors, for each coder. Blocks of as many bits, in as many vectors, are searched for together:
+    a search is some hundred operations, however many they are."""
     places: dict[tuple[int, int, torch.Size], list[tuple[int, int]]] = defaultdict(list)
     found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n, coder in enumerate(coders):
-        for block, bits in enumerate(coder.bits[tier].tolist()):
+        for block, bits in enumerate(coder.bits.tolist()):
             places[bits, coder.block, vectors[n][0].shape[:3]].append((n, block))
     for (bits, *_), alike in places.items():
         numbers, unit = (torch.stack([vectors[n][part][..., block, :] for n, block in alike], -2) for part in (0, 1))

@@ -7,27 +7,41 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dofla.attention.constants import FREE, LOG_ZERO
 from dofla.attention.state import Tensors
 
 
 @dataclass(frozen=True)
 class CodedTokens(Tensors):
-    """n tokens: codes and scales of keys and of values [B, Hkv, n, bytes], uint8, and ``log_weight`` [B, n], which is
-    LOG_ZERO where the place is free or the token is padding."""
+    """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
+    [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16, :data:`FREE` for free slots and padding."""
 
     key: Tensor
     key_scale: Tensor
     value: Tensor
     value_scale: Tensor
-    log_weight: Tensor
+    score: Tensor
+
+    @property
+    def log_weight(self) -> Tensor:
+        """The log-weights of the tokens [B, Hkv, n], float32: LOG_ZERO for free slots and padding, 0 for all others."""
+        return torch.zeros_like(self.score, dtype=torch.float32).masked_fill(self.score == FREE, LOG_ZERO)
 
     def __len__(self) -> int:
-        return self.log_weight.shape[-1]
+        return self.score.shape[-1]
 
-    def __getitem__(self, places: slice) -> CodedTokens:
-        return self.map(lambda x: x[:, places] if x.ndim == 2 else x[:, :, places])
+    def __getitem__(self, slots: slice) -> CodedTokens:
+        return self.map(lambda x: x[:, :, slots])
 
     def then(self, later: CodedTokens) -> CodedTokens:
         """These tokens followed by ``later``."""
-        pairs = ((getattr(self, field.name), getattr(later, field.name)) for field in fields(self))
-        return CodedTokens(*(torch.cat(pair, 1 if pair[0].ndim == 2 else 2) for pair in pairs))
+        return CodedTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
+
+    def take(self, index: Tensor) -> CodedTokens:
+        """The tokens at ``index`` [B, Hkv, m]."""
+        return self.map(lambda x: gather_tokens(x, index))
+
+
+def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """The entries of ``x`` [B, Hkv, n] or [B, Hkv, n, d] at ``index`` [B, Hkv, m], which differs between heads."""
+    return x.gather(2, index if x.ndim == 3 else index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))

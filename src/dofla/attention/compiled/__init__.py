@@ -1,6 +1,9 @@
-"""The arithmetic for a CPU without gradients, as C++ kernels: features.h is chunked.py, exact.h is exact.py,
-trellis.h is coding/trellis.py, coding.h and, for many tokens at once, together.h the rest of coding/ and eight_bits.py,
-heavy_hitters.h is coding/heavy_hitters.py.
+"""The arithmetic for a CPU without gradients, as C++ kernels.
+
+Of compressed caches (compressed.cpp): trellis.h is coding/trellis.py, coding.h and, for many tokens at once, together.h
+are the rest of coding/ and eight_bits.py, heavy_hitters.h is coding/heavy_hitters.py; decoding.h reads one token of
+every sequence, prefill.h (with lines.h and reading.h) many. Of features (attention.cpp): features.h is chunked.py,
+exact.h is exact.py.
 
 They keep each chunk in the processor's cache. Small matrix products are torch's own (oneDNN) on x86-64, those of
 product.h on ARM. Where the kernels cannot be built or do not run, :func:`obstacle` says why, and plain torch does the

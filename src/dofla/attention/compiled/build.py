@@ -15,6 +15,7 @@ import torch
 
 from dofla.attention import constants
 from dofla.attention.compiled import SWITCH
+from dofla.attention.layout import layout_header
 from dofla.errors import DoflaError
 from dofla.storage.files import new_folder
 
@@ -55,7 +56,8 @@ def cache_folder() -> Path:
     digest = hashlib.sha256("\0".join((torch.__version__, *flags, _processor())).encode())
     for path in (*_sources(), *sorted(_HERE.glob("*.h"))):
         digest.update(path.read_bytes())
-    digest.update(constants_header().encode())
+    for header in _generated().values():
+        digest.update(header.encode())
     return root / "dofla" / f"kernels-{digest.hexdigest()[:16]}"
 
 
@@ -69,9 +71,14 @@ def constants_header() -> str:
     return f"#pragma once\n\nnamespace dofla {{\n{''.join(lines)}}}\n"
 
 
-def write_constants(folder: Path) -> None:
-    """Write the header that the sources include into a folder, which must be among the compiler's include folders."""
-    (folder / "constants.h").write_text(constants_header(), encoding="utf-8")
+def write_headers(folder: Path) -> None:
+    """Write the headers that are made of Python into a folder, which must be among the compiler's include folders."""
+    for name, header in _generated().items():
+        (folder / name).write_text(header, encoding="utf-8")
+
+
+def _generated() -> dict[str, str]:
+    return {"constants.h": constants_header(), "layout.h": layout_header()}
 
 
 def _cpp(name: str) -> str:
@@ -115,7 +122,7 @@ def _compile_and_load(folder: Path) -> None:
         with new_folder(folder) as building:
             if len(_compiler()) > 1:
                 os.environ["CXX"] = _in_one_word(building)
-            write_constants(building)
+            write_headers(building)
             load(
                 _LIBRARY,
                 [str(path) for path in _sources()],

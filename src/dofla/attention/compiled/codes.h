@@ -43,16 +43,15 @@ inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int
   });
 }
 
-// ... of rotated queries with codes of a tier.
+// ... of rotated queries with codes.
 template <int N, int G>
-inline void scores(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void scores(const Coder& coder, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
-  const std::int64_t bytes = coder.bytes(tier), blocks = coder.blocks();
-  const std::uint8_t* bits = coder.bits_of(tier);
+  const std::int64_t bytes = coder.bytes(), blocks = coder.blocks();
   products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
     const std::uint8_t* code = codes + t * bytes;
     for (std::int64_t b = 0; b < blocks; ++b) {
-      with_bits(bits[b], [&](auto n) {
+      with_bits(coder.bits[b], [&](auto n) {
         const Floats<N> x = levels_of<N, n>(code, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
         for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(queries + g * coder.dim + b * N) * x;
         code += n * N / 8;
@@ -76,13 +75,13 @@ inline void weighed(std::int64_t dim, const std::int8_t* integers, const std::in
   }
 }
 
-// ... rotated vectors in codes of a tier.
+// ... rotated vectors in codes.
 template <int N, int G>
-inline void weighed(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
+inline void weighed(const Coder& coder, const std::uint8_t* codes, const std::uint8_t* scales,
                     std::int64_t count, const float* weights, std::int64_t stride, float* to) {
-  const std::int64_t bytes = coder.bytes(tier), blocks = coder.blocks();
+  const std::int64_t bytes = coder.bytes(), blocks = coder.blocks();
   for (std::int64_t b = 0; b < blocks; ++b) {
-    with_bits(coder.bits_of(tier)[b], [&](auto n) {
+    with_bits(coder.bits[b], [&](auto n) {
       Floats<N> sum[G];
       for (int g = 0; g < G; ++g) sum[g] = Floats<N>::load(to + g * coder.dim + b * N);
       for (std::int64_t t = 0; t < count; ++t) {

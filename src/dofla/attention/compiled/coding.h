@@ -28,14 +28,13 @@ struct Coder {
   std::int64_t dim, block;
   const std::int16_t* rotation;                            // [dim, dim]
   const float *fineness, *back, *mean, *middle;        // [dim], [dim, dim], [dim], [dim]
-  const std::uint8_t* bits;                            // [tiers, blocks]
+  const std::uint8_t* bits;                            // [blocks]
   Tables tables;
 
   std::int64_t blocks() const { return dim / block; }
-  const std::uint8_t* bits_of(std::int64_t tier) const { return bits + tier * blocks(); }
-  std::int64_t bytes(std::int64_t tier) const {
+  std::int64_t bytes() const {
     std::int64_t total = 0;
-    for (std::int64_t b = 0; b < blocks(); ++b) total += bits_of(tier)[b] * block / 8;
+    for (std::int64_t b = 0; b < blocks(); ++b) total += bits[b] * block / 8;
     return total;
   }
 };
@@ -166,19 +165,6 @@ inline void encode_block(const float* numbers, float unit, const Tables& tables,
   *scale = static_cast<std::uint8_t>(scale_of(tables, squares, power, unit));
 }
 
-// ... of all blocks of a vector, as a tier keeps them; `read(b, x)` gives the numbers of a block and returns their unit.
-template <int N, typename Read>
-inline void encode_vector(const Coder& coder, std::int64_t tier, const Read& read, std::uint8_t* codes, std::uint8_t* scales) {
-  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
-    float numbers[N];
-    const float unit = read(b, numbers);
-    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
-      encode_block<N, bits>(numbers, unit, coder.tables, codes, scales + b);
-      codes += bits * N / 8;
-    });
-  }
-}
-
 // blocks.whole of a block, in place; what one is worth.
 template <int N>
 inline float whole(float* x) {
@@ -195,7 +181,8 @@ inline void encode(const Coder& coder, const std::uint8_t* integers, const std::
                    std::int16_t* __restrict wide, std::uint8_t* codes, std::uint8_t* scales) {
   std::copy_n(reinterpret_cast<const std::int8_t*>(integers), coder.dim, wide);
   const float power = power_of_two(static_cast<std::int8_t>(*exponent));
-  const auto rotation = [&](std::int64_t b, float* x) {
+  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
+    float x[N];
     for (int i = 0; i < N; ++i) {
       const std::int16_t* __restrict row = coder.rotation + (b * N + i) * coder.dim;
       std::int32_t rotated = 0;
@@ -205,30 +192,19 @@ inline void encode(const Coder& coder, const std::uint8_t* integers, const std::
     const float *fineness = coder.fineness + b * N, *middle = coder.middle + b * N;
 #pragma omp simd
     for (int i = 0; i < N; ++i) x[i] = x[i] * (fineness[i] * power) - middle[i];
-    return whole<N>(x);
-  };
-  encode_vector<N>(coder, 0, rotation, codes, scales);
-}
-
-// Coder.age of a vector
-template <int N>
-inline void age(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales,
-                std::uint8_t* to_codes, std::uint8_t* to_scales) {
-  const auto decode = [&](std::int64_t b, float* x) {
-    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
-      levels_of<N, bits>(codes, coder.tables.levels(bits)).store(x);
+    const float unit = whole<N>(x);
+    with_bits(coder.bits[b], [&](auto bits) {
+      encode_block<N, bits>(x, unit, coder.tables, codes, scales + b);
       codes += bits * N / 8;
     });
-    return coder.tables.scales()[scales[b]];
-  };
-  encode_vector<N>(coder, tier + 1, decode, to_codes, to_scales);
+  }
 }
 
 // Coder.decode: the rotated vector.
 template <int N>
-inline void decode(const Coder& coder, std::int64_t tier, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
+inline void decode(const Coder& coder, const std::uint8_t* codes, const std::uint8_t* scales, float* to) {
   for (std::int64_t b = 0; b < coder.blocks(); ++b) {
-    with_bits(coder.bits_of(tier)[b], [&](auto n) {
+    with_bits(coder.bits[b], [&](auto n) {
       (levels_of<N, n>(codes, coder.tables.levels(n)) * coder.tables.scales()[scales[b]]).store(to + b * N);
       codes += n * N / 8;
     });

@@ -8,105 +8,77 @@
 #include <atomic>
 #include <cmath>
 
-namespace dofla::tiers {
+namespace dofla::cache {
 
 // One thread's scratch memory and what it does with a KV head of a sequence.
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), hidden_(group.tiers.size()), wide_(std::max(group.keys.dim, group.values.dim)),
-        unsound_(group.groups), queries_(group.groups * group.keys.dim), rotated_(queries_.size()), out_(group.groups * group.values.dim),
-        rotated_out_(out_.size()), beside_(group.groups), mass_(group.groups), best_(group.groups), whole_(group.groups),
-        vector_(wide_.size()), rotated_vector_(wide_.size()), scores_(group.groups * group.columns()) {
-    if (!group.heavy_hitters) return;
-    drawing_.emplace(group, group.groups, group.tiers.back().count);
-    drawn_.resize(group.tiers.back().count + 1);
-  }
+      : group_(group), drawing_(group, group.groups, group.tier.count), drawn_(group.tier.count + 1),
+        wide_(std::max(group.keys.dim, group.values.dim)), unsound_(group.groups), queries_(group.groups * group.keys.dim),
+        rotated_(queries_.size()), out_(group.groups * group.values.dim), rotated_out_(out_.size()), beside_(group.groups),
+        mass_(group.groups), best_(group.groups), whole_(group.groups), vector_(wide_.size()),
+        scores_(group.groups * group.columns()) {}
 
   // The state after; false if the key or the value holds NaN or infinity.
   bool code(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
-    const std::int64_t last = group.window.count - 1;
+    const std::int64_t last = group.window.count - 1, count = group.tier.count;
     copy(group.window, group.window_after, n, h, 1, 0, last);
     const bool hidden = group.window_after.log_weights(n)[last] <= kLogZero;
     const bool finite = pack(group, 0, hidden, group.window_after, last, n, h, vector_);
     for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
     }
-    for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
-      const Tokens &before = group.tiers[tier], &from = tier ? group.tiers[tier - 1] : group.window;
-      leaves_ = group.keeps(tier) ? select_evicted(n, h) : 0;
-      copy(before, group.tiers_after[tier], n, h, 0, 0, leaves_);
-      copy(before, group.tiers_after[tier], n, h, leaves_ + 1, leaves_, before.count - 1 - leaves_);
-      enter(group, tier, from, 0, group.tiers_after[tier], before.count - 1, n, h, wide_);
-    }
+    const std::int64_t leaves = select_evicted(n, h);
+    copy(group.tier, group.tier_after, n, h, 0, 0, leaves);
+    copy(group.tier, group.tier_after, n, h, leaves + 1, leaves, count - 1 - leaves);
+    enter(group, group.window, 0, group.tier_after, count - 1, n, h, wide_);
     return finite;
   }
 
-  // Output rows and log-normalizers [groups] of the query heads; rows of NaN if the token is not `finite`, or the query.
-  void attend(std::int64_t n, std::int64_t h, bool finite, const Vectors& out, float* normalizer) {
+  // Output rows of the query heads; rows of NaN if the token is not `finite`, or the query.
+  void attend(std::int64_t n, std::int64_t h, bool finite, const Vectors& out) {
     const Group& group = group_;
     const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
     for (std::int64_t g = 0; g < group.groups; ++g) {
       unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]) || !finite;
     }
-    pass_over_hidden(n);
-    if (drawing_) draw(n, h);
+    hidden_ = free_places(drawn_.data(), group.tier.count);
+    columns_ = group.columns() + whole_lanes(group.tier.count - hidden_) - whole_lanes(group.tier.count);
+    draw(n, h);
     for (float& x : queries_) x *= group.scaling;
     score(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g);
     average(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) {
       float* row = &out_[g * group.values.dim];
-      const bool seen = best_[g] > kLogZero / 2;
-      const float scale = seen ? 1.0f / whole_[g] : 0.0f;
+      const float scale = best_[g] > kLogZero / 2 ? 1.0f / whole_[g] : 0.0f;
       for (std::int64_t i = 0; i < group.values.dim; ++i) row[i] *= scale;
       if (unsound_[g]) std::fill_n(row, group.values.dim, NAN);
       out.write(n, first + g, 0, row);
-      if (normalizer) normalizer[g] = seen ? best_[g] + std::log(whole_[g]) : kLogZero;
     }
-  }
-
-  void leave(std::int64_t n, std::int64_t h, const Vectors& key, const Vectors& value) {
-    tiers::leave(group_, group_.tiers.back(), leaves_, n, h, key, value, 0, rotated_vector_, vector_);
   }
 
  private:
-  // How many tokens of each tier stand in front of the first that somebody sees; columns of all others.
-  void pass_over_hidden(std::int64_t n) {
-    columns_ = group_.columns();
-    for (std::size_t tier = 0; tier < hidden_.size(); ++tier) {
-      const Tokens& tokens = group_.tiers_after[tier];
-      if (tokens.apart) {
-        hidden_[tier] = free_places(drawn_.data(), tokens.count);
-      } else {
-        const float* all = tokens.log_weights(n);
-        hidden_[tier] = std::find_if(all, all + tokens.count, [](float x) { return x > kLogZero; }) - all;
-      }
-      columns_ += whole_lanes(tokens.count - hidden_[tier]) - whole_lanes(tokens.count);
-    }
-  }
-
-  // Which token leaves a tier that keeps what draws attention; the others' scores.
+  // Which token leaves the tier; the others' scores.
   std::int64_t select_evicted(std::int64_t n, std::int64_t h) {
-    const Tokens& before = group_.tiers.back();
-    const std::int64_t unit = n * before.heads + h, count = before.count;
-    std::copy_n(before.scores(n, h), count, drawn_.begin());
-    drawn_[count] = group_.leaving[n] > kLogZero ? 0 : kFree;
-    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.heavy_hitters->newest);
-    group_.heavy_hitters->left[unit] = log_weight_of(drawn_[leaves]);
+    const std::int64_t count = group_.tier.count;
+    std::copy_n(group_.tier.scores(n, h), count, drawn_.begin());
+    drawn_[count] = group_.entering[n] > kLogZero ? 0 : kFree;
+    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.numbers.newest);
     std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
     return leaves;
   }
 
-  // The scores of heavy hitters after the queries.
+  // The scores of the tier's tokens after the queries.
   void draw(std::int64_t n, std::int64_t h) {
-    const Tokens& after = group_.tiers_after.back();
+    const Tokens& after = group_.tier_after;
     if (group_.real(n, 0)) {
-      for (std::int64_t g = 0; g < group_.groups; ++g) drawing_->take(g, &queries_[g * group_.keys.dim]);
-      const std::int64_t start = hidden_.back();
-      drawing_->measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
-      drawing_->draw(0, after.count - start, &drawn_[start]);
+      for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
+      const std::int64_t start = hidden_;
+      drawing_.measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
+      drawing_.draw(0, after.count - start, &drawn_[start]);
     }
     std::copy_n(drawn_.begin(), after.count, after.scores(n, h));
   }
@@ -122,35 +94,32 @@ class Decoder {
         const auto exact = [&](const Tokens& tokens) {
           coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
                                    tokens.count, queries, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, 0, 0.0f, to + i * columns_);
+          for (std::int64_t i = 0; i < g; ++i) weigh_exact(tokens, n, to + i * columns_);
           to += whole_lanes(tokens.count);
         };
         exact(group.window_after);
         if (group.sinks) exact(*group.sinks_after);
-        for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
-          const Tokens& tokens = group.tiers_after[tier];
-          const std::int64_t hidden = hidden_[tier], seen = tokens.count - hidden;
-          coding::scores<block, g>(coder, tier, tokens.row<std::uint8_t>(0, n, h, hidden),
-                                   tokens.row<std::uint8_t>(1, n, h, hidden), seen, rotated, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh(tokens, n, h, hidden, beside_[first + i], to + i * columns_);
-          to += whole_lanes(seen);
-        }
+        const Tokens& tier = group.tier_after;
+        coding::scores<block, g>(coder, tier.row<std::uint8_t>(0, n, h, hidden_), tier.row<std::uint8_t>(1, n, h, hidden_),
+                                 tier.count - hidden_, rotated, to, columns_);
+        for (std::int64_t i = 0; i < g; ++i) weigh_coded(beside_[first + i], to + i * columns_);
       });
     });
   }
 
-  // Scores of tokens from `first` on with their log-weights; nobody sees the columns behind them.
-  void weigh(const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t first, float added, float* __restrict scores) {
-    const std::int64_t count = tokens.count - first;
-    if (tokens.apart) {
-      const std::int16_t* __restrict drawn = tokens.scores(n, h) + first;
+  // Scores with the log-weights of their tokens; nobody sees the columns behind them.
+  void weigh_exact(const Tokens& tokens, std::int64_t n, float* __restrict scores) {
+    const float* __restrict log_weight = tokens.log_weights(n);
 #pragma omp simd
-      for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight_of(drawn[t]);
-    } else {
-      const float* __restrict log_weight = tokens.log_weights(n) + first;
+    for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += log_weight[t];
+    std::fill(scores + tokens.count, scores + whole_lanes(tokens.count), kLogZero);
+  }
+
+  void weigh_coded(float added, float* __restrict scores) {
+    const std::int64_t count = group_.tier.count - hidden_;
+    const std::int32_t* __restrict drawn = &drawn_[hidden_];
 #pragma omp simd
-      for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight[t];
-    }
+    for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight_of(drawn[t]);
     std::fill(scores + count, scores + whole_lanes(count), kLogZero);
   }
 
@@ -181,26 +150,21 @@ class Decoder {
         if (group.sinks) exact(*group.sinks_after);
         const std::int64_t coded = columns_ - (weights - &scores_[first * columns_]);
         for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
-        for (std::size_t tier = 0; tier < group.tiers.size(); ++tier) {
-          const Tokens& tokens = group.tiers_after[tier];
-          const std::int64_t hidden = hidden_[tier], seen = tokens.count - hidden;
-          coding::weighed<block, g>(coder, tier, tokens.row<std::uint8_t>(2, n, h, hidden),
-                                    tokens.row<std::uint8_t>(3, n, h, hidden), seen, weights, columns_, rotated);
-          weights += whole_lanes(seen);
-        }
+        const Tokens& tier = group.tier_after;
+        coding::weighed<block, g>(coder, tier.row<std::uint8_t>(2, n, h, hidden_), tier.row<std::uint8_t>(3, n, h, hidden_),
+                                  tier.count - hidden_, weights, columns_, rotated);
         coding::unrotate<block, g>(coder, rotated, &mass_[first], to);
       });
     });
   }
 
   const Group& group_;
-  std::int64_t columns_ = 0, leaves_ = 0;  // which token left the last tier
-  std::vector<std::int64_t> hidden_;
-  std::optional<Drawing> drawing_;
+  std::int64_t columns_ = 0, hidden_ = 0;  // free slots in front of the tier have no columns
+  Drawing drawing_;
   std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, mass_, best_, whole_, vector_, rotated_vector_;
+  std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, mass_, best_, whole_, vector_;
   Unwritten<float> scores_;
 };
 
@@ -219,15 +183,11 @@ inline void decode(const std::vector<Job>& jobs) {
       Mine<Decoder> mine;
       for (std::size_t place = next++; place < units.size(); place = next++) {
         const auto [which, n, h] = units[place];
-        const auto& [group, result, own] = jobs[which];
-        Decoder& decoder = mine.of(which, group);
-        float* normalizer = result.normalizer;
-        if (normalizer) normalizer += (n * group.keys.heads + h) * group.groups;
-        decoder.attend(n, h, decoder.code(n, h), result.out, normalizer);
-        if (group.behind) decoder.leave(n, h, result.rows[0], result.rows[1]);
+        Decoder& decoder = mine.of(which, jobs[which].group);
+        decoder.attend(n, h, decoder.code(n, h), jobs[which].out);
       }
     }
   });
 }
 
-}  // namespace dofla::tiers
+}  // namespace dofla::cache

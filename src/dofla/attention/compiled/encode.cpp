@@ -8,19 +8,19 @@
 
 #include <tuple>
 
-namespace dofla::tiers {
+namespace dofla::cache {
 namespace {
 
-// Vectors in eight bits [B, Hkv, n, d] and their exponents [B, Hkv, n], both int8, as the first of `tiers` tiers keeps them:
-// codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8.
+// Codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8, of vectors in eight bits [B, Hkv, n, d] and their exponents
+// [B, Hkv, n], both int8.
 std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& integers, const at::Tensor& exponents, const at::Tensor& constants,
-                                          const at::Tensor& tables, std::int64_t tiers) {
+                                          const at::Tensor& tables) {
   TORCH_CHECK(integers.is_contiguous() && integers.scalar_type() == at::kChar && integers.dim() == 4, "integers must be int8");
   TORCH_CHECK(exponents.is_contiguous() && exponents.scalar_type() == at::kChar && exponents.numel() * integers.size(3) == integers.numel(),
               "there is an exponent for each vector");
   const std::int64_t heads = integers.size(1), count = integers.size(2), dim = integers.size(3);
-  const Coders coders(constants, heads, dim, tiers, tables);
-  const std::int64_t bytes = coders.head(0).bytes(0), blocks = dim / coders.block;
+  const Coders coders(constants, heads, dim, tables);
+  const std::int64_t bytes = coders.head(0).bytes(), blocks = dim / coders.block;
   const auto options = integers.options().dtype(at::kByte);
   at::Tensor codes = at::empty({integers.size(0), heads, count, bytes}, options);
   at::Tensor scales = at::empty({integers.size(0), heads, count, blocks}, options);
@@ -45,8 +45,8 @@ std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& integers, const at::
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(dofla, library) {
-  library.def("encode(Tensor integers, Tensor exponents, Tensor constants, Tensor tables, int tiers) -> (Tensor, Tensor)");
+  library.def("encode(Tensor integers, Tensor exponents, Tensor constants, Tensor tables) -> (Tensor, Tensor)");
   library.impl("encode", c10::DispatchKey::CPU, &encode);
 }
 
-}  // namespace dofla::tiers
+}  // namespace dofla::cache

@@ -1,14 +1,14 @@
-// The last tier where it keeps what draws attention: scores and who leaves, the arithmetic of coding/heavy_hitters.py. All of it
-// is of integers or of single correctly rounded operations, none of which may be fused with another.
+// Eviction by score: the arithmetic of coding/heavy_hitters.py. All of it is of integers or of single correctly rounded
+// operations, none of which may be fused with another.
 #pragma once
 
-#include "tiers.h"
+#include "group.h"
 #include "whole.h"
 
 #include <cmath>
 #include <numeric>
 
-namespace dofla::tiers {
+namespace dofla::cache {
 
 // The place of the least score among the first `count`, the foremost of several; evicted tokens do not count.
 inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
@@ -88,20 +88,20 @@ class Drawing {
   // Coder.rotate_query_integer
   template <int N>
   void rotate_queries(std::int64_t h, std::int64_t rows) {
-    const HeavyHitters& heavy_hitters = *group_.heavy_hitters;
-    const auto* rotation = reinterpret_cast<const float*>(&heavy_hitters.rotation[h * dim_ * heavy_hitters.stride]);
-    const float* fineness = &heavy_hitters.fineness[h * dim_];
+    const std::int64_t stride = group_.stride;
+    const auto* rotation = reinterpret_cast<const float*>(&group_.rotation[h * dim_ * stride]);
+    const float* fineness = &group_.fineness[h * dim_];
     coding::with_groups(rows, [&](auto r, std::int64_t first) {
       for (std::int64_t j = 0; j < dim_; j += kLanes) {
         Sums sum[r] = {};
         for (std::int64_t i = 0; i < dim_; i += kPair) {
-          const Sums numbers = load_numbers(rotation + i / kPair * heavy_hitters.stride + j);
+          const Sums numbers = load_numbers(rotation + i / kPair * stride + j);
           for (int n = 0; n < r; ++n) sum[n] = plus_products(sum[n], numbers, everywhere(&integers_[(first + n) * dim_ + i]));
         }
-        for (int n = 0; n < r; ++n) store(&rotated_query_[n * heavy_hitters.stride + j], as_floats(sum[n]));
+        for (int n = 0; n < r; ++n) store(&rotated_query_[n * stride + j], as_floats(sum[n]));
       }
       for (int n = 0; n < r; ++n) {
-        float* x = &rotated_query_[n * heavy_hitters.stride];
+        float* x = &rotated_query_[n * stride];
         for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
         for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
         std::copy_n(x, dim_, &rotated_[(first + n) * dim_]);
@@ -113,14 +113,13 @@ class Drawing {
   template <int N, typename Token>
   void unpack(const coding::Coder& coder, const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t count,
             const Token& token) {
-    const std::int64_t tier = group_.keys.tiers - 1;
     for (std::int64_t first = 0; first < count; first += kLanes) {
       for (std::int64_t t = 0; t < std::min(kLanes, count - first); ++t) {
         const std::int64_t place = token(first + t);
         const auto* codes = tokens.row<std::uint8_t>(0, n, h, place);
         const auto* scales = tokens.row<std::uint8_t>(1, n, h, place);
         for (std::int64_t b = 0; b < blocks_; ++b) {
-          coding::with_bits(coder.bits_of(tier)[b], [&](auto bits) {
+          coding::with_bits(coder.bits[b], [&](auto bits) {
             store_numbers(&tile_[t * dim_ + b * N], coding::levels_of<N, bits>(codes, coder.tables.levels(bits)));
             codes += bits * N / 8;
           });
@@ -155,7 +154,7 @@ class Drawing {
     }
     for (int r = 0; r < R; ++r) {
       float* __restrict to = &steps_[(first + r) * stride_ + t];
-      for (int v = 0; v < kAside; ++v) store(to + v * kLanes, total[r][v] * group_.heavy_hitters->step);
+      for (int v = 0; v < kAside; ++v) store(to + v * kLanes, total[r][v] * group_.step);
 #pragma omp simd
       for (std::int64_t i = 0; i < kAside * kLanes; ++i) {
         to[i] = std::clamp(__builtin_rintf(to[i]), -kMostSteps, kMostSteps);
@@ -174,39 +173,37 @@ class Drawing {
 };
 
 // What becomes of the tokens of a line of each KV head, the `places` of the tier followed by those that enter: which ones
-// stand there before each block of queries, oldest first; from which query on each has left; and which leave, in order.
+// stand there before each block of queries, oldest first; and from which query on each has left.
 struct Evictions {
   std::int64_t places, length, block, blocks;
-  std::vector<std::int32_t> held, until, left;  // [units, blocks, places], [units, places + L], [units, L]
+  std::vector<std::int32_t> held, until;  // [units, blocks, places], [units, places + L]
 
   Evictions(const Group& group, std::int64_t block)
-      : places(group.tiers.back().count), length(group.length), block(block), blocks((length + block - 1) / block),
-        held(group.units() * blocks * places), until(group.units() * (places + length), length), left(group.units() * length) {}
+      : places(group.tier.count), length(group.length), block(block), blocks((length + block - 1) / block),
+        held(group.units() * blocks * places), until(group.units() * (places + length), length) {}
 
   std::int32_t* held_before(std::int64_t unit, std::int64_t first) {
     return &held[(unit * blocks + first / block) * places];
   }
   std::int32_t* until_of(std::int64_t unit) { return &until[unit * (places + length)]; }
-  std::int32_t* left_by(std::int64_t unit) { return &left[unit * length]; }
 };
 
 // heavy_hitters.select_survivors of a KV head, and the tier after it.
 inline void select_survivors(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Evictions& evictions) {
-  const HeavyHitters& heavy_hitters = *group.heavy_hitters;
-  const Tokens& after = group.tiers_after.back();
+  const Tokens& after = group.tier_after;
   const std::int64_t count = evictions.places, length = evictions.length, unit = n * line.heads + h;
-  const float* log_weights = &group.lines.back()[unit * (count + length)];
-  std::int32_t *until = evictions.until_of(unit), *left = evictions.left_by(unit);
+  const float* entering = &group.entering[n * length];
+  std::int32_t* until = evictions.until_of(unit);
   std::vector<std::int32_t> place(count + evictions.block), score(count + evictions.block);
   std::vector<float> query(group.keys.dim);
   std::iota(place.begin(), place.begin() + count, 0);
-  std::copy_n(group.tiers.back().scores(n, h), count, score.begin());
+  std::copy_n(group.tier.scores(n, h), count, score.begin());
   for (std::int64_t first = 0; first < length; first += evictions.block) {
     const std::int64_t rows = std::min(evictions.block, length - first);
     std::copy_n(place.begin(), count, evictions.held_before(unit, first));
     for (std::int64_t i = 0; i < rows; ++i) {
       place[count + i] = count + first + i;
-      score[count + i] = log_weights[count + first + i] > kLogZero ? 0 : kFree;
+      score[count + i] = entering[first + i] > kLogZero ? 0 : kFree;
       for (std::int64_t g = 0; g < group.groups; ++g) {
         group.query.read(n, group.heads[h] * group.groups + g, first + i, query.data());
         drawing.take(i * group.groups + g, query.data());
@@ -215,8 +212,7 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
     const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
     drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
     for (std::int64_t i = 0; i < rows; ++i) {
-      const std::int64_t leaves = least(score.data(), count + i + 1 - heavy_hitters.newest);
-      left[first + i] = place[leaves];
+      const std::int64_t leaves = least(score.data(), count + i + 1 - group.numbers.newest);
       until[place[leaves]] = first + i;
       score[leaves] = kEvicted;
       if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
@@ -229,8 +225,6 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
   }
   for (std::int64_t t = 0; t < count; ++t) copy(line, after, n, h, place[t], t, 1);
   std::copy_n(score.begin(), count, after.scores(n, h));
-  float* leaving = &heavy_hitters.left[unit * length];
-  for (std::int64_t i = 0; i < length; ++i) leaving[i] = log_weights[left[i]];
 }
 
-}  // namespace dofla::tiers
+}  // namespace dofla::cache

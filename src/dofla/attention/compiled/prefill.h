@@ -6,31 +6,29 @@
 #include <atomic>
 #include <thread>
 
-namespace dofla::tiers {
+namespace dofla::cache {
 
 // A group's tokens once they are coded.
 struct Prompt {
   Lines lines;
   std::vector<std::int64_t> sound;
-  std::optional<Evictions> evictions;  // of heavy hitters
+  Evictions evictions;
 
-  explicit Prompt(const Group& group) : lines(group), sound(code(group, lines)) {
-    if (group.heavy_hitters) evictions.emplace(group, std::min(kRows, group.length));
-  }
+  explicit Prompt(const Group& group)
+      : lines(group), sound(code(group, lines)), evictions(group, std::min(kRows, group.length)) {}
 };
 
-// What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its last tier
-// one after the other, where it keeps what draws attention, before blocks of its queries can be read. Whoever is free takes
-// what comes next: all of the former, then the latter.
+// What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its tier one
+// after the other before blocks of its queries can be read. Whoever is free takes what comes next: all of the former, then the
+// latter.
 class Work {
  public:
   explicit Work(const std::vector<Job>& jobs)
       : jobs_(jobs), units_(units_of(jobs)), chosen_(units_.size()) {
     for (const Job& job : jobs) prompts_.emplace_back(job.group);
     for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-      const std::size_t which = units_[unit].group;
-      if (prompts_[which].evictions) choices_.push_back(unit);
-      for (std::int64_t first = 0; first < jobs[which].group.length; first += kRows) blocks_.push_back({unit, first});
+      const std::int64_t length = jobs[units_[unit].group].group.length;
+      for (std::int64_t first = 0; first < length; first += kRows) blocks_.push_back({unit, first});
     }
   }
 
@@ -51,10 +49,10 @@ class Work {
 
   template <typename Real>
   void take() {
-    const std::size_t choices = choices_.size(), all = choices + blocks_.size();
+    const std::size_t choices = units_.size(), all = choices + blocks_.size();
     std::size_t place = next_++;
     Mine<Drawing> drawing;
-    for (; place < choices; place = next_++) select(choices_[place], drawing);
+    for (; place < choices; place = next_++) select(place, drawing);
     Mine<Reader<Real>> reader;
     for (; place < all; place = next_++) read(blocks_[place - choices], reader);
     Operands<Real>::release();
@@ -71,33 +69,25 @@ class Work {
     const auto [which, n, h] = units_[place];
     const Group& group = jobs_[which].group;
     Prompt& prompt = prompts_[which];
-    Evictions& evictions = *prompt.evictions;
+    Evictions& evictions = prompt.evictions;
     Drawing& drawing = mine.of(which, group, evictions.block * group.groups, evictions.places + evictions.block);
-    select_survivors(group, prompt.lines.tiers.back(), n, h, drawing, evictions);
+    select_survivors(group, prompt.lines.tier, n, h, drawing, evictions);
   }
 
   template <typename Real>
   void read(const Block& block, Mine<Reader<Real>>& mine) {
     const auto [place, first] = block;
     const auto [which, n, h] = units_[place];
-    const auto& [group, result, scores] = jobs_[which];
+    const Group& group = jobs_[which].group;
     auto& [lines, sound, evictions] = prompts_[which];
-    while (evictions && !chosen_[place].load(std::memory_order_acquire)) std::this_thread::yield();
-    const std::int64_t unit = n * group.keys.heads + h;
-    mine.of(which, group, lines, evictions ? &*evictions : nullptr).attend(n, h, first, sound[unit], result);
-    if (!group.behind) return;
-    std::vector<float> rotated(std::max(group.keys.dim, group.values.dim)), unrotated(rotated.size());
-    for (std::int64_t i = first; i < std::min(first + kRows, group.length); ++i) {
-      const std::int64_t from = evictions ? evictions->left_by(unit)[i] : i;
-      leave(group, lines.tiers.back(), from, n, h, result.rows[0], result.rows[1], i, rotated, unrotated);
-    }
+    while (!chosen_[place].load(std::memory_order_acquire)) std::this_thread::yield();
+    mine.of(which, group, lines, evictions).attend(n, h, first, sound[n * group.keys.heads + h], jobs_[which].out);
   }
 
   const std::vector<Job>& jobs_;
   std::vector<Prompt> prompts_;
   std::vector<Unit> units_;
   std::vector<Block> blocks_;
-  std::vector<std::size_t> choices_;
   std::vector<std::atomic<bool>> chosen_;
   std::atomic<std::size_t> next_ = 0;
 };
@@ -109,4 +99,4 @@ inline void prefill(const std::vector<Job>& jobs) {
   });
 }
 
-}  // namespace dofla::tiers
+}  // namespace dofla::cache

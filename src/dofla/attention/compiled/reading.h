@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-namespace dofla::tiers {
+namespace dofla::cache {
 
 constexpr std::int64_t kRows = 64;  // queries done at once
 constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if not of all
@@ -15,37 +15,30 @@ constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if 
 template <typename Real>
 class Reader {
  public:
-  Reader(const Group& group, const Lines& lines, Evictions* evictions)
-      : group_(group), lines_(lines), evictions_(evictions), dim_(group.keys.dim), value_dim_(group.values.dim),
+  Reader(const Group& group, const Lines& lines, Evictions& evictions)
+      : group_(group), evictions_(evictions), dim_(group.keys.dim), value_dim_(group.values.dim),
         block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
+        window_{group.window.count, whole_lanes(block_ + group.window.count - 1), lines.window, group.line},
+        tier_{group.tier.count, whole_lanes(block_ + group.tier.count), lines.tier, lines.tier_weights, true},
         unsound_(rows_), queries_(rows_ * dim_), rotated_(rows_ * dim_), out_(rows_ * value_dim_), rotated_out_(rows_ * value_dim_),
-        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), rotated_rounded_(rows_ * dim_) {
-    add(group.window.count, block_ + group.window.count - 1, lines.window, group.lines[0]);
-    for (std::size_t tier = 0; tier < lines.tiers.size(); ++tier) {
-      const std::int64_t count = group.tiers[tier].count;
-      add(count, block_ + count - !group.keeps(tier), lines.tiers[tier], group.lines[tier + 1]);
-    }
+        beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), rotated_rounded_(rows_ * dim_),
+        until_(evictions.places + block_) {
     sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
-    std::int64_t most = sink_columns_;
-    stride_ = sink_columns_;
-    for (const Band& band : bands_) {
-      most = std::max(most, band.most);
-      stride_ += band.most;
-    }
-    if (evictions) until_.resize(evictions->places + block_);
-    vectors_ = Unwritten<float>(most * std::max(dim_, value_dim_));
+    stride_ = window_.most + tier_.most + sink_columns_;
+    vectors_ = Unwritten<float>(std::max({window_.most, tier_.most, sink_columns_}) * std::max(dim_, value_dim_));
     scores_ = Unwritten<float>(rows_ * stride_);
     weights_ = Unwritten<Real>(rows_ * stride_);
     column_weight_.resize(stride_);
   }
 
-  // Output rows and log-normalizers of rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
-  void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Result& result) {
+  // Output rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
+  void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Vectors& out) {
     const std::int64_t rows = std::min(block_, group_.length - first);
     load(n, h, first, rows, sound);
     pass_over_hidden(n, h, first);
     const std::int64_t width = columns_ + sink_columns_;
-    for (std::size_t band = 0; band < bands_.size(); ++band) score(n, h, first, rows, band);
+    score(n, h, first, rows, window_);
+    score(n, h, first, rows, tier_);
     if (sink_columns_) score_sinks(n, h, first, rows);
     std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
     for (std::int64_t row = 0; row < rows_; ++row) {
@@ -62,7 +55,7 @@ class Reader {
       for (std::int64_t t = 0; t < width; ++t) score[t] = exp_of_negative(score[t] - level);
       best[row] = level;
       whole[row] = sum(score, width);
-      coded[row] = sum(score + bands_[0].columns, columns_ - bands_[0].columns);
+      coded[row] = sum(score + tier_.start, tier_.columns);
     }
     average(n, h, first, operands_.left(scores_.data(), rows_, width, stride_, weights_));
     unrotate(h);
@@ -75,49 +68,40 @@ class Reader {
       const float scale = seen ? 1.0f / whole[row] : 0.0f;
       for (std::int64_t j = 0; j < value_dim_; ++j) to[j] = (to[j] + coded[row] * coder.mean[j]) * scale;
       if (unsound_[row]) std::fill_n(to, value_dim_, NAN);
-      result.out.write(n, group_.heads[h] * group_.groups + g, first + i, to);
-      if (result.normalizer) {
-        result.normalizer[((n * group_.keys.heads + h) * group_.groups + g) * group_.length + first + i] =
-            seen ? best[row] + std::log(whole[row]) : kLogZero;
-      }
+      out.write(n, group_.heads[h] * group_.groups + g, first + i, to);
     }
   }
 
  private:
-  // Tokens of a line that a block sees: row i sees `count` of them from its own on, and stands at `start` in the scores.
-  // of heavy hitters, it is those that stood there before the block and have not left, and those that entered. The first
-  // `hidden` of them, free places and padding, have no columns.
+  // Tokens of a line that a block sees, at `start` in the scores: row i sees `count` tokens of the window's line from its own
+  // on; of the tier's, those that stood there before the block and have not left, and those that entered. The first `hidden` of
+  // them, free slots and padding, have no columns.
   struct Band {
     std::int64_t count, most;  // columns at most
     const Tokens& line;
     const std::vector<float>& log_weights;
+    bool coded = false;
     std::int64_t hidden = 0, columns = 0, start = 0;
   };
-
-  void add(std::int64_t count, std::int64_t seen, const Tokens& line, const std::vector<float>& log_weights) {
-    bands_.push_back({count, whole_lanes(seen), line, log_weights});
-  }
 
   // Columns of a block. Only whole steps of tokens are passed over, as a product is compiled for each size it meets.
   void pass_over_hidden(std::int64_t n, std::int64_t h, std::int64_t first) {
     columns_ = 0;
-    for (std::size_t band = 0; band < bands_.size(); ++band) {
-      Band& b = bands_[band];
-      const float* log_weights = log_weights_of(band, n, h);
-      const std::int64_t last = there(band, first) - 1;
+    for (Band* band : {&window_, &tier_}) {
+      const float* log_weights = log_weights_of(*band, n, h);
+      const std::int64_t last = there(*band, first) - 1;
       std::int64_t hidden = 0;
-      while (hidden < last && log_weights[place(band, n, h, first, hidden)] <= kLogZero) ++hidden;
-      b.hidden = hidden / kStep * kStep;
-      b.columns = b.most - b.hidden;
-      b.start = columns_;
-      columns_ += b.columns;
+      while (hidden < last && log_weights[place(*band, n, h, first, hidden)] <= kLogZero) ++hidden;
+      band->hidden = hidden / kStep * kStep;
+      band->columns = band->most - band->hidden;
+      band->start = columns_;
+      columns_ += band->columns;
     }
   }
 
   // Of the tokens of a band's line.
-  const float* log_weights_of(std::size_t band, std::int64_t n, std::int64_t h) const {
-    const Band& b = bands_[band];
-    return &b.log_weights[(keeps(band) ? n * group_.keys.heads + h : n) * b.line.count];
+  const float* log_weights_of(const Band& band, std::int64_t n, std::int64_t h) const {
+    return &band.log_weights[(band.coded ? n * group_.keys.heads + h : n) * band.line.count];
   }
 
   void load(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::int64_t sound) {
@@ -141,37 +125,33 @@ class Reader {
     rotated_query_operand_ = operands_.left(rotated_.data(), rows_, dim_, dim_, rotated_rounded_);
   }
 
-  bool keeps(std::size_t band) const { return band > 0 && group_.keeps(band - 1); }
-
   // How many tokens of a band's line a block sees, and the place there of one.
-  std::int64_t there(std::size_t band, std::int64_t first) const {
-    return std::min(block_, group_.length - first) + bands_[band].count - !keeps(band);
+  std::int64_t there(const Band& band, std::int64_t first) const {
+    return std::min(block_, group_.length - first) + band.count - !band.coded;
   }
-  std::int64_t place(std::size_t band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
-    if (!keeps(band)) return first + 1 + t;
-    return t < bands_[band].count ? evictions_->held_before(n * group_.keys.heads + h, first)[t] : first + t;
+  std::int64_t place(const Band& band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
+    if (!band.coded) return first + 1 + t;
+    return t < band.count ? evictions_.held_before(n * group_.keys.heads + h, first)[t] : first + t;
   }
 
   // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
-  // tiers are rotated.
-  void unpack(std::int64_t n, std::int64_t h, std::int64_t first, std::size_t band, std::int64_t part) {
-    const Band& b = bands_[band];
-    const Coders& coders = part == 0 ? group_.keys : group_.values;
-    const coding::Coder coder = coders.head(h);
+  // the tier are rotated.
+  void unpack(std::int64_t n, std::int64_t h, std::int64_t first, const Band& band, std::int64_t part) {
+    const coding::Coder coder = (part == 0 ? group_.keys : group_.values).head(h);
     const std::int64_t there = this->there(band, first);
     coding::with_block(coder.block, [&](auto block) {
-      for (std::int64_t t = b.hidden; t < there; ++t) {
-        float* to = &vectors_[(t - b.hidden) * coder.dim];
+      for (std::int64_t t = band.hidden; t < there; ++t) {
+        float* to = &vectors_[(t - band.hidden) * coder.dim];
         const std::int64_t from = place(band, n, h, first, t);
-        if (band > 0) {
-          coding::decode<block>(coder, band - 1, b.line.template row<std::uint8_t>(part, n, h, from),
-                                b.line.template row<std::uint8_t>(part + 1, n, h, from), to);
+        if (band.coded) {
+          coding::decode<block>(coder, band.line.template row<std::uint8_t>(part, n, h, from),
+                                band.line.template row<std::uint8_t>(part + 1, n, h, from), to);
         } else {
-          unpack_exactly<block>(b.line, part, n, h, from, to);
+          unpack_exactly<block>(band.line, part, n, h, from, to);
         }
       }
     });
-    std::fill(&vectors_[(there - b.hidden) * coder.dim], &vectors_[b.columns * coder.dim], 0.0f);
+    std::fill(&vectors_[(there - band.hidden) * coder.dim], &vectors_[band.columns * coder.dim], 0.0f);
   }
 
   template <int N>
@@ -183,39 +163,35 @@ class Reader {
     }
   }
 
-  void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, std::size_t band) {
-    const Band& b = bands_[band];
-    const std::int64_t seen = there(band, first) - b.hidden;
+  void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, const Band& band) {
+    const std::int64_t seen = there(band, first) - band.hidden;
     unpack(n, h, first, band, 0);
-    const Real *queries = band > 0 ? rotated_query_operand_ : rotated_query_, *keys = operands_.across(vectors_.data(), b.columns, dim_);
-    matmul(rows_, b.columns, dim_, queries, dim_, keys, b.columns, &scores_[b.start], stride_, false);
-    const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, b.hidden + t); };
+    const Real *queries = band.coded ? rotated_query_operand_ : rotated_query_, *keys = operands_.across(vectors_.data(), band.columns, dim_);
+    matmul(rows_, band.columns, dim_, queries, dim_, keys, band.columns, &scores_[band.start], stride_, false);
+    const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, band.hidden + t); };
     const float* log_weights = log_weights_of(band, n, h);
-    for (std::int64_t t = 0; t < seen; ++t) column_weight_[b.start + t] = log_weights[place(t)];
-    std::fill_n(&column_weight_[b.start + seen], b.columns - seen, kLogZero);
-    if (keeps(band)) {
-      const std::int32_t* until = evictions_->until_of(n * group_.keys.heads + h);
+    for (std::int64_t t = 0; t < seen; ++t) column_weight_[band.start + t] = log_weights[place(t)];
+    std::fill_n(&column_weight_[band.start + seen], band.columns - seen, kLogZero);
+    if (band.coded) {
+      const std::int32_t* until = evictions_.until_of(n * group_.keys.heads + h);
       for (std::int64_t t = 0; t < seen; ++t) until_[t] = until[place(t)];
     }
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t i = row % block_;
       if (i >= rows) continue;
-      float* __restrict score = &scores_[row * stride_ + b.start];
-      const float added = band > 0 ? beside_[row] : 0.0f;
-      const auto column = [&](std::int64_t t) { return std::max<std::int64_t>(t - b.hidden, 0); };
-      if (keeps(band)) {
+      float* __restrict score = &scores_[row * stride_ + band.start];
+      const auto column = [&](std::int64_t t) { return std::max<std::int64_t>(t - band.hidden, 0); };
+      if (band.coded) {
+        const float added = beside_[row];
         const std::int32_t *__restrict until = until_.data(), query = static_cast<std::int32_t>(first + i);
-        const std::int64_t end = column(b.count + i + 1);
+        const std::int64_t end = column(band.count + i + 1);
 #pragma omp simd
         for (std::int64_t t = 0; t < end; ++t) score[t] = query < until[t] ? score[t] + added : kLogZero;
-        std::fill(score + end, score + b.columns, kLogZero);
-        continue;
+        std::fill(score + end, score + band.columns, kLogZero);
+      } else {
+        std::fill(score, score + column(i), kLogZero);
+        std::fill(score + column(i + band.count), score + band.columns, kLogZero);
       }
-      const std::int64_t begin = column(i), end = column(i + b.count);
-#pragma omp simd
-      for (std::int64_t t = begin; t < end; ++t) score[t] += added;
-      std::fill(score, score + begin, kLogZero);
-      std::fill(score + end, score + b.columns, kLogZero);
     }
   }
 
@@ -243,14 +219,13 @@ class Reader {
     std::fill(&vectors_[sinks.count * dim], &vectors_[sink_columns_ * dim], 0.0f);
   }
 
-  // out_, and rotated_out_ of the tiers.
+  // out_, and rotated_out_ of the tier.
   void average(std::int64_t n, std::int64_t h, std::int64_t first, const Real* weights) {
-    for (std::size_t band = 0; band < bands_.size(); ++band) {
-      unpack(n, h, first, band, 2);
-      const auto& [start, columns] = std::tie(bands_[band].start, bands_[band].columns);
-      std::vector<float>& to = band > 0 ? rotated_out_ : out_;
-      const Real* values = operands_.along(vectors_.data(), columns, value_dim_);
-      matmul(rows_, value_dim_, columns, weights + start, stride_, values, value_dim_, to.data(), value_dim_, band > 1);
+    for (const Band* band : {&window_, &tier_}) {
+      unpack(n, h, first, *band, 2);
+      const Real* values = operands_.along(vectors_.data(), band->columns, value_dim_);
+      std::vector<float>& to = band->coded ? rotated_out_ : out_;
+      matmul(rows_, value_dim_, band->columns, weights + band->start, stride_, values, value_dim_, to.data(), value_dim_, false);
     }
     if (!sink_columns_) return;
     unpack_sinks(*group_.sinks_after, n, h, 2);
@@ -266,10 +241,9 @@ class Reader {
   }
 
   const Group& group_;
-  const Lines& lines_;
-  Evictions* evictions_;  // of heavy hitters
+  Evictions& evictions_;
   std::int64_t dim_, value_dim_, block_, rows_, stride_ = 0, columns_ = 0, sink_columns_ = 0, loaded_ = -1;
-  std::vector<Band> bands_;
+  Band window_, tier_;
   std::vector<char> unsound_;
   std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, back_, column_weight_;
   Unwritten<float> vectors_, scores_;
@@ -279,4 +253,4 @@ class Reader {
   std::vector<std::int32_t> until_;
 };
 
-}  // namespace dofla::tiers
+}  // namespace dofla::cache

@@ -1,56 +1,47 @@
-// What stands in rows of bytes (rows.py): a coder's constants, and the tokens that a memory holds.
+// What stands in rows of bytes: a coder's constants (rows.py), and the tokens of a state (layout.py).
 #pragma once
 
 #include "codes.h"
+#include "layout.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 
-namespace dofla::tiers {
-
-// Where the parts of a row of bytes begin, one after the other, as in rows.py.
-class Cut {
- public:
-  std::int64_t next(std::int64_t bytes) {
-    const std::int64_t start = end_;
-    end_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return start;
-  }
-
-  std::int64_t end() const { return end_; }
-
- private:
-  std::int64_t end_ = 0;
-};
+namespace dofla::cache {
 
 // One side of a group's coders, from the row of constants that coder.py keeps.
 class Coders {
  public:
-  std::int64_t heads, dim, block, tiers;
+  std::int64_t heads, dim, block;
   coding::Tables tables;
 
-  Coders(const at::Tensor& row, std::int64_t heads, std::int64_t dim, std::int64_t tiers, const at::Tensor& tables)
-      : heads(heads), dim(dim), block(dim % 16 == 0 && dim >= 32 ? 16 : 8), tiers(tiers),
+  Coders(const at::Tensor& row, std::int64_t heads, std::int64_t dim, const at::Tensor& tables)
+      : heads(heads), dim(dim), block(dim % 16 == 0 && dim >= 32 ? 16 : 8),
         tables{tables.const_data_ptr<float>()}, row_(static_cast<const char*>(row.const_data_ptr())) {
     TORCH_CHECK(row.is_contiguous() && row.scalar_type() == at::kByte, "constants must be a row of bytes");
     const std::int64_t numbers = heads * dim, blocks = dim / block;
-    Cut cut;
-    turn_ = cut.next(numbers * dim * sizeof(std::int16_t));
-    fineness_ = cut.next(numbers * sizeof(float));
-    back_ = cut.next(numbers * dim * sizeof(float));
-    mean_ = cut.next(numbers * sizeof(float));
-    middle_ = cut.next(numbers * sizeof(float));
-    bits_ = cut.next(tiers * blocks);
-    TORCH_CHECK(dim % block == 0 && row.numel() == cut.end(), "constants are of other sizes");
-    for (std::int64_t n = 0; n < tiers * blocks; ++n) {
+    std::int64_t end = 0;
+    const auto next = [&](std::int64_t bytes) {
+      const std::int64_t start = end;
+      end += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+      return start;
+    };
+    rotation_ = next(numbers * dim * sizeof(std::int16_t));
+    fineness_ = next(numbers * sizeof(float));
+    back_ = next(numbers * dim * sizeof(float));
+    mean_ = next(numbers * sizeof(float));
+    middle_ = next(numbers * sizeof(float));
+    bits_ = next(blocks);
+    TORCH_CHECK(dim % block == 0 && row.numel() == end, "constants are of other sizes");
+    for (std::int64_t n = 0; n < blocks; ++n) {
       const int found = part<std::uint8_t>(bits_)[n];
       TORCH_CHECK(found >= 1 && found <= kMostBits, "blocks have 1 to 5 bits");
     }
   }
 
   coding::Coder head(std::int64_t h) const {
-    return {dim, block, part<std::int16_t>(turn_) + h * dim * dim, part<float>(fineness_) + h * dim,
+    return {dim, block, part<std::int16_t>(rotation_) + h * dim * dim, part<float>(fineness_) + h * dim,
             part<float>(back_) + h * dim * dim, part<float>(mean_) + h * dim, part<float>(middle_) + h * dim,
             part<std::uint8_t>(bits_), tables};
   }
@@ -62,45 +53,33 @@ class Coders {
   }
 
   const char* row_;
-  std::int64_t turn_, fineness_, back_, mean_, middle_, bits_;
+  std::int64_t rotation_, fineness_, back_, mean_, middle_, bits_;
 };
 
-// Bytes of a token's key and of what scales it, of its value and of what scales that.
+// Where the five parts of a kind of tokens begin in a row: key and what scales it, value and what scales that, and the
+// log-weights or scores.
+using Starts = std::array<std::int64_t, 5>;
+// Bytes of a token in the first four.
 using Widths = std::array<std::int64_t, 4>;
 
-// Tokens of all heads of a group in rows of bytes, one for each sequence: [Hkv, n, .] for each width, and log-weights [n], or
-// scores [Hkv, n] where heads hold other tokens. A window and sinks are PackedTokens, tiers CodedTokens or ScoredTokens.
+// Tokens of all heads of a group in rows of bytes, one for each sequence: a window and sinks, or a tier.
 struct Tokens {
   std::int64_t heads = 0, count = 0;
-  bool apart = false;  // heads hold other tokens
+  Starts starts{};
   Widths widths{};
-  std::array<std::int64_t, 5> starts{};  // of codes and scales, of log-weights or scores in a row
   char* rows = nullptr;
   std::int64_t stride = 0;              // bytes from a row to the next
   const std::int64_t* pages = nullptr;  // row of each sequence; or the n-th has row n
-
-  Tokens() = default;
-  Tokens(std::int64_t heads, std::int64_t count, bool apart, const Widths& widths, Cut& cut)
-      : heads(heads), count(count), apart(apart), widths(widths) {
-    for (std::int64_t part = 0; part < 4; ++part) starts[part] = cut.next(heads * count * widths[part]);
-    starts[4] = cut.next(apart ? heads * count * sizeof(std::int16_t) : count * sizeof(float));
-  }
-
-  Tokens in(const at::Tensor& memory, const std::int64_t* of_sequences = nullptr) const {
-    Tokens other = *this;
-    other.rows = static_cast<char*>(memory.data_ptr());
-    other.stride = memory.stride(0);
-    other.pages = of_sequences;
-    return other;
-  }
 
   template <typename T>
   T* row(std::int64_t part, std::int64_t n, std::int64_t h, std::int64_t token) const {
     return reinterpret_cast<T*>(of(n) + starts[part] + (h * count + token) * widths[part]);
   }
 
+  // Of a window or sinks, whose tokens all heads share.
   float* log_weights(std::int64_t n) const { return reinterpret_cast<float*>(of(n) + starts[4]); }
 
+  // Of a tier, whose tokens each head has for itself.
   std::int16_t* scores(std::int64_t n, std::int64_t h) const {
     return reinterpret_cast<std::int16_t*>(of(n) + starts[4]) + h * count;
   }
@@ -116,4 +95,4 @@ inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int6
   }
 }
 
-}  // namespace dofla::tiers
+}  // namespace dofla::cache

@@ -74,21 +74,6 @@ inline void encode_block(const Side* x, const float* unit, const Tables& tables,
   }
 }
 
-// encode_vector of `count` vectors.
-template <int N, typename Read>
-inline void encode_vectors(const Coder& coder, std::int64_t tier, const Read& read, std::int64_t count, BytesOf codes,
-                           BytesOf scales) {
-  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
-    Side numbers[N], unit;
-    read(b, numbers, unit);
-    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
-      encode_block<N, bits>(numbers, unit, coder.tables, count, codes, scales);
-      codes.data += bits * N / 8;
-    });
-    ++scales.data;
-  }
-}
-
 // encode of `count` vectors, up to kLanes.
 template <int N>
 inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& exponents, std::int64_t count,
@@ -101,7 +86,9 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
     power[t] = power_of_two(static_cast<std::int8_t>(exponents.data[t * exponents.stride]));
   }
   side_by_side(scratch.rows.data(), dim, scratch.numbers.data(), kLanes);
-  const auto rotation = [&](std::int64_t b, Side* x, float* unit) {
+  BytesOf to_codes = codes, to_scales = scales;
+  for (std::int64_t b = 0; b < coder.blocks(); ++b) {
+    Side x[N], unit;
     constexpr int kAtOnce = kLanes == 16 ? 16 : 8;  // sums that registers have room for
     for (int first = 0; first < N; first += kAtOnce) {
       constexpr int kSums = std::min(N, kAtOnce);
@@ -118,27 +105,12 @@ inline void encode(const Coder& coder, const BytesOf& integers, const BytesOf& e
       }
     }
     whole<N>(x, unit);
-  };
-  encode_vectors<N>(coder, 0, rotation, count, codes, scales);
-}
-
-// age of `count` vectors, up to kLanes.
-template <int N>
-inline void age(const Coder& coder, std::int64_t tier, BytesOf codes, const BytesOf& scales, std::int64_t count,
-                const BytesOf& to_codes, const BytesOf& to_scales) {
-  const auto decode = [&](std::int64_t b, Side* x, float* unit) {
-    float rows[kLanes][N] = {};
-    std::fill_n(unit, kLanes, 1.0f);
-    with_bits(coder.bits_of(tier)[b], [&](auto bits) {
-      for (std::int64_t t = 0; t < count; ++t) {
-        levels_of<N, bits>(codes.data + t * codes.stride, coder.tables.levels(bits)).store(rows[t]);
-        unit[t] = coder.tables.scales()[scales.data[t * scales.stride + b]];
-      }
-      codes.data += bits * N / 8;
+    with_bits(coder.bits[b], [&](auto bits) {
+      encode_block<N, bits>(x, unit, coder.tables, count, to_codes, to_scales);
+      to_codes.data += bits * N / 8;
     });
-    transpose(rows[0], N, kLanes, N, x[0], kLanes);
-  };
-  encode_vectors<N>(coder, tier + 1, decode, count, to_codes, to_scales);
+    ++to_scales.data;
+  }
 }
 
 }  // namespace dofla::coding

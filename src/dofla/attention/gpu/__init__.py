@@ -1,6 +1,6 @@
 """Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors.
 And of a compressed cache what in plain torch is hundreds of small operations: to write codes (encode.py), to rotate
-queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a tier from its codes (tiers.py;
+queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a tier from its codes (tier.py;
 codes.py, decode.py); and all of a decoded token, in two kernels (token.py: token_encode.py and token_attend.py, both
 with rows.py), as an operator of torch (operators.py).
 

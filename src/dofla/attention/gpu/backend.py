@@ -9,92 +9,64 @@ import torch
 from torch import Tensor
 
 from dofla.attention import gpu
-from dofla.attention.backend import Backend, Packed, joined
-from dofla.attention.coding import CodedTokens, Coder, ScoredTokens
-from dofla.attention.coding.coder import Numbers
+from dofla.attention.backend import Backend, Compressed, merge_exact
+from dofla.attention.call import Call
+from dofla.attention.coding import CodedTokens, Coder
+from dofla.attention.coding.coder import Codes, Numbers
 from dofla.attention.coding.heavy_hitters import weight_steps
-from dofla.attention.coding.operations import Coded
 from dofla.attention.drawn import Drawn, Line
 from dofla.attention.exact import ExactPart
-from dofla.attention.flat import Layout
-from dofla.attention.gpu.codes import Codes
-from dofla.attention.gpu.operators import decode, decode_token, decoders_of, empty_output, prepare
+from dofla.attention.gpu.codes import CodedVectors
+from dofla.attention.gpu.operators import decode, decode_token, decoders_of, prepare
+from dofla.attention.layout import CompressedState
 from dofla.attention.state import FeatureState, TokenBuffer
 
 
 class Triton(Backend):
     """Triton kernels for a GPU, where no gradient is asked for."""
 
-    def traceable(self, tokens: int, retains: bool) -> bool:
-        return tokens == 1 and retains
+    def traceable(self, tokens: int, compressed: bool) -> bool:
+        return tokens == 1 and compressed
 
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         return gpu.usable(*vectors)
 
-    def read_packed(
-        self,
-        layouts: Sequence[Layout],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_weight: Tensor | None,
-        states: list[Tensor],
-        scaling: float,
-        in_place: bool,
-    ) -> Packed | None:
-        if query.shape[-2] != 1 or not all(layout.retains for layout in layouts):
+    def read_compressed(
+        self, heads: Compressed, call: Call, state: CompressedState
+    ) -> tuple[Tensor, CompressedState] | None:
+        if call.query.shape[-2] != 1:
             return None
+        rows = state.rows if call.in_place else state.rows.clone()
         if torch.compiler.is_compiling():
-            after = states if in_place else [state.clone() for state in states]
-            for layout in layouts:
-                layout.register()
-            ids = [id(layout) for layout in layouts]
-            prepare(ids, scaling, query.device)
-            return Packed(decode_token(query, key, value, log_weight, after, ids, scaling), after, [])
-        return Packed(*decode(layouts, query, key, value, log_weight, states, scaling, in_place), [])
+            known = heads.register()
+            prepare(known, call.scaling, call.query.device)
+            out = decode_token(*call.vectors, call.log_weight, rows, known, call.scaling)
+        else:
+            out = decode(heads, call, rows)
+        return out, CompressedState(rows)
 
     def read_pages(
-        self,
-        layouts: Sequence[Layout],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pools: list[Tensor],
-        pages: Tensor,
-        starts: list[int],
-        scaling: float,
+        self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        if starts != list(range(len(pages) + 1)) or not all(layout.retains for layout in layouts):
+        if starts != list(range(len(pages) + 1)):
             return None  # kernels are for a token of each sequence
-        from dofla.attention.gpu.side_by_side import common_rows
-
-        (_, decoder), *others = decoders_of(layouts)
-        if others or (pool := common_rows(pools)) is None:
-            return None
-        query, key, value = (x.transpose(0, 2) for x in (query, key, value))
-        out = empty_output(layouts, query, key, value)
-        decoder(query, key, value, None, pool, out, scaling, *weight_steps(scaling, query.device), pages)
-        return out.transpose(0, 2)
+        tokens = call._replace(query=call.query.transpose(0, 2), key=call.key.transpose(0, 2), value=call.value.transpose(0, 2))
+        return decode(heads, tokens, pool, pages).transpose(0, 2)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         from dofla.attention.gpu.pack import pack
 
         return pack(x)
 
-    def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Coded]:
-        from dofla.attention.gpu.encode import entered
+    def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Codes]:
+        from dofla.attention.gpu.encode import encode
 
-        return [entered(coder, x) for coder, x in zip(coders, vectors, strict=True)]
+        return [encode(coder, x) for coder, x in zip(coders, vectors, strict=True)]
 
-    def requantize(self, coders: Sequence[Coder], codes: Sequence[Coded], tier: int) -> list[Coded]:
-        from dofla.attention.gpu.encode import age
-
-        return [age(coder, coder.numbers(*own, tier), tier + 1) for coder, own in zip(coders, codes, strict=True)]
-
-    def unrotated(self, coder: Coder, codes: Coded, tier: int) -> Tensor:
+    def decode(self, coder: Coder, codes: Codes) -> Tensor:
         from dofla.attention.gpu.unrotate import unrotated
 
-        return unrotated(coder, Codes.of(coder, *codes, tier))
+        return unrotated(coder, CodedVectors.of(coder, *codes))
 
     def rotate_queries(self, coder: Coder, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
         from dofla.attention.gpu.rotate_query import rotate_queries
@@ -103,41 +75,33 @@ class Triton(Backend):
         return rotated, lambda part: (numbers[:, :, part], units[:, :, part])
 
     def attend(
-        self,
-        key: Coder,
-        value: Coder,
-        rotated: Tensor,
-        line: CodedTokens | ScoredTokens,
-        tier: int,
-        evicted_at: Tensor | None,
-        scaling: float,
-        unrounded: TokenBuffer | None = None,
+        self, key: Coder, value: Coder, rotated: Tensor, line: CodedTokens, evicted_at: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        from dofla.attention.gpu.tiers import attend
+        from dofla.attention.gpu.tier import attend
 
-        keys = Codes.of(key, line.key, line.key_scale, tier)
-        values = Codes.of(value, line.value, line.value_scale, tier)
+        keys = CodedVectors.of(key, line.key, line.key_scale)
+        values = CodedVectors.of(value, line.value, line.value_scale)
         return attend(rotated, keys, values, line.log_weight, evicted_at, scaling)
 
     def select_survivors(
-        self, coder: Coder, query_integers: Numbers, real: Tensor, line: ScoredTokens, newest: int, scaling: float
-    ) -> tuple[ScoredTokens, Tensor, Tensor]:
+        self, coder: Coder, query_integers: Numbers, real: Tensor, line: CodedTokens, newest: int, scaling: float
+    ) -> tuple[CodedTokens, Tensor, Tensor]:
         from dofla.attention.gpu.heavy_hitters import select_survivors
 
-        keys = Codes.of(coder, line.key, line.key_scale, len(coder.tiers) - 1)
-        index, score, left, evicted_at = select_survivors(
+        keys = CodedVectors.of(coder, line.key, line.key_scale)
+        index, score, evicted, evicted_at = select_survivors(
             query_integers, real, keys, line.score, newest, *weight_steps(scaling, real.device)
         )
-        return replace(line.chosen(index), score=score), left, evicted_at
+        return replace(line.take(index), score=score), evicted, evicted_at
 
     def linear_attention(
         self, a: Tensor, b: Tensor, tokens: TokenBuffer, state: FeatureState, exact: ExactPart | None
-    ) -> tuple[Tensor, Tensor, FeatureState]:
+    ) -> tuple[Tensor, FeatureState]:
         if not gpu.usable(a, b, tokens.value, state.mean):  # features may train where queries do not
             return super().linear_attention(a, b, tokens, state, exact)
         b = b + tokens.log_weight[:, None, :, None]
         out, normalizer, after = gpu.linear_attention(a, b, tokens.value, state=state)
-        return joined(out, normalizer, exact), normalizer, after
+        return merge_exact(out, normalizer, exact), after
 
     def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
         if query.dtype != torch.bfloat16 or line.padded:

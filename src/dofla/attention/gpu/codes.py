@@ -12,11 +12,11 @@ from dofla.attention.coding.coder import Coder
 from dofla.attention.coding.levels import TABLES, placed
 
 if TYPE_CHECKING:
-    from dofla.attention.gpu.side_by_side import JointCoder
+    from dofla.attention.gpu.joint_coder import JointCoder
 
 
 class Coding(NamedTuple):
-    """A coder's tier, as far as it is known when a kernel is compiled: one argument, a ``tl.constexpr``. Kernels name
+    """A coder, as far as it is known when a kernel is compiled: one argument, a ``tl.constexpr``. Kernels name
     the fields that they use first, because Triton up to 3.7 takes no field where it expects a constant.
 
     Attributes:
@@ -26,8 +26,7 @@ class Coding(NamedTuple):
         blocks: of a vector.
         padded_blocks: the power of two that holds them.
         size: bytes of a vector's codes.
-        turn, fineness, back, mean, middle: where these parts of the constants begin.
-        bits: where the bits of the tier's blocks begin there.
+        rotation, fineness, back, mean, middle, bits: where these parts of the constants begin.
     """
 
     dim: int
@@ -36,7 +35,7 @@ class Coding(NamedTuple):
     blocks: int
     padded_blocks: int
     size: int
-    turn: int
+    rotation: int
     fineness: int
     back: int
     mean: int
@@ -44,28 +43,17 @@ class Coding(NamedTuple):
     bits: int
 
     @classmethod
-    def of(cls, coder: Coder | JointCoder, tier: int = 0) -> Coding:
-        """The coding of a coder's tier."""
-        blocks, (turn, fineness, back, mean, middle, bits) = coder.dim // coder.block, coder.starts
-        return cls(
-            dim=coder.dim,
-            padded=max(16, 1 << (coder.dim - 1).bit_length()),
-            block=coder.block,
-            blocks=blocks,
-            padded_blocks=1 << (blocks - 1).bit_length(),
-            size=coder.bytes_per_token(tier) - blocks,
-            turn=turn,
-            fineness=fineness,
-            back=back,
-            mean=mean,
-            middle=middle,
-            bits=bits + tier * blocks,
-        )
+    def of(cls, coder: Coder | JointCoder) -> Coding:
+        """The coding of a coder."""
+        blocks = coder.dim // coder.block
+        padded, padded_blocks = max(16, 1 << (coder.dim - 1).bit_length()), 1 << (blocks - 1).bit_length()
+        size = coder.bytes_per_token - blocks
+        return cls(coder.dim, padded, coder.block, blocks, padded_blocks, size, *coder.starts)
 
 
 @dataclass(frozen=True)
-class Codes:
-    """n vectors of a tier, and what their codes stand for.
+class CodedVectors:
+    """n vectors in codes, and what the codes stand for.
 
     Attributes:
         codes: [B, Hkv, n, bytes], uint8.
@@ -80,9 +68,9 @@ class Codes:
     coding: Coding
 
     @classmethod
-    def of(cls, coder: Coder, codes: Tensor, scales: Tensor, tier: int) -> Codes:
-        """Codes and scales of a coder's tier."""
-        return cls(codes, scales, coder.constants, Coding.of(coder, tier))
+    def of(cls, coder: Coder, codes: Tensor, scales: Tensor) -> CodedVectors:
+        """Codes and scales of a coder."""
+        return cls(codes, scales, coder.constants, Coding.of(coder))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Codes and scales in one piece, and the constants."""

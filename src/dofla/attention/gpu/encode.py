@@ -7,8 +7,6 @@ rounded by itself; so none may be fused with another. How many bits a block has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -39,24 +37,14 @@ _SCALE = tl.constexpr(float(FINE * UNIT))
 """Code of a number as large as its block: units of a level, :data:`_FINE` to one."""
 
 
-def entered(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
+def encode(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d], float32 or bfloat16:
     :meth:`dofla.attention.Coder.encode`."""
     integers, exponents = pack(x)
-    return _encode(coder, 0, (integers, exponents, None, None), x.shape[:3])
-
-
-def age(coder: Coder, numbers: tuple[Tensor, Tensor], tier: int) -> tuple[Tensor, Tensor]:
-    """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of rotated vectors as a tier keeps them."""
-    vectors, units = (x.contiguous() for x in numbers)
-    return _encode(coder, tier, (None, None, vectors, units), vectors.shape[:3])
-
-
-def _encode(coder: Coder, tier: int, vectors: tuple[Tensor | None, ...], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    batch, heads, length = shape
-    constants, coding = coder.constants, Coding.of(coder, tier)
+    batch, heads, length = x.shape[:3]
+    constants, coding = coder.constants, Coding.of(coder)
     sizes = coding.size, coding.blocks
-    codes, scales = (torch.empty(*shape, size, dtype=torch.uint8, device=constants.device) for size in sizes)
+    codes, scales = (torch.empty(*x.shape[:3], size, dtype=torch.uint8, device=constants.device) for size in sizes)
     per_token = batch * heads * coder.dim * WAYS.value
     piece = min(length, max(RINGS, SCRATCH // per_token))
     scratch = codes.new_empty(piece * per_token)
@@ -64,7 +52,7 @@ def _encode(coder: Coder, tier: int, vectors: tuple[Tensor | None, ...], shape: 
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         for start in range(0, length, piece):
             _code[(batch * heads, block_count(piece, rings), coding.blocks)](
-                *(*vectors, constants, tables_on(constants.device), scratch, codes, scales),
+                *(integers, exponents, constants, tables_on(constants.device), scratch, codes, scales),
                 *(heads, length, start, piece),
                 CODER=coding,
                 RINGS=rings,
@@ -76,10 +64,8 @@ def _encode(coder: Coder, tier: int, vectors: tuple[Tensor | None, ...], shape: 
 
 @triton.jit
 def _code(
-    integers,  # [units, L, dim], or None
-    exponents,  # [units, L], or None
-    numbers,  # [units, L, blocks, block], or None
-    units,  # [units, L, blocks], or None
+    integers,  # [units, L, dim]
+    exponents,  # [units, L]
     constants,  # of the coder
     tables,
     scratch,  # [units, piece, dim, WAYS], for the program's own use
@@ -94,20 +80,14 @@ def _code(
 ):
     """One program per head of a batch row, some vectors and one block of each."""
     DIM: tl.constexpr = CODER.dim
-    BLOCK: tl.constexpr = CODER.block
     BLOCKS: tl.constexpr = CODER.blocks
     unit, block = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    of_piece, n = tl.program_id(1) * RINGS + tl.arange(0, RINGS), tl.arange(0, BLOCK)
+    of_piece = tl.program_id(1) * RINGS + tl.arange(0, RINGS)
     token = start + of_piece
     place, is_token = unit * length + token, (of_piece < piece) & (token < length)
-    if integers is None:
-        ring = place * BLOCKS + block
-        own = tl.load(numbers + ring[:, None] * BLOCK + n[None, :], mask=is_token[:, None], other=0.0)
-        worth = tl.load(units + ring, mask=is_token, other=1.0)
-    else:
-        exponent = tl.load(exponents + place, mask=is_token, other=0).to(tl.int32)
-        vectors = integers + place * DIM
-        own, worth = rotated_block(vectors, exponent, is_token, constants, unit % heads, block, CODER, RINGS)
+    exponent = tl.load(exponents + place, mask=is_token, other=0).to(tl.int32)
+    vectors = integers + place * DIM
+    own, worth = rotated_block(vectors, exponent, is_token, constants, unit % heads, block, CODER, RINGS)
     bits, scratch = at(constants, CODER.bits, tl.uint8), scratch + (unit * piece + of_piece) * (DIM * WAYS)
     codes, scales = codes + place * CODER.size, scales + place * BLOCKS
     encode_block(own, worth, is_token, block, bits, tables, scratch, codes, scales, CODER, RINGS)
@@ -132,7 +112,7 @@ def rotated_block(
     rotated = tl.zeros([RINGS, BLOCK], tl.float32)
     for begin in range(0, DIM, CHUNK):  # exact: integers below 2²⁴
         d = begin + tl.arange(0, CHUNK)
-        rotation = at(constants, CODER.turn, tl.int16) + row[:, None] * DIM + d[None, :]
+        rotation = at(constants, CODER.rotation, tl.int16) + row[:, None] * DIM + d[None, :]
         rotation = tl.load(rotation, mask=(d < DIM)[None, :], other=0).to(tl.float32)
         here = is_token[:, None] & (d < DIM)[None, :]
         vector = tl.load(vectors[:, None] + d[None, :], mask=here, other=0).to(tl.float32)

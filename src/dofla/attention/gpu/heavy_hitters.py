@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dofla.attention.constants import DECAY, GAIN, LEAST_STEPS, MOST_SCORE, MOST_STEPS, NEVER
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import Codes, tables_on
+from dofla.attention.gpu.codes import CodedVectors, tables_on
 from dofla.attention.gpu.decode import LEAST, keys_of, units_of
 from dofla.attention.gpu.numbers import at, rounded
 
@@ -32,7 +32,7 @@ _LAST = tl.constexpr(2**62)
 def select_survivors(
     query_integers: tuple[Tensor, Tensor],
     real: Tensor,
-    key: Codes,
+    key: CodedVectors,
     score: Tensor,
     newest: int,
     per_step: float,
@@ -72,7 +72,7 @@ def select_survivors(
     return index, after, left, evicted_at
 
 
-def logarithms(query_integers: tuple[Tensor, Tensor], key: Codes, per_step: float) -> Tensor:
+def logarithms(query_integers: tuple[Tensor, Tensor], key: CodedVectors, per_step: float) -> Tensor:
     """Logarithms of the attention weights of all pairs of query and key, in integer steps [B, Hkv, G, L, S], float32.
 
     Args:

@@ -1,7 +1,7 @@
 """The rows of bytes that a compressed cache is kept in (flat.py), as the kernels of a decoded token read and update
 them. Importing this file needs triton.
 
-Where the parts of a head begin in a row, its description says (side_by_side.py); NEAR is the window.
+Where the parts of a head begin in a row, its description says (head_numbers.py); NEAR is the window.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import triton.language as tl
 
 from dofla.attention.constants import FREE, LOG_ZERO
 from dofla.attention.gpu.numbers import at, packed, power_of_two
-from dofla.attention.gpu.side_by_side import (
-    CODES,
+from dofla.attention.gpu.head_numbers import (
+    TIER_KEY,
     FIRST,
-    NEAR_KEY,
-    NEAR_KEY_UNIT,
-    NEAR_VALUE,
-    NEAR_VALUE_UNIT,
-    NEAR_WEIGHT,
-    SCALES,
-    SCORE,
+    WINDOW_KEY,
+    WINDOW_KEY_EXPONENT,
+    WINDOW_VALUE,
+    WINDOW_VALUE_EXPONENT,
+    WINDOW_LOG_WEIGHT,
+    TIER_KEY_SCALE,
+    TIER_SCORE,
     SINK_KEY,
-    SINK_KEY_UNIT,
+    SINK_KEY_EXPONENT,
     SINK_VALUE,
-    SINK_VALUE_UNIT,
-    SINK_WEIGHT,
-    VALUE_CODES,
-    VALUE_SCALES,
+    SINK_VALUE_EXPONENT,
+    SINK_LOG_WEIGHT,
+    TIER_VALUE,
+    TIER_VALUE_SCALE,
     number,
 )
 
@@ -77,7 +77,7 @@ def score_on_entry(weights, SHAPE: tl.constexpr):
 @triton.jit
 def scores_of(state, own, slots, on_entry, t):
     """Scores of the tokens at ``t`` of a tier, the one that enters behind them included."""
-    score = at(state + number(own, SCORE), 0, tl.int16)
+    score = at(state + number(own, TIER_SCORE), 0, tl.int16)
     return tl.where(t == slots, on_entry, tl.load(score + t, mask=t < slots, other=_FREE).to(tl.int32))
 
 
@@ -104,7 +104,7 @@ def update_tier(
     state,
     own,
     slots,
-    gone,  # the token that leaves the tier
+    evicted,  # the token that leaves the tier
     entering,  # bytes of the one that enters: codes and scales of its key, then of its value
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
@@ -112,14 +112,14 @@ def update_tier(
 ):
     """The tokens behind the one that leaves move up, and one enters."""
     MOVED: tl.constexpr = SHAPE.moved_up
-    codes, scales = state + number(own, CODES), state + number(own, SCALES)
-    value_codes, value_scales = state + number(own, VALUE_CODES), state + number(own, VALUE_SCALES)
+    codes, scales = state + number(own, TIER_KEY), state + number(own, TIER_KEY_SCALE)
+    value_codes, value_scales = state + number(own, TIER_VALUE), state + number(own, TIER_VALUE_SCALE)
     scale = entering + KEY.size
     value = scale + KEY.blocks
     value_scale = value + VALUE.size
-    for begin in range(gone // MOVED * MOVED, slots, MOVED):
+    for begin in range(evicted // MOVED * MOVED, slots, MOVED):
         t = begin + tl.arange(0, MOVED)
-        here, last = (t >= gone) & (t < slots), t + 1 == slots
+        here, last = (t >= evicted) & (t < slots), t + 1 == slots
         key_bytes = _taken(tl.where(last, entering, codes + (t + 1) * KEY.size), here, KEY.size)
         scale_bytes = _taken(tl.where(last, scale, scales + (t + 1) * KEY.blocks), here, KEY.blocks)
         value_bytes = _taken(tl.where(last, value, value_codes + (t + 1) * VALUE.size), here, VALUE.size)
@@ -145,24 +145,24 @@ def update_window(
     VALUE: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """The first token of the window becomes a sink or has gone, the others move up, and the new one is the last."""
+    """The first token of the window becomes a sink or has evicted, the others move up, and the new one is the last."""
     MOVED: tl.constexpr = SHAPE.moved
     SINKS: tl.constexpr = SHAPE.sinks
     LAST: tl.constexpr = SHAPE.window - 1
-    near_key, near_key_unit = state + number(own, NEAR_KEY), state + number(own, NEAR_KEY_UNIT)
-    near_value, near_value_unit = state + number(own, NEAR_VALUE), state + number(own, NEAR_VALUE_UNIT)
-    near_weight, is_first = at(state + number(own, NEAR_WEIGHT), 0, tl.float32), number(own, FIRST) == 1
+    near_key, near_key_unit = state + number(own, WINDOW_KEY), state + number(own, WINDOW_KEY_EXPONENT)
+    near_value, near_value_unit = state + number(own, WINDOW_VALUE), state + number(own, WINDOW_VALUE_EXPONENT)
+    near_weight, is_first = at(state + number(own, WINDOW_LOG_WEIGHT), 0, tl.float32), number(own, FIRST) == 1
     if SINKS > 0:
         _, held, becomes_sink = leaving_window(weights, SHAPE)
         first = tl.arange(0, 1)
         goes, to = first < becomes_sink, first + held
         _put(state + number(own, SINK_KEY) + to * KEY.dim, _taken(near_key + first, goes, KEY.dim), goes, KEY.dim)
-        _put(state + number(own, SINK_KEY_UNIT) + to, _taken(near_key_unit + first, goes, 1), goes, 1)
+        _put(state + number(own, SINK_KEY_EXPONENT) + to, _taken(near_key_unit + first, goes, 1), goes, 1)
         sink_value = state + number(own, SINK_VALUE) + to * VALUE.dim
         _put(sink_value, _taken(near_value + first, goes, VALUE.dim), goes, VALUE.dim)
-        _put(state + number(own, SINK_VALUE_UNIT) + to, _taken(near_value_unit + first, goes, 1), goes, 1)
+        _put(state + number(own, SINK_VALUE_EXPONENT) + to, _taken(near_value_unit + first, goes, 1), goes, 1)
         if is_first:
-            sink_weight = at(state + number(own, SINK_WEIGHT), 0, tl.float32)
+            sink_weight = at(state + number(own, SINK_LOG_WEIGHT), 0, tl.float32)
             tl.store(sink_weight + to, tl.load(weights + first), mask=goes)
     for begin in range(0, LAST, MOVED):
         t = begin + tl.arange(0, MOVED)

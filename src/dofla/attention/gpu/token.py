@@ -2,7 +2,7 @@
 Importing this file needs triton.
 
 The first kernel encodes what leaves the window and rotates queries (token_encode.py). The second attends and updates
-the states in place (token_attend.py). Heads of all sizes are done at once (side_by_side.py). Nothing waits for the GPU.
+the states in place (token_attend.py). Heads of all sizes with one local window are done at once. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 import triton
 from torch import Tensor
 
-from dofla.attention.flat import Layout
+from dofla.attention.backend import Compressed
 from dofla.attention.gpu import block_count, block_size
 from dofla.attention.gpu.codes import Coding, tables_on
 from dofla.attention.gpu.encode import WAYS
-from dofla.attention.gpu.side_by_side import JointCoder, descriptions
+from dofla.attention.gpu.joint_coder import JointCoder
 from dofla.attention.gpu.token_attend import attend_and_update
 from dofla.attention.gpu.token_encode import encode_and_rotate
+from dofla.attention.layout import Group
 from dofla.attention.rows import Rows
 
 TILE = 32
@@ -77,27 +78,31 @@ class Shape(NamedTuple):
     paths: int
 
 
-def alike(layout: Layout) -> tuple[object, ...]:
-    """Properties that groups decoded together have in common: all but the size of their tiers."""
-    tiers = layout.coded_tiers
-    return layout.window, layout.sinks, tiers.counts[0], tiers.key.tiers, tiers.key.dim, tiers.value.dim
+def alike(group: Group) -> tuple[int, ...]:
+    """Sizes that groups decoded together have in common: all but those of their tiers."""
+    return group.window, group.sinks, group.newest, group.key_dim, group.value_dim
 
 
 class Decoder:
-    """Attention of new tokens of groups of KV heads of a layer, one by one: heads with a window, one tier that keeps
-    what draws attention, and no features.
+    """Attention of new tokens of groups of KV heads of a layer, one by one.
 
     Args:
-        layouts: of the groups' packed caches, which are :func:`alike`.
+        heads: the compressed heads of the layer.
+        groups: which of its groups, which are :func:`alike`.
     """
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        # No layout is held: decoders go with them (operators.py).
-        first, self.bytes = layouts[0], [layout.bytes for layout in layouts]
-        self.window, self.sinks, self.newest = first.window, first.sinks, first.coded_tiers.counts[0]
-        self._sides = [x.coded_tiers.key for x in layouts], [x.coded_tiers.value for x in layouts]
-        self.descriptions = tuple(map(tuple, descriptions(layouts)))
-        self.places = max(layout.coded_tiers.slots[-1] for layout in layouts)
+    def __init__(self, heads: Compressed, groups: Sequence[int]) -> None:
+        # No heads are held: decoders go with them (operators.py).
+        layout = heads.layout
+        first = layout.groups[groups[0]]
+        self.window, self.sinks, self.newest = first.window, first.sinks, first.newest
+        tiers = [heads.tiers[n] for n in groups]
+        self._sides = [tier.key for tier in tiers], [tier.value for tier in tiers]
+        own = {head for n in groups for head in layout.heads[n]}
+        self.descriptions = tuple(
+            tuple(numbers) for head, numbers in zip(layout.order, layout.head_numbers(), strict=True) if head in own
+        )
+        self.places = max(layout.groups[n].slots for n in groups)
         self.parts = min(PARTS, block_count(self.places + 1, TILE))
         self._known: dict[int, tuple[Coding, Coding, Shape]] = {}
         self._coders: tuple[JointCoder, JointCoder] | None = None
@@ -134,8 +139,7 @@ class Decoder:
             query: of all heads of the layer, [B, H, 1, d].
             key, value: likewise [B, Hkv, 1, d] and [B, Hkv, 1, dv].
             log_weight: of the token [B, 1], LOG_ZERO for padding; None where there is none.
-            states: of the groups beside one another in rows [B, bytes], uint8, or a pool of such rows; updated in
-                place.
+            states: rows [B, bytes], uint8, or a pool of such rows; updated in place.
             out: [B, H, 1, dv], in one piece, whose rows of these heads are to be filled.
             scaling: of the scores.
             per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.select_survivors` takes them.

@@ -24,27 +24,27 @@ from dofla.attention.gpu.rows import (
     update_window,
     weight_of,
 )
-from dofla.attention.gpu.side_by_side import (
-    CODES,
-    NEAR_KEY,
-    NEAR_KEY_UNIT,
-    NEAR_VALUE,
-    NEAR_VALUE_UNIT,
-    OF_LAYER,
-    SCALES,
-    SCORE,
+from dofla.attention.gpu.head_numbers import (
+    TIER_KEY,
+    WINDOW_KEY,
+    WINDOW_KEY_EXPONENT,
+    WINDOW_VALUE,
+    WINDOW_VALUE_EXPONENT,
+    HEAD,
+    TIER_KEY_SCALE,
+    TIER_SCORE,
     SINK_KEY,
-    SINK_KEY_UNIT,
+    SINK_KEY_EXPONENT,
     SINK_VALUE,
-    SINK_VALUE_UNIT,
+    SINK_VALUE_EXPONENT,
     SLOTS,
-    VALUE_CODES,
-    VALUE_SCALES,
+    TIER_VALUE,
+    TIER_VALUE_SCALE,
     described,
     number,
 )
-from dofla.attention.gpu.tiers import PRECISION as _PRECISION
-from dofla.attention.gpu.tiers import online_softmax
+from dofla.attention.gpu.tier import PRECISION as _PRECISION
+from dofla.attention.gpu.tier import online_softmax
 
 PRECISION = tl.constexpr(_PRECISION)
 
@@ -88,16 +88,16 @@ def attend_and_update(
     unit, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head = unit // heads, unit % heads
     own, state = described(descriptions, head), row_of(states, pages, batch, row)
-    slots, of_layer = number(own, SLOTS).to(tl.int32), number(own, OF_LAYER)
-    key += batch * key_batch + of_layer * key_head
-    value += batch * value_batch + of_layer * value_head
+    slots, kv_head = number(own, SLOTS).to(tl.int32), number(own, HEAD)
+    key += batch * key_batch + kv_head * key_head
+    value += batch * value_batch + kv_head * value_head
     scratch += unit * SHAPE.scratch
     weights, sums = at(scratch, SHAPE.weights, tl.float32), at(scratch, SHAPE.sums, tl.float32)
     counts, weight = weight_of(log_weight, batch)
     lane = tl.arange(0, LANES)
     on_entry = score_on_entry(weights, SHAPE)
     score = scores_of(state, own, slots, on_entry, lane)
-    gone = lowest(score, (lane <= slots - SHAPE.newest) & (lane <= slots), LANES)
+    evicted = lowest(score, (lane <= slots - SHAPE.newest) & (lane <= slots), LANES)
 
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     best = tl.full([ROWS], NOTHING, tl.float32)
@@ -108,11 +108,11 @@ def attend_and_update(
         value_bits = at(value_constants, VALUE.bits, tl.uint8) + head * VALUE.blocks
         each = tl.cdiv(slots + 1, parts - 1)
         best, mass, total = _see_tier(
-            *(state, own, slots, gone, on_entry, part * each, tl.minimum((part + 1) * each, slots + 1)),
+            *(state, own, slots, evicted, on_entry, part * each, tl.minimum((part + 1) * each, slots + 1)),
             *(key_bits, value_bits, tables, scratch, i, scaling, per_step, best, mass, total, KEY, VALUE, SHAPE),
         )
     else:
-        query += batch * query_batch + of_layer * GROUPS * query_head
+        query += batch * query_batch + kv_head * GROUPS * query_head
         best, mass, total = _see_near(
             *(query, query_head, key, value, counts, weight, weights, state, own),
             *(i, scaling, best, mass, total, KEY, VALUE, SHAPE),
@@ -125,18 +125,18 @@ def attend_and_update(
     tl.debug_barrier()  # all of the program has been stored before it arrives
     arrived = tl.atomic_add(at(scratch, SHAPE.arrived, tl.int32), 1)
     if arrived == parts * tl.num_programs(2) - 1:
-        out += batch * out_batch + of_layer * GROUPS * VALUE.dim
+        out += batch * out_batch + kv_head * GROUPS * VALUE.dim
         for first in range(0, GROUPS, ROWS):
             _join(sums, value_constants, head, out, parts, first + tl.arange(0, ROWS), VALUE, SHAPE)
         if counts > 0:  # padding changes nothing
-            there = (lane <= slots) & (lane != gone)
+            there = (lane <= slots) & (lane != evicted)
             g = tl.arange(0, triton.next_power_of_2(GROUPS))
             steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + lane[None, :]
             score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
-            after = at(state + number(own, SCORE), 0, tl.int16) + lane - (lane > gone).to(tl.int32)
+            after = at(state + number(own, TIER_SCORE), 0, tl.int16) + lane - (lane > evicted).to(tl.int32)
             tl.debug_barrier()  # all have loaded what others overwrite
             tl.store(after, score.to(tl.int16), mask=there)
-            update_tier(state, own, slots, gone, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
+            update_tier(state, own, slots, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
             update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
 
 
@@ -145,7 +145,7 @@ def _see_tier(
     state,
     own,
     slots,
-    gone,
+    evicted,
     on_entry,  # score of the token that enters
     first,  # of the part's tokens
     end,
@@ -184,8 +184,8 @@ def _see_tier(
     for begin in range(first, end, TILE):
         t = begin + tl.arange(0, TILE)
         is_token, enters = t < end, t == slots
-        codes = tl.where(enters, entering, state + number(own, CODES) + t * KEY.size)
-        scales = tl.where(enters, entering + KEY.size, state + number(own, SCALES) + t * BLOCKS)
+        codes = tl.where(enters, entering, state + number(own, TIER_KEY) + t * KEY.size)
+        scales = tl.where(enters, entering + KEY.size, state + number(own, TIER_KEY_SCALE) + t * BLOCKS)
         scores = tl.zeros([ROWS, TILE], tl.float32)
         logarithms = tl.zeros([ROWS, TILE], tl.float32)
         for block in range(0, BLOCKS):
@@ -201,10 +201,10 @@ def _see_tier(
             codes += bits * (BLOCK // 8)
         own_steps = steps + i[:, None] * (SHAPE.places + 1) + t[None, :]
         tl.store(own_steps, weight_step(logarithms, per_step), mask=is_row[:, None] & is_token[None, :])
-        seen = is_token & (t != gone) & (scores_of(state, own, slots, on_entry, t) >= 0)
+        seen = is_token & (t != evicted) & (scores_of(state, own, slots, on_entry, t) >= 0)
         scores = tl.where(seen[None, :], (scores + beside[:, None]) * scaling, float("-inf"))
-        codes = tl.where(enters, entering_value, state + number(own, VALUE_CODES) + t * VALUE.size)
-        scales = tl.where(enters, entering_value + VALUE.size, state + number(own, VALUE_SCALES) + t * VALUE.blocks)
+        codes = tl.where(enters, entering_value, state + number(own, TIER_VALUE) + t * VALUE.size)
+        scales = tl.where(enters, entering_value + VALUE.size, state + number(own, TIER_VALUE_SCALE) + t * VALUE.blocks)
         values = values_of(codes, scales, v, before, bits_of_values, tables, is_token, VALUE)
         best, mass, total = online_softmax(best, mass, total, scores, values)
     return best, mass, total
@@ -239,13 +239,13 @@ def _see_near(
     asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
     _, _, becomes_sink = leaving_window(weights, SHAPE)
     best, mass, total = _see(  # the window, whose first token leaves, unless it becomes a sink
-        *(asked, state + number(own, NEAR_KEY), state + number(own, NEAR_KEY_UNIT), state + number(own, NEAR_VALUE)),
-        *(state + number(own, NEAR_VALUE_UNIT), weights, 1 - becomes_sink, WINDOW),
+        *(asked, state + number(own, WINDOW_KEY), state + number(own, WINDOW_KEY_EXPONENT), state + number(own, WINDOW_VALUE)),
+        *(state + number(own, WINDOW_VALUE_EXPONENT), weights, 1 - becomes_sink, WINDOW),
         *(scaling, best, mass, total, KEY, VALUE, SHAPE),
     )
     best, mass, total = _see(
-        *(asked, state + number(own, SINK_KEY), state + number(own, SINK_KEY_UNIT), state + number(own, SINK_VALUE)),
-        *(state + number(own, SINK_VALUE_UNIT), weights + WINDOW, 0, SINKS),
+        *(asked, state + number(own, SINK_KEY), state + number(own, SINK_KEY_EXPONENT), state + number(own, SINK_VALUE)),
+        *(state + number(own, SINK_VALUE_EXPONENT), weights + WINDOW, 0, SINKS),
         *(scaling, best, mass, total, KEY, VALUE, SHAPE),
     )
     new, exponent = as_kept(key, counts, KEY)

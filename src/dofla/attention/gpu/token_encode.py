@@ -10,14 +10,14 @@ from dofla.attention.gpu.encode import WAYS, encode_block, rotated_block
 from dofla.attention.gpu.numbers import at
 from dofla.attention.gpu.rotate_query import columns_of_block, rotate_query
 from dofla.attention.gpu.rows import row_of
-from dofla.attention.gpu.side_by_side import (
-    NEAR_KEY,
-    NEAR_KEY_UNIT,
-    NEAR_VALUE,
-    NEAR_VALUE_UNIT,
-    NEAR_WEIGHT,
-    OF_LAYER,
-    SINK_WEIGHT,
+from dofla.attention.gpu.head_numbers import (
+    WINDOW_KEY,
+    WINDOW_KEY_EXPONENT,
+    WINDOW_VALUE,
+    WINDOW_VALUE_EXPONENT,
+    WINDOW_LOG_WEIGHT,
+    HEAD,
+    SINK_LOG_WEIGHT,
     described,
     number,
 )
@@ -55,17 +55,17 @@ def encode_and_rotate(
     scratch += unit * SHAPE.scratch
     entering = scratch + SHAPE.entering
     if part < KEY_BLOCKS:
-        near, unit_of_near = state + number(own, NEAR_KEY), state + number(own, NEAR_KEY_UNIT)
+        near, unit_of_near = state + number(own, WINDOW_KEY), state + number(own, WINDOW_KEY_EXPONENT)
         paths = scratch + SHAPE.paths
         _encode_block(near, unit_of_near, key_constants, head, part, tables, paths, entering, KEY)
     elif part < KEY_BLOCKS + VALUE_BLOCKS:
-        near, unit_of_near = state + number(own, NEAR_VALUE), state + number(own, NEAR_VALUE_UNIT)
+        near, unit_of_near = state + number(own, WINDOW_VALUE), state + number(own, WINDOW_VALUE_EXPONENT)
         paths, entering = scratch + (SHAPE.paths + DIM * WAYS), entering + (KEY.size + KEY_BLOCKS)
         _encode_block(near, unit_of_near, value_constants, head, part - KEY_BLOCKS, tables, paths, entering, VALUE)
     else:
         block = part - KEY_BLOCKS - VALUE_BLOCKS
         columns = columns_of_block(key_constants, head, block, KEY)
-        query += unit // heads * query_batch + number(own, OF_LAYER) * GROUPS * query_head
+        query += unit // heads * query_batch + number(own, HEAD) * GROUPS * query_head
         rotated = at(scratch, SHAPE.queries, tl.float32)
         numbers = rotated + GROUPS * (DIM + 1)
         units = numbers + GROUPS * DIM
@@ -77,11 +77,11 @@ def encode_and_rotate(
     if part == 0:  # the weights, which heads share, as they are before one of them writes there
         tl.store(at(scratch, SHAPE.arrived, tl.int32), 0)
         weights, t = at(scratch, SHAPE.weights, tl.float32), tl.arange(0, triton.next_power_of_2(WINDOW))
-        near = at(state + number(own, NEAR_WEIGHT), 0, tl.float32)
+        near = at(state + number(own, WINDOW_LOG_WEIGHT), 0, tl.float32)
         tl.store(weights + t, tl.load(near + t, mask=t < WINDOW), mask=t < WINDOW)
         if SINKS > 0:
             t = tl.arange(0, triton.next_power_of_2(SINKS))
-            sinks = at(state + number(own, SINK_WEIGHT), 0, tl.float32)
+            sinks = at(state + number(own, SINK_LOG_WEIGHT), 0, tl.float32)
             tl.store(weights + WINDOW + t, tl.load(sinks + t, mask=t < SINKS), mask=t < SINKS)
 
 

@@ -9,17 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dofla.attention.coding.coder import Coder
-from dofla.attention.gpu.codes import Codes, tables_on
+from dofla.attention.gpu.codes import CodedVectors, tables_on
 from dofla.attention.gpu.decode import starts_of, values_of
 from dofla.attention.gpu.numbers import at
-from dofla.attention.gpu.tiers import PRECISION
+from dofla.attention.gpu.tier import PRECISION
 
 _PRECISION = tl.constexpr(PRECISION)
 TOKENS = 32
 """Vectors of a program."""
 
 
-def unrotated(coder: Coder, vectors: Codes) -> Tensor:
+def unrotated(coder: Coder, vectors: CodedVectors) -> Tensor:
     """Vectors [B, Hkv, n, d], float32, of codes."""
     batch, heads, tokens = vectors.codes.shape[:3]
     out = torch.empty(batch, heads, tokens, coder.dim, dtype=torch.float32, device=vectors.codes.device)

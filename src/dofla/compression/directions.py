@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.attention import Moments
-from dofla.data import Images, TokenWindows
-from dofla.integration.attaching import AttachedLinearAttention
+from dofla.data import TokenWindows
+from dofla.integration.attaching import AttachedLayer
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.student import Student
 
 WINDOWS = 12
 """Default number of windows to measure directions and head budgets on; with 512 tokens each it is enough."""
@@ -37,59 +36,34 @@ class Directions:
     values: Moments
     weighing: Tensor | None
 
-    def calibrate(self, layer: AttachedLinearAttention) -> None:
-        """Give them to all tiers of the layer, and to what smooths its keys."""
-        queries, keys = self.queries, self.keys
-        if layer.smoothing is not None:
-            layer.smoothing.calibrate(keys)
-            queries, keys = layer.smoothing.moments(queries, keys)
-        for group, heads in enumerate(layer.groups):
-            if (coded_tiers := layer.coded_tiers_of(group)) is not None:
-                coded_tiers.key.calibrate(keys[heads], queries.second[heads])
-                coded_tiers.value.calibrate(self.values[heads], None if self.weighing is None else self.weighing[heads])
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """KV heads, and sizes of their keys and values."""
+        return (*self.keys.total.shape, self.values.total.shape[1])
 
-
-def measure_directions(
-    student: Student,
-    windows: TokenWindows | Images,
-    *,
-    batch_size: int = 4,
-    context: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Calibrate the coders of all tiers (:class:`dofla.attention.Coder`) that have not been.
-
-    Args:
-        student: the handle of a converted model.
-        windows, batch_size, context, progress: as for :func:`directions_of`.
-
-    Raises:
-        DoflaError: as :func:`directions_of`.
-    """
-    new = [name for name, layer in student.layers.items() if _is_new(layer)]
-    if new:
-        found = directions_of(student.model, windows, new, batch_size=batch_size, context=context, progress=progress)
-        give_directions(student.layers, found)
-
-
-def give_directions(layers: Mapping[str, AttachedLinearAttention], directions: Mapping[str, Directions]) -> None:
-    """Calibrate the coders of a linearized model by what was measured of it, before or after it was linearized."""
-    for name, layer in layers.items():
-        if _is_new(layer):
-            directions[name].calibrate(layer)
+    def calibrate(self, layer: AttachedLayer) -> None:
+        """Give them to the coders of a compressed layer, and to what smooths its keys."""
+        heads = layer.compressed
+        assert heads is not None
+        assert layer.smoothing is not None
+        layer.smoothing.calibrate(self.keys)
+        queries, keys = layer.smoothing.moments(self.queries, self.keys)
+        for tier, own in zip(heads.tiers, heads.layout.heads, strict=True):
+            tier.key.calibrate(keys[own], queries.second[own])
+            tier.value.calibrate(self.values[own], None if self.weighing is None else self.weighing[own])
 
 
 @torch.no_grad()
-def directions_of(
+def measure_directions(
     model: PreTrainedModel,
-    windows: TokenWindows | Images,
+    windows: TokenWindows,
     layers: Collection[str],
     *,
     batch_size: int = 4,
     context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Directions]:
-    """Measure the directions of layers, under softmax attention; the model may be linearized or not.
+    """Measure the directions of layers, under softmax attention; the model may be converted or not.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
     linear layer of its module that runs after attention. Where that is none, all errors in values count alike.
@@ -131,14 +105,6 @@ def directions_of(
     return {
         name: Directions(*found[name], _weighing(outputs.get(name), *found[name][2].total.shape)) for name in layers
     }
-
-
-def _is_new(layer: AttachedLinearAttention) -> bool:
-    # Smoothed keys have a mean of almost 0.
-    return any(
-        not (coded_tiers.key.is_calibrated or coded_tiers.value.is_calibrated)
-        for coded_tiers in layer.coded_tiers.values()
-    )
 
 
 @contextmanager

@@ -1,46 +1,50 @@
-"""A step of a server: tokens of several sequences, whose states are pages of pools."""
+"""A step of a server: tokens of several sequences, whose states are pages of a pool."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from dofla.attention import FlatState
+from dofla.attention import Call, CompressedState
 from dofla.attention.backends import backend_for
-from dofla.feature_maps.layer import LinearAttention, without_autocast
+from dofla.layers.layer import AttentionLayer, without_autocast
 
 
 @without_autocast
+@torch.no_grad()
 def read_pages(
-    layer: LinearAttention,
+    layer: AttentionLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     scaling: float,
-    pools: list[Tensor],
+    pool: Tensor,
     pages: Tensor,
     starts: list[int],
     exact: bool = False,
 ) -> Tensor:
-    """:meth:`LinearAttention.forward` of n sequences of different lengths, whose states are updated in their pages.
+    """:meth:`AttentionLayer.forward` of n sequences of different lengths, whose states are updated in their pages.
 
     Args:
-        layer: all of whose groups have a layout and no features.
+        layer: all of whose heads are compressed.
         query: of all sequences, one after the other, [1, H, L, d].
         key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
-        scaling, exact: as :meth:`LinearAttention.forward` takes them.
-        pools: of each group [P, bytes], uint8.
+        scaling, exact: as :meth:`AttentionLayer.forward` takes them.
+        pool: [P, bytes], uint8.
         pages: of each sequence [n], int64; no two are the same.
-        starts: where each sequence begins among the tokens, and their number, [n + 1].
+        starts: where each sequence begins among the tokens, and their number, [n + 1]; those with one token come first.
 
     Returns:
         Output [1, H, L, dv].
     """
+    heads = layer.compressed
+    assert heads is not None
     count = len(starts) - 1
     single = next((n for n in range(count) if starts[n + 1] - starts[n] > 1), count)
     if not exact or single == count:
-        own = *layer.smoothed(query, key), value
-        out = backend_for(own).read_pages(layer.layouts, *own, pools, pages, starts, scaling)
+        call = Call(*layer.smooth(query, key), value, scaling)
+        out = backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)
         if out is not None:
             return out
     out = value.new_empty(*query.shape[:-1], value.shape[-1])
@@ -49,9 +53,7 @@ def read_pages(
         parts = [x[:, :, rows] for x in (query, key, value, out)]
         if first < single:  # a token of each sequence: as a batch
             parts = [part.transpose(0, 2) for part in parts]
-        states = [FlatState(None, pool[own_pages]) for pool in pools]
-        own_out, after = layer(*parts[:3], scaling=scaling, states=states, exact=exact)
+        own_out, (after,) = layer(*parts[:3], scaling=scaling, states=[CompressedState(pool[own_pages])], exact=exact)
         parts[3].copy_(own_out)
-        for pool, state in zip(pools, after, strict=True):
-            pool[own_pages] = state.tokens
+        pool[own_pages] = after.rows
     return out

@@ -1,4 +1,4 @@
-"""Attention to a tier of a compressed cache from its codes (coding/tiers.py) as a Triton kernel. Importing this file
+"""Attention to the tier of a compressed cache from its codes (coding/tier.py) as a Triton kernel. Importing this file
 needs triton.
 
 Codes become numbers in registers, some tokens at a time, and are forgotten as soon as all queries of the program have
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import Codes, tables_on
+from dofla.attention.gpu.codes import CodedVectors, tables_on
 from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
 from dofla.attention.gpu.numbers import at
 
@@ -32,15 +32,15 @@ _NOTHING = tl.constexpr(LOG_ZERO)
 
 
 def attend(
-    rotated: Tensor, key: Codes, value: Codes, log_weight: Tensor, evicted_at: Tensor | None, scaling: float
+    rotated: Tensor, key: CodedVectors, value: CodedVectors, log_weight: Tensor, evicted_at: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of L queries to a line of S tokens, of which the last L enter with one query each.
 
     Args:
         rotated: queries [B, H, L, d + 1], float32; the last number is added to their products with keys.
         key, value: of the line, codes [B, Hkv, S, ...].
-        log_weight: [B, S], or [B, Hkv, S] if heads hold different tokens.
-        evicted_at: [B, Hkv, S], int32, the first query that sees a token no more; None if the oldest are evicted first.
+        log_weight: [B, Hkv, S].
+        evicted_at: [B, Hkv, S], int32, the first query that sees a token no more.
         scaling: of the scores.
 
     Returns:
@@ -66,7 +66,6 @@ def attend(
                 normalizer,
             ),
             *(kv_heads, groups, length, tokens, scaling),
-            SHARED=log_weight.ndim == 2,
             KEY=key.coding,
             VALUE=value.coding,
             VALUES=values,
@@ -87,8 +86,8 @@ def _attend(
     value_scale,  # [units, S, blocks]
     value_constants,
     tables,
-    log_weight,  # [B, S] if SHARED, or [units, S]
-    evicted_at,  # [units, S] or None
+    log_weight,  # [units, S]
+    evicted_at,  # [units, S]
     out,  # [B, H, L, dv], to be filled
     normalizer,  # [B, H, L], to be filled
     kv_heads,
@@ -96,7 +95,6 @@ def _attend(
     length,
     tokens,
     scaling,
-    SHARED: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     VALUES: tl.constexpr,
@@ -123,7 +121,7 @@ def _attend(
     key_scale += unit * tokens * KEY.blocks
     value += unit * tokens * VALUE.size
     value_scale += unit * tokens * VALUE.blocks
-    log_weight += (unit // kv_heads if SHARED else unit) * tokens
+    log_weight += unit * tokens
     rotated += place * (KEY_DIM + 1)
     beside = tl.load(rotated + KEY_DIM, mask=is_row, other=0.0)
 
@@ -131,17 +129,12 @@ def _attend(
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUES], tl.float32)
     places = tokens - length  # of the tier
-    start = 0
-    if evicted_at is None:
-        start = tl.program_id(1) * ROWS // groups + 1  # what the first row sees first
     end = tl.minimum(tokens, places + ((tl.program_id(1) + 1) * ROWS - 1) // groups + 1)
-    for begin in range(start, end, TOKENS):
+    for begin in range(0, end, TOKENS):
         j = begin + t
         is_token = j < end
         weight = tl.load(log_weight + j, mask=is_token, other=_NOTHING)
-        goes = j
-        if evicted_at is not None:
-            goes = tl.load(evicted_at + unit * tokens + j, mask=is_token, other=0)
+        goes = tl.load(evicted_at + unit * tokens + j, mask=is_token, other=0)
 
         scores = tl.zeros([ROWS, TOKENS], tl.float32)
         codes = key + j * KEY.size

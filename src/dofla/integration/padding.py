@@ -1,59 +1,58 @@
-"""Padding in causal calls: tokens of weight 0 take no place in a window, a tier or sinks, wherever they stand.
+"""Padding in causal calls: tokens of weight 0 take no slot in a window, a tier or sinks, wherever they stand.
 
-The arithmetic below counts places, and is right where padding comes before the first real token of a sequence. Calls
-with padding elsewhere are brought into that form, or are made for the real tokens alone.
+The arithmetic counts slots, and is right where padding comes before the first real token of a sequence. Calls with
+padding elsewhere are brought into that form, or are made for the real tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dofla.attention import Carried, side_by_side
+from dofla.attention import side_by_side
+from dofla.attention.state import Tensors
 
-Answer = tuple[Tensor, Sequence[Carried]]
-
-
-def without_padding(forward: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Decorates :meth:`dofla.feature_maps.layer.LinearAttention.forward`, and adds the argument ``keeps_states``:
-    whether the states after the call are used. Padded queries of the calls that are rearranged get zeros."""
-
-    @wraps(forward)
-    def call(
-        self: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        weight: Tensor | None = None,
-        states: Sequence[Carried] | None = None,
-        causal: bool = True,
-        keeps_states: bool = True,
-        in_place: bool = False,
-        **options: Any,
-    ) -> Answer:
-        def run(*tensors: Tensor, weight: Tensor | None, states: Sequence[Carried] | None) -> Answer:
-            return forward(self, *tensors, weight=weight, states=states, causal=causal, in_place=in_place, **options)
-
-        if weight is None or not causal or (not states and query.shape[-2] == 1):
-            return run(query, key, value, weight=weight, states=states)
-        if not states:
-            return _beginning(run, query, key, value, weight, keeps_states)
-        if torch.compiler.is_compiling():
-            return _one_token(run, query, key, value, weight, states, in_place)
-        return _continued(run, query, key, value, weight, states)
-
-    return call
+Answer = tuple[Tensor, Sequence[Tensors]]
+Run = Callable[..., Answer]
+"""A call of a layer: (query, key, value, weight=..., states=...) → output and states."""
 
 
-def _beginning(
-    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, keeps_states: bool
+def run_padded(
+    run: Run,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    states: Sequence[Tensors] | None,
+    *,
+    keeps_states: bool,
+    in_place: bool,
 ) -> Answer:
+    """A causal call of a layer with key weights [B, L], 0 for padding, which may stand anywhere.
+
+    Args:
+        run: the call for padding in front.
+        query, key, value, weight, states: as :meth:`dofla.layers.AttentionLayer.forward` takes them.
+        keeps_states: whether the states after the call are used; where they are not, some padding is left where it is.
+        in_place: whether ``run`` updates states in place.
+
+    Returns:
+        As the layer's. Padded queries of the calls that are rearranged get zeros.
+    """
+    if not states:
+        if query.shape[-2] == 1:
+            return run(query, key, value, weight=weight, states=None)
+        return _beginning(run, query, key, value, weight, keeps_states)
+    if torch.compiler.is_compiling():
+        return _one_token(run, query, key, value, weight, states, in_place)
+    return _continued(run, query, key, value, weight, states)
+
+
+def _beginning(run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, keeps_states: bool) -> Answer:
     """The call that begins sequences: padding is moved to the front. A compiled graph cannot ask where it is."""
     real = weight > 0
     if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
@@ -76,35 +75,27 @@ def _disorder(real: Tensor, keeps_states: bool) -> bool:
 
 
 def _one_token(
-    run: Callable[..., Answer],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    states: Sequence[Carried],
-    in_place: bool,
+    run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Tensors], in_place: bool
 ) -> Answer:
     """The call of a compiled graph, in which each sequence gets a token or a padding token."""
     out, after = run(query, key, value, weight=weight, states=states)
     real = weight[:, 0] > 0
     if not in_place:  # kernels that update states in place leave those of padding as they are
-        after = [_either(real, *both) for both in zip(after, states, strict=True)]
+        after = [_where(real, *both) for both in zip(after, states, strict=True)]
     return out.masked_fill(~real.view(-1, 1, 1, 1), 0), after
 
 
-def _either(first: Tensor, one: Any, other: Any) -> Any:
+def _where(first: Tensor, one: Any, other: Any) -> Any:
     """Rows of ``one`` where ``first`` [B] is True and of ``other`` elsewhere; bundles of the same layer, or tensors."""
     if one is None:
         return None
     if isinstance(one, Tensor):
         return torch.where(first.view(-1, *[1] * (one.ndim - 1)), one, other)
-    if isinstance(one, tuple):
-        return tuple(_either(first, *both) for both in zip(one, other, strict=True))
-    return replace(one, **{x.name: _either(first, getattr(one, x.name), getattr(other, x.name)) for x in fields(one)})
+    return replace(one, **{x.name: _where(first, getattr(one, x.name), getattr(other, x.name)) for x in fields(one)})
 
 
 def _continued(
-    run: Callable[..., Answer], query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Carried]
+    run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Tensors]
 ) -> Answer:
     """The call that continues sequences: rows with the same number of real tokens together, those tokens alone."""
     real = weight > 0
@@ -114,7 +105,7 @@ def _continued(
     counts, rows, parts = real.sum(-1), [], []
     for count in counts.unique().tolist():
         own = (counts == count).nonzero().flatten()
-        after: Sequence[Carried] = [state.reorder(own) for state in states]
+        after: Sequence[Tensors] = [state.reorder(own) for state in states]
         if count:
             places = real[own].nonzero()[:, 1].view(len(own), count)
             tokens = (x[own].take_along_dim(places[:, None, :, None], 2) for x in (query, key, value))

@@ -1,0 +1,51 @@
+"""A call of a layer's attention: new tokens, and what is to be done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dofla.attention.heads import query_heads, select
+
+
+class Call(NamedTuple):
+    """
+    Attributes:
+        query: [B, H, L, d].
+        key: [B, Hkv, L, d].
+        value: [B, Hkv, L, dv].
+        scaling: of the scores.
+        log_weight: [B, L], logarithms of key weights, LOG_ZERO for padding; None where nothing is padded. Padding only
+            stands in front of a sequence's first token.
+        causal: whether queries see only earlier keys (and themselves).
+        exact: whether several tokens attend exactly to one another, and those to retain are selected at the end of the
+            call (:func:`dofla.attention.prefill.exact_prefill`).
+        in_place: whether the state may be overwritten with the one after the call.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    log_weight: Tensor | None = None
+    causal: bool = True
+    exact: bool = False
+    in_place: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Query heads of a KV head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def of_heads(self, heads: Sequence[int]) -> Call:
+        """The same of some KV heads and their queries, in this order."""
+        if list(heads) == list(range(self.key.shape[1])):
+            return self
+        own = select(self.query, query_heads(heads, self.groups))
+        return self._replace(query=own, key=select(self.key, heads), value=select(self.value, heads))

@@ -1,0 +1,78 @@
+// Vectors of a call, and the states before and after it.
+#pragma once
+
+#include "coding.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+
+namespace dofla::cache {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Vectors [B, H, L, d] in float32 or bfloat16, read and written as float32.
+class Vectors {
+ public:
+  explicit Vectors(const at::Tensor& t)
+      : data_(static_cast<char*>(t.data_ptr())), batch_(t.stride(0)), head_(t.stride(1)), row_(t.stride(2)),
+        dim_(t.size(3)), half_(t.scalar_type() == at::kBFloat16) {
+    TORCH_CHECK(half_ || t.scalar_type() == at::kFloat, "vectors must be float32 or bfloat16");
+    TORCH_CHECK(t.stride(3) == 1, "rows must be contiguous");
+  }
+
+  bool half() const { return half_; }
+
+  // False if the vector holds NaN or infinity; `to` is zeros then.
+  bool read(std::int64_t n, std::int64_t h, std::int64_t i, float* __restrict to) const {
+    const char* from = at(n, h, i);
+    if (half_) {
+      const auto* __restrict bits = reinterpret_cast<const std::uint16_t*>(from);
+      for (std::int64_t j = 0; j < dim_; ++j) {
+        const std::uint32_t wide = static_cast<std::uint32_t>(bits[j]) << 16;
+        std::memcpy(to + j, &wide, sizeof wide);
+      }
+    } else {
+      std::memcpy(to, from, dim_ * sizeof(float));
+    }
+    if (coding::all_finite(to, dim_)) return true;
+    std::fill_n(to, dim_, 0.0f);
+    return false;
+  }
+
+  void write(std::int64_t n, std::int64_t h, std::int64_t i, const float* from) const {
+    char* to = at(n, h, i);
+    if (!half_) {
+      std::memcpy(to, from, dim_ * sizeof(float));
+      return;
+    }
+    for (std::int64_t j = 0; j < dim_; ++j) reinterpret_cast<c10::BFloat16*>(to)[j] = from[j];
+  }
+
+ private:
+  char* at(std::int64_t n, std::int64_t h, std::int64_t i) const {
+    return data_ + (n * batch_ + h * head_ + i * row_) * (half_ ? 2 : 4);
+  }
+
+  char* data_;
+  std::int64_t batch_, head_, row_, dim_;
+  bool half_;
+};
+
+// The states of a call: [B, bytes], made anew by the call; or rows `pages` [B] of a pool [P, bytes], which the call updates.
+// Those before are copied first, as tokens move within a state.
+struct States {
+  at::Tensor before, after;
+  const std::int64_t* pages = nullptr;
+
+  explicit States(const at::Tensor& given) : before(given.contiguous()), after(at::empty(before.sizes(), before.options())) {
+    std::memset(after.mutable_data_ptr(), 0, after.numel());  // between the parts as well: equal states have equal bytes
+  }
+
+  States(const at::Tensor& pool, const at::Tensor& of_sequences)
+      : before(at::index_select(pool, 0, of_sequences)), after(pool), pages(of_sequences.const_data_ptr<std::int64_t>()) {
+    TORCH_CHECK(pool.stride(1) == 1, "bytes of a state must be contiguous");
+  }
+};
+
+}  // namespace dofla::cache

@@ -1,0 +1,51 @@
+"""The protocol of a group of KV heads: how a layer asks its heads for attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dofla.attention.call import Call
+from dofla.attention.state import Tensors
+
+S = TypeVar("S", bound=Tensors)
+
+
+class HeadGroup(nn.Module, ABC, Generic[S]):
+    """Some KV heads of a layer, and the query heads that read them, which attend in one way.
+
+    Args:
+        heads: the KV heads.
+    """
+
+    def __init__(self, heads: Sequence[int]) -> None:
+        super().__init__()
+        self.heads = list(heads)
+
+    @abstractmethod
+    def step(self, call: Call, state: S | None) -> tuple[Tensor, S | None]:
+        """Attention of new tokens of these heads.
+
+        Args:
+            call: the new tokens.
+            state: what the heads carry; None at the beginning of a sequence.
+
+        Returns:
+            Output [B, H, L, dv] in the dtype of the values, and the state after the call (None unless causal).
+        """
+
+    @abstractmethod
+    def traceable(self, call: Call, has_state: bool) -> bool:
+        """True if torch.compile can take such a call into its graph, where no shape and no branch depends on numbers."""
+
+    @abstractmethod
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw all parameters anew."""
+
+    @abstractmethod
+    def bytes(self, itemsize: int) -> int:
+        """Bytes of a state, per sequence, in a model whose numbers have ``itemsize`` bytes."""

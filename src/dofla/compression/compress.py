@@ -1,0 +1,161 @@
+"""Giving a model a compressed KV cache, in place and without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dofla.compression.calibrate import measure
+from dofla.compression.calibration import Calibration
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.retrieval import by_layer, check_retrieval_heads
+from dofla.compression.head_budgets import LEAST, HeadBudgets
+from dofla.data import TokenWindows
+from dofla.display import Bar, reports_progress
+from dofla.errors import DoflaError
+from dofla.integration.student import Student
+from dofla.integration.surgery import convert, restore, tried
+from dofla.integration.wrapped import unwraps_its_model
+from dofla.plans.plan import check_prefill
+from dofla.storage.defaults import with_torchs_defaults
+
+
+@unwraps_its_model
+@with_torchs_defaults
+@reports_progress("compress", Bar.stage)
+def compress(
+    model: PreTrainedModel,
+    windows: TokenWindows | Tensor | Mapping[str, Tensor] | None = None,
+    size: str | int | None = None,
+    *,
+    ratio: float | None = None,
+    calibration: Calibration | str | Path | None = None,
+    context: int | None = None,
+    head_budgets: str = "measured",
+    retrieval_heads: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    keep_softmax: Collection[str] = (),
+    batch_size: int = 1,
+    prefill: str = "auto",
+    progress: Callable[[str, int, int], None] | bool = True,
+) -> PreTrainedModel:
+    """Give a causal model a compressed cache of constant size, in place and without training: recent tokens in int8,
+    older ones in 3 bits, eviction by attention score.
+
+    Args:
+        model: any causal model whose attention goes through transformers' attention interface.
+        windows: a dozen windows of any text to calibrate on (:func:`dofla.calibrate`), where no calibration is given.
+        size: bytes of the compressed cache per sequence, all compressed layers together: text with a unit
+            (``"1.5MiB"``, ``"800KiB"``, ``"1GiB"``, decimal ``"2MB"``), or an int.
+        ratio: the size, as a compression factor: bytes of the bfloat16 cache of these layers at ``context`` tokens over
+            those of the compressed cache. Give one of the two; default a ratio of 16.
+        calibration: what :func:`dofla.calibrate` measured of the model, or the file it was saved to.
+        context: the context length, in tokens, that the cache is for: windows are read at positions spread over it, and
+            no KV head gets slots for more tokens. Default all positions of the model; windows are moved where positions
+            are rotary. A shorter context is a little better within, and much worse beyond.
+        head_budgets: how the bytes are divided among KV heads: ``measured``, by what eviction costs in each; ``even``,
+            which takes no gradients and a tenth of the time.
+        retrieval_heads: how many KV heads hold all ``context`` tokens: those that needle retrieval depends on most, as
+            in DuoAttention (Xiao et al. 2024, arXiv 2410.10819). It improves recall; the other heads get fewer bytes.
+        tokenizer: the model's, which writes the needles; to calibrate for retrieval heads.
+        keep_softmax: layers to leave as they are.
+        batch_size: windows per pass.
+        prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
+            retain are selected at the end of each call, by the attention of all its queries. ``sequential``: token by
+            token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, else
+            sequential.
+        progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
+            called with (stage, done, total) after each pass.
+
+    Returns:
+        ``model`` itself. :func:`dofla.restore` undoes it.
+
+    Raises:
+        DoflaError: before minutes are spent on measuring: a model that cannot be compressed; an encoder, which keeps
+            nothing from token to token; a size too small for a token of each kind, or for so many retrieval heads;
+            ``size`` and ``ratio`` together; heads whose size is no multiple of 8; neither windows nor a calibration, or
+            one of another model; as :func:`dofla.calibrate`.
+    """
+    check_prefill(prefill)
+    if isinstance(calibration, (str, Path)):
+        calibration = Calibration.load(calibration)
+    if windows is None and calibration is None:
+        raise DoflaError("nothing to calibrate on: give windows of text, or a calibration")
+    target = Target.of(model)
+    total = target.size(size, ratio, context, keep_softmax)
+    _check(target, total, calibration, head_budgets, retrieval_heads, tokenizer, keep_softmax, context)
+    if calibration is None:
+        assert windows is not None
+        calibration = measure(
+            model,
+            target,
+            windows,
+            head_budgets=head_budgets,
+            tokenizer=tokenizer if retrieval_heads else None,
+            context=context,
+            keep_softmax=keep_softmax,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    else:
+        calibration.check(model, target, keep_softmax)
+    return tried(with_calibration(model, target, calibration, total, retrieval_heads, keep_softmax, context, prefill))
+
+
+def with_calibration(
+    model: PreTrainedModel,
+    target: Target,
+    calibration: Calibration,
+    size: int,
+    retrieval_heads: int = 0,
+    keep_softmax: Collection[str] = (),
+    context: int | None = None,
+    prefill: str = "auto",
+) -> PreTrainedModel:
+    """The model compressed to so many bytes, in place and untried."""
+    plan = compressed_plan(
+        target,
+        size,
+        head_budgets=calibration.head_budgets(retrieval_heads),
+        keep_softmax=keep_softmax,
+        context=context,
+        prefill=prefill,
+    )
+    convert(model, plan, sites=target.sites)
+    try:
+        calibration.apply(Student.of(model).layers)
+    except BaseException:
+        restore(model)
+        raise
+    return model
+
+
+def _check(
+    target: Target,
+    size: int,
+    calibration: Calibration | None,
+    head_budgets: str,
+    retrieval_heads: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    keep_softmax: Collection[str],
+    context: int | None,
+) -> None:
+    """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
+    not be found or have no room."""
+    sites = target.compressed(keep_softmax)
+    heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
+    ranked = calibration is not None and bool(calibration.retrieval)
+    check_retrieval_heads(retrieval_heads, len(heads), tokenizer, ranked)
+    if retrieval_heads and not ranked and calibration is not None:
+        raise DoflaError(
+            f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer"
+        )
+    if calibration is None:
+        options: dict[str, Any] = {"keep_softmax": keep_softmax, "context": context}
+        compressed_plan(target, int(LEAST * size) if head_budgets == "measured" else size, **options)
+        shares, full = {site.name: [1.0] * site.kv_heads for site in sites}, by_layer(heads[:retrieval_heads])
+        compressed_plan(target, size, head_budgets=HeadBudgets(shares, full), **options)

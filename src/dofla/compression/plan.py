@@ -1,0 +1,196 @@
+"""The plan of a compressed cache: how many tokens of each kind every KV head gets for a size in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import bfloat16
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dofla.attention import HeadSizes, tier_bytes
+from dofla.compression.head_budgets import HeadBudgets
+from dofla.compression.size import in_bytes, size_or_ratio
+from dofla.errors import DoflaError
+from dofla.feature_maps.cost import HeadCost
+from dofla.integration.positions import positions_of
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
+from dofla.integration.surgery import refuse
+from dofla.plans.layers import CompressedLayer, LayerPlan, SoftmaxLayer, alike, head_bytes
+from dofla.plans.plan import Plan
+
+STRATEGY = "compressed"
+"""Name of the strategy in plans."""
+WINDOW_SHARE, NEWEST_SHARE = 0.24, 0.2
+"""Fractions of a head's bytes: the local window in int8, and tokens of the tier that are retained for their age."""
+SINKS = 2
+BITS = 3.0
+"""Bits per number in the tier. On SmolLM2 at 1.5 MiB (``docs/research/cache.md``)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the planner knows of a model.
+
+    Attributes:
+        name: of the model.
+        kind: its class.
+        sites: its attention modules by name.
+        positions: that it has, if it says.
+        config: its config.
+    """
+
+    name: str
+    kind: str
+    sites: Mapping[str, AttentionSite]
+    positions: int | None
+    config: PreTrainedConfig
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Target:
+        """Of a model, which reads a few tokens."""
+        name = model.config._name_or_path or type(model).__name__
+        return cls(name, type(model).__name__, attention_sites(model), positions_of(model), model.config)
+
+    def compressed(self, keep_softmax: Collection[str] = ()) -> list[AttentionSite]:
+        """The modules that get a compressed cache.
+
+        Raises:
+            DoflaError: a name in ``keep_softmax`` that is no module; a module that cannot be compressed; none is left.
+        """
+        check_kept(self.sites, keep_softmax)
+        sites = [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in keep_softmax)]
+        for site in sites:
+            refuse(site)
+            if not site.causal:
+                raise DoflaError(f"layer {site.name} is bidirectional: an encoder keeps no tokens, linearize it instead")
+            if site.head_dim % 8 or site.value_dim % 8:
+                dims = f"{site.head_dim} and {site.value_dim}"
+                raise DoflaError(f"layer {site.name}: heads of {dims} numbers: a compressed cache needs multiples of 8")
+        check_left(self.config, self.kind, sites)
+        return sites
+
+    def size(
+        self,
+        size: int | str | None,
+        ratio: float | None,
+        context: int | None = None,
+        keep_softmax: Collection[str] = (),
+    ) -> int:
+        """Bytes of the compressed cache; DoflaError as :func:`dofla.compression.size.size_or_ratio`."""
+        length = context or self.positions
+        sites = [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in keep_softmax)]
+        cached = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
+        return size_or_ratio(size, ratio, length and length * cached, self.kind)
+
+
+class TooSmall(DoflaError):
+    """A size without room for a token of each kind."""
+
+
+def compressed_plan(
+    target: Target,
+    size: int,
+    *,
+    head_budgets: HeadBudgets | None = None,
+    keep_softmax: Collection[str] = (),
+    context: int | None = None,
+    prefill: str = "auto",
+) -> Plan:
+    """The plan of :func:`dofla.compress`.
+
+    Args:
+        target: the model.
+        size: bytes of the compressed cache.
+        head_budgets: default an even split, in proportion to the size of a token. Bytes that a head cannot fill go to
+            the others, and then to int8.
+        keep_softmax: layers to leave as they are.
+        context: tokens that the cache is for; default all positions of the model.
+        prefill: of the plan.
+
+    Raises:
+        DoflaError: as :func:`dofla.compress`.
+    """
+    sites, positions = target.compressed(keep_softmax), context or target.positions
+    even = even_bytes(sites, size)
+    if head_budgets is not None and head_budgets.full_heads and positions is None:
+        raise DoflaError(f"{target.kind} states no number of positions: give context, which retrieval heads hold")
+    if head_budgets is not None and positions is not None:
+        most = {x.name: bytes_for(positions, x.head_dim, x.value_dim) / even[x.name] for x in sites}
+        head_budgets = head_budgets.at_most(most, even)
+    layers: list[LayerPlan] = []
+    for site in target.sites.values():
+        shape = site.name, site.kv_heads, site.head_dim, site.value_dim
+        if site.name not in even:
+            if not site.linear_time or site.name in keep_softmax:
+                layers.append(SoftmaxLayer(*shape))
+            continue
+        budgets = head_budgets.of_layer(site.name, site.kv_heads) if head_budgets else [1.0] * site.kv_heads
+        dims = site.head_dim, site.value_dim
+        try:
+            sizes = [head_sizes(math.floor(share * even[site.name] + 1e-6), *dims, positions) for share in budgets]
+        except TooSmall:
+            least = min(budgets) if head_budgets is None else head_budgets.least
+            needed = in_bytes(smallest_size(sites, min(1.0, least)))
+            raise TooSmall(
+                f"size {in_bytes(size)} is too small for a token of each kind in every KV head: give {needed} or more"
+            ) from None
+        layers.append(CompressedLayer(*shape, *(alike(each) for each in zip(*sizes, strict=True)), bits=BITS))
+    made_by: dict[str, Any] = {"strategy": STRATEGY, "size": size}
+    if head_budgets is not None:
+        made_by |= head_budgets.record()
+    return Plan(layers, target.name, made_by, context, prefill)
+
+
+def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = None) -> HeadSizes:
+    """Tokens of a KV head that take at most ``total`` bytes. No text has more than ``most`` tokens: bytes beyond those
+    of so many go to int8.
+
+    Raises:
+        TooSmall: no room for a token of each kind.
+    """
+    token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, BITS)
+    window, newest = round(WINDOW_SHARE * total / token), round(NEWEST_SHARE * total / coded)
+    heavy_hitters = (total - (window + SINKS) * token) // coded - newest
+    if min(window, newest, heavy_hitters) < 1:
+        raise TooSmall(f"{total} bytes are too few for a token of each kind")
+    if most is not None and window + SINKS + newest + heavy_hitters > most:
+        held = max(most - SINKS, 3)
+        window = min((total - SINKS * token - held * coded) // (token - coded), held - 2)
+        newest = max(1, round(NEWEST_SHARE / (1 - WINDOW_SHARE) * (held - window)))
+        heavy_hitters = held - window - newest
+    return HeadSizes(window, SINKS, newest, heavy_hitters)
+
+
+def bytes_for(tokens: int, head_dim: int, value_dim: int) -> int:
+    """The fewest bytes with which :func:`head_sizes` has slots for so many tokens, but for what it rounds."""
+    token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, BITS)
+    per_byte = WINDOW_SHARE / token + (1 - WINDOW_SHARE) / coded
+    return math.ceil((tokens + SINKS * (token / coded - 1)) / per_byte)
+
+
+def even_bytes(sites: Collection[AttentionSite], size: int) -> dict[str, float]:
+    """Bytes of one KV head of each module in an even split: the same number of tokens everywhere."""
+    weights = {x.name: x.head_dim + x.value_dim for x in sites}
+    total = sum(weights[x.name] * x.kv_heads for x in sites)
+    return {name: size * weight / total for name, weight in weights.items()}
+
+
+def smallest_size(sites: Collection[AttentionSite], share: float = 1.0) -> int:
+    """Bytes with which a KV head that gets ``share`` of an even split has room for a token of each kind."""
+    least = {(x.head_dim, x.value_dim): _smallest_head(x.head_dim, x.value_dim) for x in sites}
+    one = even_bytes(sites, 1)
+    return math.ceil(max(least[x.head_dim, x.value_dim] / (share * one[x.name]) for x in sites)) + 1
+
+
+def _smallest_head(head_dim: int, value_dim: int) -> int:
+    total = head_bytes(HeadSizes(1, SINKS, 1, 1), head_dim, value_dim, BITS)
+    while True:
+        try:
+            head_sizes(total, head_dim, value_dim)
+        except TooSmall:
+            total += 1
+        else:
+            return total

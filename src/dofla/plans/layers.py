@@ -1,0 +1,208 @@
+"""What an attention module becomes: a compressed cache, feature maps, or nothing else than it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from dofla.attention import HeadSizes, tier_bytes
+from dofla.attention.constants import MOST_BITS
+from dofla.errors import DoflaError
+from dofla.feature_maps import feature_map_class
+from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
+
+_MOST = 2**31 - 1
+
+
+@dataclass
+class LayerPlan:
+    """One attention module.
+
+    Attributes:
+        kind: which of the classes below it is.
+        name: of the module in the model.
+        kv_heads, head_dim, value_dim: its shape, so that a plan made for another model is noticed.
+    """
+
+    kind: ClassVar[str] = ""
+
+    name: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        for what in ("kv_heads", "head_dim", "value_dim"):
+            value = getattr(self, what)
+            if not is_integer(value) or not 1 <= value <= _MOST:
+                raise self._error(f"{what} is {value!r}: give an integer, 1 or more, {_MOST} at most")
+
+    def softmax_bytes(self, length: int, itemsize: int) -> int:
+        """Bytes of the key-value cache of softmax attention for ``length`` tokens, in a model whose numbers have
+        ``itemsize`` bytes."""
+        return length * self.kv_heads * itemsize * (self.head_dim + self.value_dim)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of state per sequence that do not grow with it."""
+        return 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data without the name."""
+        entry = asdict(self)
+        del entry["name"]
+        return {"kind": self.kind, **entry}
+
+    def _per_head(self, what: str, least: int) -> list[int]:
+        """A field of one number for all KV heads or one for each, as a list; DoflaError unless it is such."""
+        value = getattr(self, what)
+        numbers = value if isinstance(value, list) else [value] * self.kv_heads
+        if len(numbers) != self.kv_heads:
+            raise self._error(
+                f"{what} has {len(numbers)} numbers for {self.kv_heads} KV heads: give one each, or an int"
+            )
+        if not all(is_integer(number) and least <= number <= _MOST for number in numbers):
+            raise self._error(f"{what} is {value!r}: every KV head needs an integer, {least} or more, {_MOST} at most")
+        return numbers
+
+    def _error(self, text: str) -> DoflaError:
+        return DoflaError(f"layer {self.name}: {text}")
+
+
+@dataclass
+class SoftmaxLayer(LayerPlan):
+    """A module that stays as it is."""
+
+    kind: ClassVar[str] = "softmax"
+
+
+@dataclass
+class CompressedLayer(LayerPlan):
+    """A module with a compressed cache.
+
+    Attributes:
+        window, sinks, newest, heavy_hitters: tokens of each KV head, as in :class:`dofla.attention.HeadSizes`; or one
+            number for all.
+        bits: per number of the tier, 1 to 5.
+    """
+
+    kind: ClassVar[str] = "compressed"
+
+    window: int | list[int]
+    sinks: int | list[int]
+    newest: int | list[int]
+    heavy_hitters: int | list[int]
+    bits: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.sizes  # its errors
+        if not isinstance(self.bits, (int, float)) or not 1 <= self.bits <= MOST_BITS:
+            raise self._error(f"bits is {self.bits!r}: give 1 to {MOST_BITS}")
+        if self.head_dim % 8 or self.value_dim % 8:
+            raise self._error(
+                f"heads have {self.head_dim} and {self.value_dim} numbers: a compressed cache needs multiples of 8"
+            )
+
+    @property
+    def sizes(self) -> list[HeadSizes]:
+        """The sizes of each KV head."""
+        least = {"window": 1, "sinks": 0, "newest": 1, "heavy_hitters": 1}
+        return [HeadSizes(*own) for own in zip(*(self._per_head(*each) for each in least.items()), strict=True)]
+
+    @property
+    def slots(self) -> list[int]:
+        """Tokens that each KV head holds at most."""
+        return [sum(size) for size in self.sizes]
+
+    def state_bytes(self, itemsize: int) -> int:
+        return sum(head_bytes(size, self.head_dim, self.value_dim, self.bits) for size in self.sizes)
+
+
+def head_bytes(size: HeadSizes, head_dim: int, value_dim: int, bits: float) -> int:
+    """Bytes of the compressed cache of a KV head."""
+    exact = (size.window + size.sinks) * HeadCost.of(head_dim, value_dim, 0, "int8").token
+    return exact + (size.newest + size.heavy_hitters) * tier_bytes(head_dim, value_dim, bits)
+
+
+@dataclass
+class FeatureLayer(LayerPlan):
+    """A module with feature maps.
+
+    Attributes:
+        features: per KV head, or one number for all; so are ``window`` and ``sinks``.
+        window: local window: last tokens with exact scores, the query's own included.
+        sinks: attention sinks: first tokens with exact scores.
+        feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`.
+        token_dtype: how window and sinks are stored, one of :data:`dofla.feature_maps.cost.TOKEN_DTYPES`.
+        smooth_keys: take a calibrated mean and scale of each channel off the keys first
+            (:class:`dofla.attention.KeySmoothing`).
+    """
+
+    kind: ClassVar[str] = "features"
+
+    features: int | list[int] = 0
+    window: int | list[int] = 0
+    sinks: int | list[int] = 0
+    feature_map: str = "prf"
+    token_dtype: str = "model"
+    smooth_keys: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.smooth_keys, bool):
+            raise self._error(f"smooth_keys is {self.smooth_keys!r}: give true or false")
+        try:
+            feature_map_class(self.feature_map)
+        except DoflaError as error:
+            raise self._error(str(error)) from None
+        if self.token_dtype not in TOKEN_DTYPES:
+            raise self._error(f"token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}")
+        if self.feature_map == "none" and not all(window or sinks for _, window, sinks in self.sizes):
+            raise self._error("feature_map 'none' requires window > 0 or sinks > 0")
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Features, window and sinks of each KV head."""
+        least = {"features": int(self.feature_map != "none"), "window": 0, "sinks": 0}
+        return list(zip(*(self._per_head(*each) for each in least.items()), strict=True))
+
+    @property
+    def features_per_head(self) -> list[int]:
+        """The number of features of each KV head."""
+        return [features for features, _, _ in self.sizes]
+
+    def cost(self, itemsize: int) -> HeadCost:
+        """The bytes of one of its features and tokens, in a model whose numbers have ``itemsize`` bytes."""
+        return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
+
+    def state_bytes(self, itemsize: int) -> int:
+        return sum(self.cost(itemsize).total(*size) for size in self.sizes)
+
+
+KINDS: dict[str, type[LayerPlan]] = {x.kind: x for x in (SoftmaxLayer, CompressedLayer, FeatureLayer)}
+
+
+def layer_from_dict(name: str, entry: Any) -> LayerPlan:
+    """The reverse of :meth:`LayerPlan.to_dict`; DoflaError naming the layer and the field if something is off."""
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
+        kind = entry.get("kind") if isinstance(entry, dict) else entry
+        raise DoflaError(f"layer {name}: kind is {kind!r}: choose one of {', '.join(KINDS)}")
+    made, given = KINDS[entry["kind"]], {key: value for key, value in entry.items() if key != "kind"}
+    known = {spec.name for spec in fields(made)}
+    if unknown := given.keys() - known:
+        raise DoflaError(f"layer {name}: unknown field {min(unknown)!r}: choose from {', '.join(sorted(known))}")
+    try:
+        return made(name=name, **given)
+    except TypeError as error:
+        raise DoflaError(f"layer {name} has wrong fields: {error}") from error
+
+
+def alike(numbers: Sequence[int]) -> int | list[int]:
+    """One number if all are equal, for a field that takes either."""
+    return numbers[0] if len(set(numbers)) == 1 else list(numbers)
+
+
+def is_integer(value: object) -> bool:
+    """True if ``value`` is an integer, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
