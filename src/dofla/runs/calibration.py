@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from dofla.distillation.compressor import COPY_DISTANCE, COPY_FRACTION
-from dofla.integration.directions import WINDOWS
+from dofla.compression.calibrate import COPY_DISTANCE, COPY_FRACTION
+from dofla.compression.directions import WINDOWS
 
 _LENGTH = 512
 """Tokens of a window."""
@@ -22,7 +22,7 @@ what is not a product take the rest."""
 
 
 def calibration_operations(per_token: float) -> float:
-    """Operations of products with weights in calibration with :data:`~dofla.integration.directions.WINDOWS` windows.
+    """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows.
 
     Each token is read once for its directions. Head budgets take a pass of the original, one of the student, and one
     backward, which is as much again since only activations have gradients; some of the text is read twice over. Then

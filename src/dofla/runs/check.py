@@ -23,21 +23,21 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME
 
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.size import parse_size
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
-from dofla.integration.compressed import budget_of, compressed_plan
 from dofla.integration.hub import hub_name
 from dofla.integration.positions import positions_of
-from dofla.integration.precision import HALF, half_is_slow
+from dofla.integration.precision import is_slow
 from dofla.integration.quantizer import METHOD
 from dofla.integration.reading import check_readable
-from dofla.integration.sites import AttentionSite, a_few_tokens, attention_sites, check_kept
+from dofla.integration.sites import AttentionSite, a_few_tokens, check_kept
 from dofla.integration.student import is_linearized
 from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
-from dofla.plans.size import parse_size
 from dofla.runs.calibration import calibration_seconds
 from dofla.runs.teacher import resolve_model
 
@@ -198,45 +198,45 @@ def check(
             tokens = a_few_tokens(opened)
             if "input_ids" in tokens:
                 check_readable(opened, tokens["input_ids"], "a few tokens")
-            sites = attention_sites(opened)
+            target = Target.of(opened)
         except DoflaError as error:
             found.reason = str(error)
             return found
         except _FAILURES as error:
             found.reason = f"{name} does not read a few tokens of text: {_in_short(error)}"
             return found
-        operations = standing.operations / len(next(iter(tokens.values()))[0])
+        operations, sites = standing.operations / len(next(iter(tokens.values()))[0]), target.sites
         check_kept(sites, keep_softmax)
         found.layers = [_layer(site, keep_softmax) for site in sites.values()]
         try:
-            budgets = [budget_of(opened, x, ratio, context=context, keep_softmax=keep_softmax) for x in asked]
-            compressed_plan(opened, budgets[0], context=context, keep_softmax=keep_softmax)
+            first = target.size(asked[0], ratio, context, keep_softmax)
+            compressed_plan(target, first, context=context, keep_softmax=keep_softmax)
         except DoflaError as error:
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
             kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
             found.cache = [
                 CacheSize(tokens, *_bytes(tokens, sites, plan), plan.made_by["size"])
-                for plan in _plans(opened, asked, ratio, context, kept)
+                for plan in _plans(target, asked, ratio, context, kept)
                 for tokens in LENGTHS
             ]
     found.supported = found.reason is None
     if found.cache:
         dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
-        slow = opened.device.type == "cpu" and dtype in HALF and half_is_slow()
+        slow = opened.device.type == "cpu" and is_slow(dtype)
         found.seconds = calibration_seconds(operations, torch.float32 if slow else dtype, opened.device)
     return found
 
 
 def _plans(
-    model: PreTrainedModel, sizes: list[int | None], ratio: float | None, context: int | None, kept: list[str]
+    target: Target, sizes: list[int | None], ratio: float | None, context: int | None, kept: list[str]
 ) -> Iterator[Plan]:
     """The plan of each size that has room for a token of each kind."""
     for asked in sizes:
         with suppress(DoflaError):  # which is the reason already
-            budget = budget_of(model, asked, ratio, context=context, keep_softmax=kept)
-            yield compressed_plan(model, budget, context=context, keep_softmax=kept)
+            size = target.size(asked, ratio, context, kept)
+            yield compressed_plan(target, size, context=context, keep_softmax=kept)
 
 
 def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -300,7 +300,7 @@ def _layer(site: AttentionSite, keep_softmax: Collection[str]) -> CheckedLayer:
 
 def _bytes(tokens: int, sites: Mapping[str, AttentionSite], plan: Plan) -> tuple[int, int]:
     """Bytes of the softmax cache of so many tokens, and of the cache of a model compressed by ``plan``."""
-    compressed = {layer.name for layer in plan.layers if not layer.keep_softmax}
+    compressed = {layer.name for layer in plan.compressed}
     softmax, rest = 0, 0
     for site in sites.values():
         held = min(tokens, site.window or tokens) if site.causal and not site.borrows_keys else 0

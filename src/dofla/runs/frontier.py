@@ -8,31 +8,34 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, bfloat16
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dofla.compression.calibrate import measure
+from dofla.compression.compress import with_calibration
+from dofla.compression.head_budgets import HeadBudgets
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.retrieval import by_layer
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
-from dofla.distillation.compressor import Compressor
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
+from dofla.integration.consistency import check_consistency
 from dofla.integration.reading import check_readable
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
-from dofla.integration.surgery import describe
+from dofla.integration.surgery import describe, restore, softmax
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
 
-BUDGETS = (16, 32, 64, 128, 256)
-"""Default sizes, in features per KV head: with heads of 64, from 17 to 264 tokens of a bfloat16 cache."""
+CACHED = (16, 32, 64, 128, 256)
+"""Default sizes: the bytes of a bfloat16 cache of so many tokens."""
 FRONTIER, ADAPTERS = "frontier.json", "compressed"
 """In the folder that is written: the figures, and a folder of adapters, each named by its size in bytes."""
 
@@ -40,7 +43,9 @@ _TRIES = 3
 """Sizes tried at most between one that misses the target and one that meets it, for each length."""
 _STEP = 1.05
 """Sizes closer to each other than this factor count as one."""
-_FORMAT = 3
+_UNIT = 1024
+"""Sizes between those given are multiples of so many bytes."""
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -128,10 +133,9 @@ class Frontier(Result):
             found = point
         return found
 
-    def between(self, length: int, unit: int = 1) -> int | None:
-        """The size, a multiple of ``unit`` bytes, that should just meet the target, by a power law between the last
-        that misses it and the first that does not; None if there are no such two, or none between them that would make
-        a difference."""
+    def between(self, length: int) -> int | None:
+        """The size that should just meet the target, by a power law between the last that misses it and the first that
+        does not; None if there are no such two, or none between them that would make a difference."""
         high = self.smallest(length)
         if self.target is None or high is None:
             return None
@@ -139,7 +143,7 @@ class Frontier(Result):
         if low is None:
             return None
         part = math.log(low.loss / self.target) / math.log(low.loss / max(high.loss, self.target / 100))
-        size = math.ceil(max(low.size * (high.size / low.size) ** part, _STEP * low.size) / unit) * unit
+        size = math.ceil(max(low.size * (high.size / low.size) ** part, _STEP * low.size) / _UNIT) * _UNIT
         return size if _STEP * size <= high.size else None
 
     def verdict(self) -> str:
@@ -234,8 +238,7 @@ def frontier(
         model: as for :func:`dofla.compress`; it is compressed in between, and restored.
         windows: a dozen calibration windows.
         texts: by name of a text, windows of it that are not used for calibration, some of each length.
-        sizes: to try, as for :func:`dofla.compress`; default five, each twice the one before, of the bytes of
-            :data:`BUDGETS`.
+        sizes: to try, as for :func:`dofla.compress`; default five, each twice the one before (:data:`CACHED`).
         target: nats per token that loss increase and KL are to stay within, on all texts. Sizes are then tried from the
             smallest up until they do at all lengths, and a few more between the last that misses it and the first that
             does not.
@@ -253,10 +256,7 @@ def frontier(
             0; ``out`` exists.
     """
     report = progress if callable(progress) else None
-    compressor = Compressor(
-        model, windows, batch_size=batch_size, context=context, retrieval_heads=retrieval_heads, tokenizer=tokenizer
-    )
-    sets = _sets(texts)
+    target_model, sets = Target.of(model), _sets(texts)
     for own in sets.values():
         check_readable(model, own.input_ids, own.source)
     if sizes is not None and not len(sizes):
@@ -265,38 +265,48 @@ def frontier(
         raise DoflaError(f"target is {target}: give what may be lost, above 0, in nats per token, for instance 0.02")
     if context is not None and (longest := max(length for _, length in sets)) > context:
         raise DoflaError(f"context is {context}, and texts have {longest} tokens: give as many, or leave it out")
-    budgets = BUDGETS if sizes is None else {compressor.budget(size) for size in sizes}
-    windows, order = compressor.windows, _with_room(compressor, sorted(budgets))
-    made_from = {"source": windows.source, "length": windows.length, "windows": len(windows)}
+    sites = target_model.compressed()
+    per_token = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
+    given = [n * per_token for n in CACHED] if sizes is None else [target_model.size(x, None) for x in sizes]
+    order = _with_room(target_model, sorted(set(given)), retrieval_heads, context)
+    calibration = measure(
+        model,
+        target_model,
+        windows,
+        head_budgets="measured",
+        tokenizer=tokenizer if retrieval_heads else None,
+        context=context,
+        keep_softmax=(),
+        batch_size=batch_size,
+        progress=progress,
+    )
     wanted = {"context": context, "retrieval_heads": retrieval_heads or None}
-    made_from |= {name: number for name, number in wanted.items() if number is not None}
+    made_from = {**calibration.made_by, **{name: number for name, number in wanted.items() if number is not None}}
     sources = {text: own[0].source for text, own in texts.items()}
     found = Frontier([], {}, target, describe(model), made_from, sources)
-
-    def measured() -> None:  # once for each size that head budgets are measured with
-        if report is not None:
-            report("head budgets", (next(passes) - 1) % compressor.passes + 1, compressor.passes)
-
     with new_folder(out) if out is not None else nullcontext() as folder:
-        tried, passes, unit = 0, count(1), compressor.bytes(1)
-        compressor.measure_directions(report and partial(report, "directions"))
-        while (size := _next(found, order, unit)) is not None:
-            budget = size / unit
-            with compressor.made(budget, compressor.head_budgets(budget, measured)) as compressed:
-                plan = Student.of(compressed).plan
+        tried = 0
+        while (size := _next(found, order)) is not None:
+            with_calibration(model, target_model, calibration, size, retrieval_heads, context=context)
+            try:
+                if not tried:
+                    check_consistency(model, lambda: softmax(model))
+                plan = Student.of(model).plan
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
-                found.points += _evaluated(compressed, size, sets, batch_size)
+                found.points += _evaluated(model, size, sets, batch_size)
                 if folder is not None:
                     home = folder / ADAPTERS / str(size)
                     home.mkdir(parents=True)
-                    write_adapter(compressed, home)
+                    write_adapter(model, home)
+            finally:
+                restore(model)
             tried += 1
             if report is not None:
                 report("sizes", tried, max(tried, len(order)))
         if folder is not None:
             for size in {x.size for x in found.points} - set(found.kept):
                 shutil.rmtree(folder / ADAPTERS / str(size))
-            write_json(folder / FRONTIER, found.to_dict(), sealed=True)
+            write_json(folder / FRONTIER, found.to_dict())
     return found
 
 
@@ -309,16 +319,18 @@ def _sets(texts: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], 
     return sets
 
 
-def _with_room(compressor: Compressor, budgets: Sequence[float]) -> list[int]:
-    """Sizes in bytes, from the first budget on that has room for the retrieval heads."""
-    for n, budget in enumerate(budgets):
+def _with_room(target: Target, sizes: Sequence[int], retrieval_heads: int, context: int | None) -> list[int]:
+    """The sizes that have room for the retrieval heads; DoflaError if none has."""
+    heads = [(site.name, head) for site in target.compressed() for head in range(site.kv_heads)][:retrieval_heads]
+    shares = {site.name: [1.0] * site.kv_heads for site in target.compressed()}
+    for n, size in enumerate(sizes):
         try:
-            compressor.check_head_budgets(budget)
+            compressed_plan(target, size, head_budgets=HeadBudgets(shares, by_layer(heads)), context=context)
         except DoflaError:
-            if not compressor.retrieval_heads or n == len(budgets) - 1:
+            if not retrieval_heads or n == len(sizes) - 1:
                 raise
         else:
-            return list(map(compressor.bytes, budgets[n:]))
+            return list(sizes[n:])
     return []
 
 
@@ -337,8 +349,8 @@ def _evaluated(
         yield Point(size, held, text, length, increase, interval, figures["kl"])
 
 
-def _next(found: Frontier, order: Sequence[int], unit: int = 1) -> int | None:
-    """The size to try after those that were tried, a multiple of ``unit`` beyond ``order``; None if there is none."""
+def _next(found: Frontier, order: Sequence[int]) -> int | None:
+    """The size to try after those that were tried; None if there is none."""
     tried = {x.size for x in found.points}
     left = [size for size in order if size not in tried]
     met = bool(tried) and found.target is not None and all(found.smallest(length) for length in found.cache)
@@ -346,4 +358,4 @@ def _next(found: Frontier, order: Sequence[int], unit: int = 1) -> int | None:
         return left[0]
     if found.target is None or len(tried - set(order)) >= _TRIES * len(found.cache):
         return None
-    return next(filter(None, (found.between(length, unit) for length in sorted(found.cache))), None)
+    return next(filter(None, map(found.between, sorted(found.cache))), None)
