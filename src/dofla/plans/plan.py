@@ -19,6 +19,7 @@ from dofla.feature_maps import feature_map_class
 from dofla.plans.hybrid import TOKEN_DTYPES, HeadCost
 from dofla.storage.files import read_json, write_json
 
+TIERS = "tiers @ bits"
 _MOST = 2**31 - 1
 _FORMAT = 3
 """2 had other names of fields; 1 had coarser scales of coded tokens, which nothing in an adapter's tensors would
@@ -195,6 +196,12 @@ class LayerPlan:
         """The number of features of each KV head."""
         return [features for features, _, _ in self.sizes]
 
+    @property
+    def ranges(self) -> dict[str, str]:
+        """Its sizes in words, by what they are of, over KV heads."""
+        features, window, sinks = map(_range, zip(*self.sizes, strict=True))
+        return {"features": features, "window": window, TIERS: _tiers(self.coded_per_head), "sinks": sinks}
+
     def cost(self, itemsize: int) -> HeadCost:
         """The bytes of one of its features and tokens, in a model whose numbers have ``itemsize`` bytes."""
         return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
@@ -266,7 +273,7 @@ class Plan(Result):
         linear = [x for x in self.layers if not x.keep_softmax]
         most = max((max(x.features_per_head) for x in linear), default=0)
         compressed = any(any(x.tiers_per_head) for x in linear)
-        titles = ("features", "window", *(("tiers @ bits",) if compressed else ()), "sinks")
+        titles = ("features", "window", *((TIERS,) if compressed else ()), "sinks")
         shown = table("layer", *titles, gap=1, widest=30)
         if not compressed:  # tiers leave no room for bars in 80 columns
             shown.add_column("")
@@ -274,12 +281,9 @@ class Plan(Result):
             if layer.keep_softmax:
                 shown.add_row(layer.name, "softmax")
                 continue
-            sizes = [_range(x) for x in zip(*layer.sizes, strict=True)]
-            if compressed:
-                shown.add_row(layer.name, *sizes[:2], _tiers(layer.coded_per_head), sizes[2])
-                continue
+            sizes = [layer.ranges[title] for title in titles]
             bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
-            shown.add_row(layer.name, *sizes, bar)
+            shown.add_row(layer.name, *sizes, *([] if compressed else [bar]))
         yield shown
         context = "whatever the context" if self.context is None else f"for up to {self.context:,} tokens"
         yield f"state per sequence: {size(self.state_bytes())} in float32, {context}"
