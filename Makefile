@@ -52,13 +52,13 @@ wheel: venv
 
 venv: $(VENV)/installed
 
-# What the demo needs: torch, dofla with what compiles its kernels, and what these require, in the versions of dev.txt. The
-# CPU build of torch is pinned first, so that nothing below pulls another.
+# What the demo needs: torch, dofla with what compiles its kernels and what writes its report, and what these require, in
+# the versions of dev.txt. The CPU build of torch is pinned first, so that nothing below pulls another.
 $(VENV)/package: requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install -r requirements/torch.txt
-	$(BIN)/python -m pip install --constraint requirements/dev.txt --editable ".[cpu]"
+	$(BIN)/python -m pip install --constraint requirements/dev.txt --editable ".[cpu,report]"
 	touch $@
 
 # And what the tests need.

@@ -2,8 +2,8 @@
 
     python scripts/check_wheel.py
 
-Every file of src/dofla that git knows must be in the wheel: C++ sources, recipes, the bundled model, the assets of
-reports. The wheel's declared requirements are installed with the pinned torch. Then `dofla` and the Python blocks of
+Every file of src/dofla that git knows must be in the wheel: C++ sources, recipes, the bundled model, the template
+of reports. The wheel's declared requirements are installed with the pinned torch. Then `dofla` and the Python blocks of
 README.md that begin with the bundled model run in an empty folder, where nothing of the clone can be imported.
 """
 

@@ -28,7 +28,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}  # a graphics 
 import psutil
 import torch
 
-import dofla.report
+import dofla.report.page
 import dofla.runs.run  # noqa: F401 (before there are processes, each of which would import it for itself)
 from dofla.cli import main
 from dofla.storage.files import read_json

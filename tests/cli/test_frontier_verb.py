@@ -39,7 +39,7 @@ def test_quality_by_bytes_length_and_text(folder, tmp_path, capsys):
     }
     said = capsys.readouterr().out
     assert "loss increase and KL, nats per token" in said
-    assert "report.html, compressed/52224, compressed/104448" in " ".join(said.split())
+    assert "frontier.json, compressed/52224, compressed/104448" in " ".join(said.split())
     assert (out / "report.html").exists()
     assert call("report", out) == 0  # and again
     assert call("frontier", "demo", "--data", folder / "text.txt", "--out", out) == 2

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import coroutines
 import openai
 import pytest
 import torch
@@ -111,7 +110,7 @@ def test_several_are_answered_at_once():
             *(manager.generate_non_streaming(Model(), Tokenizer(), request, None, "") for request in requests)
         )
 
-    assert [text for text, *_ in coroutines.run(ask())] == ["[4]", "[6]"]
+    assert [text for text, *_ in asyncio.run(ask())] == ["[4]", "[6]"]
 
 
 def test_requests_at_once_are_all_answered(client):

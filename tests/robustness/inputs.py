@@ -29,7 +29,7 @@ from dofla.plans.curves import Curves
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
-from dofla.report import report_on, write_report
+from dofla.report import write_report
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 from dofla.runs.teacher import load_teacher, load_tokenizer
@@ -97,7 +97,7 @@ def make(folder: Path, tiny: Any) -> None:
     document = torch.arange(1, 11).unsqueeze(0)
     dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
     recipe = Recipe.load(folder / "recipe.yaml", ["students=[{name: Even, strategy: hybrid}]"])
-    run(recipe, folder / "run", finish=report_on)
+    run(recipe, folder / "run")
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,8 @@ READERS: dict[str, Reader] = {
     "figures": Reader(_figures, open=("figures.json",)),
     "report": Reader(
         _report,
-        sealed=("run/students/even-seed0/evaluation.json", "run/students/even-seed0/report.json", "run/report.json"),
+        sealed=("run/students/even-seed0/evaluation.json",),
         open=("run/recipe.yaml", "run/run.json", "run/students/even-seed0/plan.json"),
-        spare=("run/students/even-seed0/report.json", "run/report.json"),
     ),
     "text": Reader(_text("text.txt"), open=("text.txt",)),
     "gzipped text": Reader(_text("text.txt.gz"), open=("text.txt.gz",)),

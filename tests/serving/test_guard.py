@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
-import coroutines
 import pytest
 
 from dofla.errors import DoflaError
@@ -23,7 +23,7 @@ def asked(guard, *parts: bytes, headers=(), path="/v1/models"):
         heard.append(message)
 
     scope = {"type": "http", "path": path, "headers": list(headers)}
-    coroutines.run(guard(scope, receive, send))
+    asyncio.run(guard(scope, receive, send))
     return heard[0]["status"], b"".join(message.get("body", b"") for message in heard[1:]), count - len(left)
 
 
@@ -92,7 +92,7 @@ def test_who_goes_away_in_the_middle_is_not_answered():
     async def receive():
         return next(left)
 
-    coroutines.run(Guard(unasked, None, 10)({"type": "http", "path": "/", "headers": []}, receive, None))
+    asyncio.run(Guard(unasked, None, 10)({"type": "http", "path": "/", "headers": []}, receive, None))
 
 
 def test_what_fails_is_answered_and_logged(caplog):

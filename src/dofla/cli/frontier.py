@@ -52,7 +52,7 @@ def frontier(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write adapters, figures and an HTML report to; it must be new.",
+            help="Folder to write adapters, figures and the report to; it must be new.",
             rich_help_panel=OUTPUT,
             callback=new_folder,
         ),
@@ -66,8 +66,8 @@ def frontier(
 ) -> dict[str, Any]:
     """Find the smallest cache that keeps the quality on your text."""
     from dofla.integration.directions import WINDOWS
-    from dofla.report import REPORT, write_report
-    from dofla.runs.frontier import ADAPTERS
+    from dofla.report import write_page_beside
+    from dofla.runs.frontier import ADAPTERS, FRONTIER
     from dofla.runs.frontier import frontier as measure
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
@@ -97,8 +97,8 @@ def frontier(
         )
     view.show(found)
     if out is not None:
-        write_report([out], out / REPORT, view=view)
-        view.say(f"\nwritten to {out}: {REPORT}{''.join(f', {ADAPTERS}/{size}' for size in found.kept)}")
+        view.say(f"\nwritten to {out}: {FRONTIER}{''.join(f', {ADAPTERS}/{size}' for size in found.kept)}")
+        write_page_beside(out, view)
     elif target is not None:
         options = f"--data {shlex.quote(data)} --seed {seed}" + (f" --dtype {dtype}" if dtype else "")
         options += f" --context {context}" if context else ""

@@ -24,7 +24,7 @@ GROUPS = {
     "Paper and training": {
         "profile": "data out windows length samples lam device",
         "curves": "data out budget windows length steps device",
-        "allocate": "out budget strategy curves feature_map context html",
+        "allocate": "out budget strategy curves feature_map context",
         "distill": "plan data out windows length epochs device",
         "probe": "data positions generation recall passkey out device",
         "finetune": "task out test epochs learning_rate lora_rank device",

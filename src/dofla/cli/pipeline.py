@@ -34,10 +34,6 @@ from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-Html = Annotated[
-    Path | None,
-    typer.Option(help="HTML page to write as well.", rich_help_panel=OUTPUT, callback=new_file),
-]
 Change = Annotated[
     list[str] | None, typer.Option("--set", help="Change to the recipe: field=value; repeatable; default none.")
 ]
@@ -67,11 +63,9 @@ def profile(
     device: Device = None,
     stream: Stream = False,
     seed: Seed = 0,
-    html: Html = None,
 ) -> dict[str, Any]:
     """Measure the degrees of freedom of every attention head."""
     from dofla.integration.profiler import profile as make_profile
-    from dofla.report import write_profile_page
     from dofla.runs.recipe import DataSpec
     from dofla.runs.teacher import load_teacher, windows_of
     from dofla.storage.files import new_folder
@@ -94,8 +88,6 @@ def profile(
             )
         view.profile(result, lam)
         result.write(folder)
-    if html is not None:
-        write_profile_page(result, html, folder=out, lam=lam)
     view.say(f"\nwritten to {out}")
     names = [layer.name for layer in result.layers]
     errors = [[None if math.isnan(error) else error for error in row] for row in result.dof_errors(lam)]
@@ -143,13 +135,11 @@ def allocate(
     ] = None,
     token_dtype: TokenDtype = None,
     keep_softmax: KeepSoftmax = None,
-    html: Html = None,
 ) -> dict[str, Any]:
     """Give each layer its features, local window and attention sinks."""
     from dofla.plans.allocate import allocate as make_plan
     from dofla.plans.curves import Curves
     from dofla.profiles.profile import Profile
-    from dofla.report import write_plan_page
 
     error_curves = None if curves is None else Curves.load(curves)
     measured = Profile.load(profile)
@@ -171,8 +161,6 @@ def allocate(
     view = current_view()
     view.show(plan)
     plan.save(out)
-    if html is not None:
-        write_plan_page(measured, plan, html, folder=profile, lam=lam)
     view.say(f"written to {out}")
     return {"plan": out, "state_bytes": plan.state_bytes(), **plan.to_dict()}
 
@@ -345,13 +333,16 @@ def demo(
 def _run(
     path: Path, change: list[str] | None, track: list[str] | None, out: Path, device: str | None
 ) -> dict[str, Any]:
-    from dofla.report import report_on
+    from dofla.report import write_page_beside
     from dofla.runs.recipe import Recipe
     from dofla.runs.run import run as run_recipe
+    from dofla.storage.processes import is_first
 
     recipe, view = Recipe.load(path, change), current_view()
     recipe.track += track or []
     recipe.device = device or recipe.device
-    results = run_recipe(recipe, out, view, report_on)
+    results = run_recipe(recipe, out, view)
     view.say(f"\neverything is in {out}")
+    if is_first():
+        write_page_beside(out, view)
     return {"folder": out, **results}

@@ -47,6 +47,11 @@ class LayerPlan:
         """Bytes of state per sequence that do not grow with it."""
         return 0
 
+    @property
+    def ranges(self) -> dict[str, str]:
+        """Its sizes in words, least and most over the KV heads, by what they are of."""
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data without the name."""
         entry = asdict(self)
@@ -115,6 +120,11 @@ class CompressedLayer(LayerPlan):
         """Tokens that each KV head holds at most."""
         return [sum(size) for size in self.sizes]
 
+    @property
+    def ranges(self) -> dict[str, str]:
+        columns = zip(*((x.window, x.sinks, x.newest + x.heavy_hitters) for x in self.sizes), strict=True)
+        return dict(zip(("window", "sinks", f"{self.bits:.10g}-bit"), map(_range, columns), strict=True))
+
     def state_bytes(self, itemsize: int) -> int:
         return sum(head_bytes(size, self.head_dim, self.value_dim, self.bits) for size in self.sizes)
 
@@ -172,6 +182,11 @@ class FeatureLayer(LayerPlan):
         """The number of features of each KV head."""
         return [features for features, _, _ in self.sizes]
 
+    @property
+    def ranges(self) -> dict[str, str]:
+        columns = map(_range, zip(*self.sizes, strict=True))
+        return dict(zip(("features", "window", "sinks"), columns, strict=True))
+
     def cost(self, itemsize: int) -> HeadCost:
         """The bytes of one of its features and tokens, in a model whose numbers have ``itemsize`` bytes."""
         return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
@@ -206,3 +221,8 @@ def alike(numbers: Sequence[int]) -> int | list[int]:
 def is_integer(value: object) -> bool:
     """True if ``value`` is an integer, which True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low}-{high}"

@@ -91,8 +91,7 @@ class Plan(Result):
         if self.compressed:
             shown = table("layer", "window", "sinks", "3-bit tier" if self._bits == {3} else "tier", gap=1, widest=40)
             for names, layer in _runs(self.compressed):
-                columns = zip(*((x.window, x.sinks, x.newest + x.heavy_hitters) for x in layer.sizes), strict=True)
-                shown.add_row(names, *map(_range, columns))
+                shown.add_row(names, *layer.ranges.values())
             yield shown
             yield "tokens per KV head; the window and the sinks are in int8"
         if self.linear:
@@ -100,7 +99,7 @@ class Plan(Result):
             shown = table("layer", "features", "window", "sinks", "", gap=1, widest=30)
             for layer in self.linear:
                 bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
-                shown.add_row(layer.name, *(_range(x) for x in zip(*layer.sizes, strict=True)), bar)
+                shown.add_row(layer.name, *layer.ranges.values(), bar)
             yield shown
         if kept := [layer.name for layer in self.layers if isinstance(layer, SoftmaxLayer)]:
             yield f"softmax attention stays in {len(kept)} layers: {', '.join(kept)}"
@@ -166,8 +165,3 @@ def _runs(layers: Sequence[CompressedLayer]) -> Iterator[tuple[str, CompressedLa
             run = []
         if layer is not None:
             run.append(layer)
-
-
-def _range(numbers: Sequence[float]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low:.10g}" if low == high else f"{low:.10g}-{high:.10g}"

@@ -1,4 +1,4 @@
-"""Contents of a run folder, read for the report. Older runs lack some of them."""
+"""Contents of a run folder, read for the report."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dofla.errors import DoflaError
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.runs.recipe import Recipe, read_yaml, slug
+from dofla.runs.run import over_seeds
 from dofla.storage.files import read_json
 
 RECIPES = ("recipe.yaml", "study.yaml")
-LOOK = "report.json"
-"""File of what is measured for the report alone: for the teacher in the run's folder, for a student in its own."""
+SPEED = "speed.json"
+"""File in a model's folder: what :func:`dofla.report.speed.timings` measured."""
+_BINS = 80
+"""Points of a training curve at most."""
 
 
 @contextmanager
@@ -34,24 +41,15 @@ def naming(folder: Path) -> Iterator[None]:
         raise DoflaError(f"{folder} holds a record that is not as dofla writes it ({what}): make it again") from error
 
 
-class _Folder:
-    folder: Path
-
-    def record(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; empty if there is none."""
-        path = self.folder / name
-        return read_json(path, "a record") if path.exists() else {}
-
-
 @dataclass
-class StudentRecord(_Folder):
-    """A student that is finished, with all its seeds; files that only one seed can give are the first one's.
+class ModelRecord:
+    """A model of a run with all its seeds; files that only one seed can give are the first one's.
 
     Attributes:
         name: as in the recipe.
         folder: of the first seed.
         seed: the first.
-        plan: what its layers are.
+        plan: of its layers.
         evaluations: of each seed, see :func:`dofla.evaluate`.
     """
 
@@ -62,85 +60,121 @@ class StudentRecord(_Folder):
     evaluations: list[dict[str, Any]]
 
     @property
-    def is_language_model(self) -> bool:
-        """True if it predicts next tokens; an encoder is judged by its embeddings."""
-        return "language" in self.evaluations[0]
+    def section(self) -> str:
+        """``language`` if the model predicts next tokens, otherwise ``embeddings``."""
+        return "language" if "language" in self.evaluations[0] else "embeddings"
+
+    def figure(self, name: str) -> dict[str, float]:
+        """``mean`` over seeds, and ``spread``, half their range."""
+        return over_seeds([float(x[self.section][name]) for x in self.evaluations])
+
+    @cached_property
+    def lost(self) -> float:
+        """The loss increase in nats per token, mean over seeds; for an encoder, 1 - cosine."""
+        with naming(self.folder):
+            is_language_model = self.section == "language"
+            return self.figure("loss_increase")["mean"] if is_language_model else 1 - self.figure("cosine")["mean"]
 
     @property
-    def lost(self) -> float:
-        """The cost of linearizing, mean over seeds: the loss increase in nats per token; for an encoder, 1 − cosine."""
-        with naming(self.folder):
-            if self.is_language_model:
-                return statistics.fmean(x["language"]["loss_increase"] for x in self.evaluations)
-            return 1 - statistics.fmean(x["embeddings"]["cosine"] for x in self.evaluations)
+    def interval(self) -> list[float]:
+        """The 95 % interval of the loss increase, mean over seeds."""
+        ends = zip(*(x["language"]["loss_increase_interval"] for x in self.evaluations), strict=True)
+        return [statistics.fmean(end) for end in ends]
+
+    @property
+    def likeness(self) -> float:
+        """The smaller of an encoder's cosine and rank correlation."""
+        return min(self.figure(name)["mean"] for name in ("cosine", "spearman"))
+
+    @property
+    def samples(self) -> list[tuple[str, str, str]]:
+        """Prompts, each with the original's continuation and its own."""
+        written = self.evaluations[0].get("samples", [])
+        return [(str(x["prompt"]), str(x["teacher"]), str(x["student"])) for x in written]
+
+    @property
+    def smaller_from(self) -> int | None:
+        """The shortest context, in tokens, at which the original's cache is larger; None if there is none."""
+        constant = sum(layer.state_bytes(self.itemsize) for layer in self.plan.layers)
+        original, kept = (count(1, torch.int8) for count in (self.plan.softmax_bytes, self.plan.kept_softmax_bytes))
+        return constant // (self.itemsize * (original - kept)) + 1 if original > kept else None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the original's cache."""
+        first = self.evaluations[0]
+        if "length" not in first:
+            return 4
+        return first["softmax_bytes"] // self.plan.softmax_bytes(first["length"], torch.int8)
 
     @property
     def adapter(self) -> Path:
-        """The folder with what it has learned; it may be missing."""
-        last = self.folder / "end_to_end" / "adapter"
-        return last if last.exists() else self.folder / "adapter"
+        """The folder of its adapter; it may be missing."""
+        last = self.folder / "end_to_end"
+        return (last if last.exists() else self.folder) / "adapter"
 
     @property
-    def trained(self) -> bool:
-        """True if it was trained, or is as it started."""
-        return any((self.folder / name).exists() for name in ("distill", "end_to_end"))
+    def speed(self) -> dict[str, Any] | None:
+        """The record of its speed, if that was measured."""
+        path = self.folder / SPEED
+        return read_json(path, "a record of speed") if path.exists() else None
 
-    def lacks(self, part: str) -> bool:
-        """True if nobody has tried yet to measure this part of :data:`LOOK`."""
-        own = self.record(LOOK)
-        return part not in own and part not in own.get("left_out", {})
+    def training_curves(self) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+        """For each training its name, and pairs of step and loss: means over layers and over bins of steps."""
+        for training, name in (("distill", "layerwise"), ("end_to_end", "end to end")):
+            path = self.folder / training / "losses.json"
+            if not path.exists():
+                continue
+            record = read_json(path, "losses")
+            losses = [statistics.fmean(step) for step in zip(*record["layers"].values(), strict=False)]
+            edges = sorted({round(n * len(losses) / _BINS) for n in range(_BINS + 1)})
+            bins = [((a + b + 1) / 2, statistics.fmean(losses[a:b])) for a, b in pairwise(edges)]
+            yield f"{name}, {record['loss']}", bins
 
 
 @dataclass
-class RunRecord(_Folder):
-    """A folder written by ``dofla run``, or by ``dofla reproduce`` and the benchmarks, which are made alike.
+class RunRecord:
+    """A folder written by ``dofla run``, or by ``dofla reproduce``, whose folders are made alike.
 
     Attributes:
-        folder: it.
+        folder: its path.
         recipe: what was asked for.
         text: the recipe as it stands in the folder.
         machine: versions and hardware.
-        students: those that are finished, in the recipe's order.
-        profile: of the teacher, if there is one.
-        unread: why a profile that is there cannot be read; older versions wrote other ones.
+        models: those that are finished, the one that lost least first.
+        profile: of the original, if there is one.
     """
 
     folder: Path
     recipe: Recipe
     text: str
     machine: dict[str, Any]
-    students: list[StudentRecord]
+    models: list[ModelRecord]
     profile: Profile | None
-    unread: list[str]
 
     @property
-    def best(self) -> list[StudentRecord]:
-        """The students, the one that lost least first."""
-        return sorted(self.students, key=lambda student: student.lost)
+    def section(self) -> str:
+        """The section of its models' evaluations, ``language`` or ``embeddings``."""
+        return self.models[0].section
 
 
 def read_run(folder: str | Path) -> RunRecord:
     """Read a run's folder.
 
     Raises:
-        DoflaError: it is no run's folder, no student in it is finished, or a record of one is damaged.
+        DoflaError: it is no run's folder, no model in it is finished, or a record of one is damaged.
     """
     folder = Path(folder)
     path = next((folder / name for name in RECIPES if (folder / name).exists()), None)
     if path is None:
         raise DoflaError(f"{folder} is no run folder: it has no {RECIPES[0]}; give one that dofla run has written")
     recipe = _recipe(path)
-    students = _students(folder, recipe)
-    if not students:
-        raise DoflaError(f"{folder} has no finished student yet: let dofla run go on until one is evaluated")
+    models = _models(folder, recipe)
+    if not models:
+        raise DoflaError(f"{folder} has no finished model yet: let dofla run go on until one is evaluated")
     machine = read_json(folder / "run.json", "a machine") if (folder / "run.json").exists() else {}
-    profile, unread = None, []
-    if (folder / "profile").exists():
-        try:
-            profile = Profile.load(folder / "profile")
-        except DoflaError as error:
-            unread.append(str(error))
-    return RunRecord(folder, recipe, path.read_text(encoding="utf-8"), machine, students, profile, unread)
+    profile = Profile.load(folder / "profile") if (folder / "profile").exists() else None
+    return RunRecord(folder, recipe, path.read_text(encoding="utf-8"), machine, models, profile)
 
 
 def _recipe(path: Path) -> Recipe:
@@ -152,18 +186,17 @@ def _recipe(path: Path) -> Recipe:
     return Recipe.from_dict(data, str(path))
 
 
-def _students(folder: Path, recipe: Recipe) -> list[StudentRecord]:
+def _models(folder: Path, recipe: Recipe) -> list[ModelRecord]:
     names = {slug(spec.name): spec.name for spec in recipe.students}
     seeds: dict[str, list[int]] = {}
     for path in folder.glob("students/*-seed*/evaluation.json"):
-        found = re.fullmatch(r"(.+)-seed(\d+)", path.parent.name)
-        if found:
+        if found := re.fullmatch(r"(.+)-seed(\d+)", path.parent.name):
             seeds.setdefault(found[1], []).append(int(found[2]))
-    order = [name for name in names if name in seeds] + sorted(seeds.keys() - names.keys())
-    students = []
-    for name in order:
+    models = []
+    for name in sorted(seeds):
         homes = [folder / "students" / f"{name}-seed{seed}" for seed in sorted(seeds[name])]
         evaluations = [read_json(home / "evaluation.json", "an evaluation") for home in homes]
-        title = names.get(name) or evaluations[0].get("name", name)
-        students.append(StudentRecord(title, homes[0], min(seeds[name]), Plan.load(homes[0]), evaluations))
-    return students
+        with naming(homes[0]):
+            title = names.get(name) or evaluations[0].get("name", name)
+            models.append(ModelRecord(title, homes[0], min(seeds[name]), Plan.load(homes[0]), evaluations))
+    return sorted(models, key=lambda model: model.lost)

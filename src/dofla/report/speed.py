@@ -1,4 +1,4 @@
-"""Seconds of reading and of writing against the length of the context, and where two such curves cross."""
+"""Seconds of prefill and decode against the length of the context, and where two such curves cross."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
+from dofla.data import TokenWindows
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
+from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.positions import positions_of
-from dofla.integration.recorder import run_body
+from dofla.integration.recorder import evaluation_mode, run_body
 from dofla.integration.student import Student
-from dofla.integration.surgery import softmax
+from dofla.integration.surgery import convert, restore, softmax
+from dofla.report.runs import SPEED, RunRecord
+from dofla.runs.view import View
+from dofla.runs.workshop import Workshop, machine
 from dofla.serving.prompt_state import read_prompt
+from dofla.storage.files import write_json
+from dofla.storage.lock import locked
 
+MOST = 3
+"""Models of a run that are timed: those that lost least."""
 FIRST, LAST = 128, 16_384
 """Shortest and longest context that is timed, in tokens; each is twice the one before."""
 
@@ -29,49 +38,80 @@ _PATIENCE = 0.8  # seconds: nothing is repeated that took more, and no longer pr
 _ROOM = 2**30  # bytes of a cache at most
 
 
-@torch.inference_mode()
-def timings(student: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """Time a linearized model and its teacher in turns, so that both meet the same machine.
+def measure_speed(run: RunRecord, view: View) -> None:
+    """Time the best models of a run that were not timed yet, some ten seconds each, and keep that in their folders.
 
-    Longer and longer contexts are read until one takes a second. To time writing after longer ones, keys and values are
+    Raises:
+        DoflaError: another process works in the folder; the original or an adapter is gone, or they do not fit.
+    """
+    wanted = [model for model in run.models[:MOST] if model.speed is None]
+    if not wanted:
+        return
+    with locked(run.folder), view.progress("speed") as bar:
+        workshop = Workshop(run.recipe, run.folder, view)
+        text = _longest_text(workshop.validation())
+        for n, record in enumerate(wanted):
+            bar(n, len(wanted), record.name)
+            convert(workshop.model, record.plan, seed=record.seed)
+            try:
+                with evaluation_mode(workshop.model):
+                    apply_adapter(workshop.model, record.adapter)
+                    found = timings(workshop.model, text) | {"machine": machine()}
+            finally:
+                restore(workshop.model)
+            write_json(record.folder / SPEED, found, sealed=True)
+        bar(len(wanted), len(wanted))
+
+
+def _longest_text(windows: TokenWindows) -> Tensor:
+    """The real tokens of the first window that has most of them."""
+    if windows.attention_mask is None:
+        return windows.input_ids[0]
+    longest = windows.attention_mask.sum(dim=1).argmax()
+    return windows.input_ids[longest][windows.attention_mask[longest].bool()]
+
+
+@torch.inference_mode()
+def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    """Time a linearized model and its original in turns, so that both meet the same machine.
+
+    Longer and longer contexts are read until one takes a second. To time decode after longer ones, keys and values are
     repeated up to their length, which a state of constant size does not notice.
 
     Args:
-        student: a linearized model; it is its own teacher.
-        ids: tokens of any text, of one dimension; they are repeated as well.
+        model: a linearized model; it is its own original.
+        ids: tokens [T] of any text; they are repeated as well.
 
     Returns:
-        ``teacher`` and ``student``, each with ``read`` and, if it generates, ``write``: pairs of tokens of context and
-        seconds, for reading so many tokens (best of two) and for writing one more (best of six), or of fewer where that
-        would take long; ``threads``.
+        ``original`` and ``model``, each with ``prefill`` and, if it generates, ``decode``: pairs of tokens of context
+        and seconds, of so many tokens (best of two) and of one more (best of six), or of fewer where that would take
+        long; ``threads``.
     """
-    text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(student.device)
+    text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(model.device)
     whose: dict[str, Callable[[PreTrainedModel], AbstractContextManager[object]]]
-    whose = {"teacher": softmax, "student": nullcontext}
-    record: dict[str, Any] = {who: {"read": []} for who in whose}
-    read: Callable[[PreTrainedModel, Tensor], object] = read_prompt if student.can_generate() else _run
-    lengths = _lengths(student, 0)
+    whose = {"original": softmax, "model": nullcontext}
+    record: dict[str, Any] = {who: {"prefill": []} for who in whose}
+    read: Callable[[PreTrainedModel, Tensor], object] = read_prompt if model.can_generate() else _forward
+    lengths = _lengths(model, 0)
     for length in lengths:
         for who, attention in whose.items():
-            with attention(student):
+            with attention(model):
                 if length == lengths[0]:
-                    read(student, text[:, :length])  # warms up
-                seconds = _best(2, partial(read, student, text[:, :length]))
-            record[who]["read"].append([length, seconds])
-        if max(record[who]["read"][-1][1] for who in whose) > _PATIENCE:
+                    read(model, text[:, :length])  # warms up
+                seconds = _best(2, partial(read, model, text[:, :length]))
+            record[who]["prefill"].append([length, seconds])
+        if max(record[who]["prefill"][-1][1] for who in whose) > _PATIENCE:
             break
-    if student.can_generate():
-        for who in whose:
-            record[who]["write"] = []
-        room = _ROOM // max(1, Student.of(student).plan.softmax_bytes(1, student.dtype))
-        for length in [n for n in _lengths(student, _STEPS) if n <= max(room, FIRST)]:
+    if model.can_generate():
+        room = _ROOM // max(1, Student.of(model).plan.softmax_bytes(1, model.dtype))
+        for length in [n for n in _lengths(model, _STEPS) if n <= max(room, FIRST)]:
             for who, attention in whose.items():
-                with attention(student):
-                    record[who]["write"].append([length, _writing(student, text, length)])
+                with attention(model):
+                    record[who].setdefault("decode", []).append([length, _decode_seconds(model, text, length)])
     return record | {"threads": torch.get_num_threads()}
 
 
-def _run(model: PreTrainedModel, ids: Tensor) -> object:
+def _forward(model: PreTrainedModel, ids: Tensor) -> object:
     return run_body(model, {"input_ids": ids})
 
 
@@ -81,7 +121,7 @@ def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
     return [length for length in doubled if length <= most] or [most]
 
 
-def _writing(model: PreTrainedModel, text: Tensor, length: int) -> float:
+def _decode_seconds(model: PreTrainedModel, text: Tensor, length: int) -> float:
     cache = read_prompt(model, text[:, : min(length, FIRST)])
     _stretch(cache, length)
     return _best(_STEPS, lambda: model(text[:, :1], use_cache=True, **{CACHE_ARGUMENT: cache}))
@@ -116,18 +156,18 @@ def _best(times: int, work: Callable[[], object]) -> float:
     return best
 
 
-def crossing(teacher: Iterable[Sequence[float]], student: Iterable[Sequence[float]]) -> float | None:
-    """The context from which on the student takes less time, among the lengths that both were timed at.
+def crossing(original: Iterable[Sequence[float]], model: Iterable[Sequence[float]]) -> float | None:
+    """The context from which on the model takes less time, among the lengths that both were timed at.
 
     Args:
-        teacher, student: pairs of tokens and seconds.
+        original, model: pairs of tokens and seconds.
 
     Returns:
         Tokens, by a power law between two lengths; the shortest length if it is faster from there on, None if it is
         not at the longest.
     """
-    ours = {pair[0]: pair[1] for pair in student}
-    both = [(n, math.log(seconds / ours[n])) for n, seconds in teacher if n in ours]
+    ours = {pair[0]: pair[1] for pair in model}
+    both = [(n, math.log(seconds / ours[n])) for n, seconds in original if n in ours]
     if not both or both[-1][1] <= 0:
         return None
     where = both[0][0]

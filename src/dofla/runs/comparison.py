@@ -73,9 +73,14 @@ def samples(name: str, written: Sequence[dict[str, Any]]) -> Iterator[Part | Tex
     """Prompts, and below each what the original writes and what the student of this name writes."""
     for sample in written:
         yield ""
-        prompt = " ".join(sample["prompt"].split())
-        if len(prompt) > _LONGEST:
-            prompt = f"{prompt[: _LONGEST * 2 // 3]} [...] {prompt[-_LONGEST // 3 :]}"
-        yield Text.assemble(("prompt: ", "bold"), prompt)
+        yield Text.assemble(("prompt: ", "bold"), excerpt(sample["prompt"]))
         for writer, who in (("original", "teacher"), (name, "student")):
             yield Text.assemble((f"{writer}: ", "bold"), " ".join(sample[who].split()))
+
+
+def excerpt(prompt: str) -> str:
+    """A prompt in one line, of which a long one lacks the middle."""
+    prompt = " ".join(prompt.split())
+    if len(prompt) <= _LONGEST:
+        return prompt
+    return f"{prompt[: _LONGEST * 2 // 3]} [...] {prompt[-_LONGEST // 3 :]}"

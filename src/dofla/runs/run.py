@@ -6,7 +6,7 @@ The folder is the state of the run: whatever is finished in it is not done again
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +20,26 @@ from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.storage.lock import locked
-from dofla.storage.processes import is_first
 
 RECIPE, RESULTS = "recipe.yaml", "results.json"
 
 
-def run(
-    recipe: Recipe,
-    folder: str | Path,
-    view: View | None = None,
-    finish: Callable[[Workshop], object] | None = None,
-) -> dict[str, Any]:
+def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[str, Any]:
     """Execute a recipe into ``folder`` and return the results (also written there as results.json).
 
     Args:
         recipe: what to do.
         folder: new, or that of an earlier run of the same recipe, which then goes on.
         view: where progress and tables go; silent by default.
-        finish: called at the end with the workshop, while the folder is still locked and the model at hand; for
-            instance :func:`dofla.report.report_on`.
 
     Raises:
         DoflaError: bad input of any kind, or a folder that holds something else or that another process works in.
     """
     with locked(folder):
-        workshop, results = _run(recipe, Path(folder), view or View(quiet=True))
-        if finish and is_first():
-            finish(workshop)
-    return results
+        return _run(recipe, Path(folder), view or View(quiet=True))
 
 
-def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, Any]]:
+def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
     claim(folder, RECIPE, recipe.to_dict())
     workshop = Workshop(recipe, folder, view)
     rows: list[dict[str, Any]] = []
@@ -70,7 +59,7 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
     write_json(folder / RESULTS, results, sealed=True)
     view.show(*closing(results))
-    return workshop, results
+    return results
 
 
 def _one_student(workshop: Workshop, spec: StudentSpec, seed: int, shows_samples: bool) -> dict[str, Any]:
