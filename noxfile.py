@@ -37,7 +37,7 @@ QUICK_AND_SLOW = ["-m", "not long"]
 TEST_TOOLS = ["hypothesis", "psutil", "pytest"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
 OF_LOWEST = [
-    *("tests/integration/test_platform.py", "tests/integration/test_everyday_use.py", "tests/integration/streaming"),
+    *("tests/integration/test_platform.py", "tests/integration/test_everyday_use.py", "tests/integration/test_offload.py"),
     *("tests/integration/test_generation.py", "tests/distillation/test_end_to_end.py"),
 ]
 """What calls most of the other libraries."""

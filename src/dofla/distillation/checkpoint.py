@@ -32,18 +32,16 @@ class Checkpoint:
     """The resumable state of a run in ``folder``: trained parameters, optimizer moments and loss curve, with settings.
 
     ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
-    Of several processes the first writes, and all read. A run may consist of several trainings, one after the other,
-    each with a ``name`` and a state file of its own; their curves go into one file.
+    Of several processes the first writes, and all read.
 
     Args:
         folder: None to keep nothing, and find nothing.
-        settings: of the run, and whatever else it must have in common with one that goes on with it; its ``steps`` are
-            those of each training.
+        settings: of the run, and whatever else it must have in common with one that goes on with it.
         windows: that it trains on.
         every: steps between two states.
 
     Attributes:
-        earlier: seconds that the trainings took in processes that were broken off.
+        earlier: seconds that the training took in processes that were broken off.
     """
 
     def __init__(
@@ -54,8 +52,7 @@ class Checkpoint:
         every: int,
     ) -> None:
         self.folder, self.every = None if folder is None else Path(folder), every
-        self.curves: dict[str, list[float]] = {}
-        self.earlier, self._seconds, self._started = 0.0, 0.0, time.perf_counter()
+        self.earlier, self._started = 0.0, time.perf_counter()
         if self.folder is None:
             return
         try:
@@ -68,7 +65,7 @@ class Checkpoint:
         self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
 
     def resume(
-        self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], together: Processes, name: str = ""
+        self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], together: Processes
     ) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
         All processes then go on from the same parts.
@@ -76,22 +73,21 @@ class Checkpoint:
         Raises:
             DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
         """
-        curve = self._load(parts, optimizer, columns, name)
+        curve = self._load(parts, optimizer, columns)
         together.check_same_files(len(curve), self.folder)
         together.make_alike(tensor for _, tensor in _named_tensors(parts))
         return curve
 
-    def _load(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], name: str) -> list[list[float]]:
+    def _load(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str]) -> list[list[float]]:
         if self.folder is None:
             return []
-        path = _state(self.folder, name)
-        self._seconds, self._started = 0.0, time.perf_counter()
+        path = self.folder / STATE
         if not path.exists():
-            self._save(self.folder, parts, optimizer, [], columns, name)
+            self._save(self.folder, parts, optimizer, [], columns)
             return []
         tensors, metadata = read_tensors(path, "remove it to start over")
         try:
-            found, seconds = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
+            found, self.earlier = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise DoflaError(f"{path} is damaged ({error}): remove it to start over") from error
         for key, value in json.loads(json.dumps(self.settings)).items():
@@ -116,18 +112,14 @@ class Checkpoint:
                 if isinstance(tensor, nn.Parameter):
                     moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
                     optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
-        self._note(curve.tolist(), columns)
-        self._seconds, self.earlier = seconds, self.earlier + seconds
         logger.info("%s: going on after %d steps", path, len(curve))
         return curve.tolist()
 
-    def keep(
-        self, parts: Parts, optimizer: Optimizer, curve: list[list[float]], columns: Sequence[str], name: str = ""
-    ) -> None:
+    def keep(self, parts: Parts, optimizer: Optimizer, curve: list[list[float]], columns: Sequence[str]) -> None:
         """Every so many steps, and after the last, replace the state file and the readable curves, whose ``columns``
         are the layers or the one loss of all."""
         if self.folder is not None and (len(curve) % self.every == 0 or len(curve) == self.settings["steps"]):
-            self._save(self.folder, parts, optimizer, curve, columns, name)
+            self._save(self.folder, parts, optimizer, curve, columns)
 
     def _save(
         self,
@@ -136,7 +128,6 @@ class Checkpoint:
         optimizer: Optimizer,
         curve: list[list[float]],
         columns: Sequence[str],
-        name: str,
     ) -> None:
         if not is_first():
             return
@@ -145,18 +136,11 @@ class Checkpoint:
             tensors[key] = tensor
             for moment in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
                 tensors[f"{key}:{moment}"] = optimizer.state[tensor].get(moment, torch.zeros_like(tensor))
-        seconds = self._seconds + time.perf_counter() - self._started
+        seconds = self.earlier + time.perf_counter() - self._started
         metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
-        write_tensors(_state(folder, name), tensors, metadata)
-        self._note(curve, columns)
-        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": self.curves}, sealed=True)
-
-    def _note(self, curve: list[list[float]], columns: Sequence[str]) -> None:
-        self.curves |= {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
-
-
-def _state(folder: Path, name: str) -> Path:
-    return (folder / STATE).with_stem(f"distill-{name}" if name else "distill")
+        write_tensors(folder / STATE, tensors, metadata)
+        curves = {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
+        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves}, sealed=True)
 
 
 def _named_tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:

@@ -23,11 +23,11 @@ from dofla.errors import DoflaError
 from dofla.integration.compressed import budget_of, compressed_plan, feature_bytes, smallest_size
 from dofla.integration.consistency import check_consistency
 from dofla.integration.directions import Directions, directions_of, give_directions
+from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.streaming import is_streamed
 from dofla.integration.student import Student
 from dofla.integration.surgery import convert, describe, restore, softmax
 from dofla.plans.compressed import TooSmall
@@ -128,11 +128,7 @@ class Compressor:
 
     def check_head_budgets(self, budget: float) -> None:
         """DoflaError, as :func:`dofla.measure_head_budgets`, if those of ``budget`` cannot be measured."""
-        if is_streamed(self.model):
-            raise DoflaError(
-                "measuring head budgets needs the whole model in memory: open it without stream, or give "
-                "head_budgets='even'"
-            )
+        check_in_memory(self.model, "measuring head budgets, which head_budgets='even' leaves out,")
         if any(weight.is_inference() for weight in self.model.parameters()):
             raise DoflaError(
                 "the model was made within torch.inference_mode(), and no gradients pass through it: open it outside, "

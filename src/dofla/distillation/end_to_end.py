@@ -27,6 +27,7 @@ from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.directions import WINDOWS, measure_directions
+from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
@@ -112,7 +113,7 @@ def distill_end_to_end(
     Raises:
         DoflaError: not linearized, or trained end to end already; a number or name out of range; nothing to train;
             fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
-            other settings; a streamed model; another process that has ended; peft (for ``lora``) or accelerate (for
+            other settings; an offloaded model; another process that has ended; peft (for ``lora``) or accelerate (for
             several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
             another way.
     """
@@ -134,8 +135,7 @@ def distill_end_to_end(
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
     if isinstance(windows, TokenWindows) and student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
-    if handle.streamed:
-        raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
+    check_in_memory(student, "training")
     together = processes(sharding=True)
     if together.sharded and weights == "all":
         raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")

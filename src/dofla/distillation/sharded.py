@@ -15,7 +15,33 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.streaming.layers import layers_of, replaced
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of the model by name, in order; layers within layers are part of them."""
+    # Here and not above: it may be this very module of transformers that is being imported when dofla registers.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{x}.") for x in found):
+            found[name] = module
+    return found
+
+
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """Within the block modules have other forward functions."""
+    own = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, before in own.items():
+            del module.forward
+            if before is not None:  # accelerate's
+                module.forward = before
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def measure_head_budgets(
             called with (stage, done, total) after each pass.
 
     Raises:
-        DoflaError: as :func:`dofla.compress`; a model that predicts no tokens; a streamed one.
+        DoflaError: as :func:`dofla.compress`; a model that predicts no tokens, or is offloaded.
     """
     compressor = Compressor(
         model,

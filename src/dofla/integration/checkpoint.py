@@ -19,19 +19,19 @@ from dofla.integration.attaching import check_coders
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
+from dofla.integration.offload import check_in_memory
 from dofla.integration.packages import DEMO, packaged_name, packaged_path
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
-from dofla.integration.streaming import device_map
 from dofla.integration.student import Student, is_linearized
 from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plans.plan import Plan
 from dofla.storage.checksums import check_checksums
 from dofla.storage.files import new_folder, read_json, write_json
-from dofla.storage.processes import is_first, processes
+from dofla.storage.processes import is_first
 from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ def load(
             ``demo``, the bundled model, which is not compressed (:func:`dofla.demo`).
         base_model: folder or hub name of an adapter's base model, if it is not where the adapter says.
         trust_remote_code: allow the base model's repository to bring its own code.
-        **kwargs: for ``from_pretrained`` (``dtype``, ``device_map``, ...).
+        **kwargs: for ``from_pretrained`` (``dtype``; ``device_map`` and ``offload_folder`` for a model larger than
+            memory; ...).
 
     Raises:
         DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name; if an
@@ -201,11 +202,12 @@ def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
         ``student`` itself. :func:`dofla.softmax` still makes it its teacher, :func:`dofla.restore` the original.
 
     Raises:
-        DoflaError: not linearized; weights that were trained already; a file that is missing, damaged, or of another
-            model.
+        DoflaError: not linearized; weights that were trained already, or are offloaded; a file that is missing,
+            damaged, or of another model.
     """
     Student.of(student)
     refuse_trained(student)
+    check_in_memory(student, "adding trained weights")
     path = Path(path)
     path = path / LORA if path.is_dir() else path
     factors, _ = read_tensors(path)
@@ -244,6 +246,7 @@ def refuse_trained(model: PreTrainedModel) -> None:
 
 def _load_weights(model: PreTrainedModel, path: Path) -> None:
     refuse_trained(model)
+    check_in_memory(model, "adding trained weights")
     (tensors, _), weights = read_tensors(path), weights_of(model)
     _check_alike(tensors, weights, f"{path} is for another model")
     keep_original(model, weights)
@@ -275,7 +278,6 @@ def load_model(
     *,
     class_name: str | None = None,
     trust_remote_code: bool = False,
-    stream: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A model from a folder or the hub, in the class its config names; in eval mode.
@@ -284,14 +286,12 @@ def load_model(
         name: folder, or name on the hub.
         class_name: of the model in transformers, over the config's.
         trust_remote_code: allow the model's repository to bring its own code.
-        stream: leave the layers on disk, for models larger than memory (:mod:`dofla.integration.streaming`).
         **kwargs: for ``from_pretrained``.
 
     Raises:
         DoflaError: no such model, no such class, or a checkpoint that does not load.
     """
-    if not stream:
-        check_checksums(Path(name))
+    check_checksums(Path(name))
     # Without the safetensors flag transformers would fall back to pickled weights.
     kwargs = {"use_safetensors": True, **kwargs}
     # Tensors of another shape are let pass and named below; transformers says no more than that there are some.
@@ -300,10 +300,6 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         auto = class_of(config, class_name, trust_remote_code)
-        if stream:
-            with torch.device("meta"):
-                empty = getattr(auto, "from_config", auto)(config)
-            kwargs["device_map"] = device_map(empty, processes().home)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except DoflaError:
         raise

@@ -58,7 +58,7 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
         self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
-        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream, recipe.device)
+        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.device)
         self._windows: dict[str, TokenWindows] = {}
         self._profile: Profile | None = None
 
@@ -319,7 +319,7 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
 def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
     """All of a recipe but where it is computed and recorded; nor what is not given, which versions before may not have
     known."""
-    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream", "device")})
+    return _given({key: value for key, value in recipe.items() if key not in ("track", "device")})
 
 
 def _given(data: Any) -> Any:
