@@ -20,7 +20,6 @@ from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective, hidden_windows
-from dofla.distillation.sharded import sharded
 from dofla.distillation.steps import Batches
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
@@ -81,8 +80,7 @@ def distill_end_to_end(
 
     A run that fails leaves the student as it was. In several processes (``torchrun``, ``accelerate launch``) each takes
     its share of the batches of every step, and all end with the student that one process makes when it accumulates as
-    many times as much. The first writes and shows progress. Where accelerate is set up for FSDP (version 2), each holds
-    but its share of the layers' frozen weights on its device, and the student ends in host memory.
+    many times as much. The first writes and shows progress.
 
     Args:
         student: a linearized model.
@@ -114,8 +112,7 @@ def distill_end_to_end(
         DoflaError: not linearized, or trained end to end already; a number or name out of range; nothing to train;
             fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
             other settings; an offloaded model; another process that has ended; peft (for ``lora``) or accelerate (for
-            several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
-            another way.
+            several processes) not installed; accelerate set up to take weights apart (FSDP, DeepSpeed).
     """
     handle = Student.of(student)
     layers = handle.layers
@@ -136,16 +133,14 @@ def distill_end_to_end(
     if isinstance(windows, TokenWindows) and student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     check_in_memory(student, "training")
-    together = processes(sharding=True)
-    if together.sharded and weights == "all":
-        raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")
+    together = processes()
     batches = Batches(windows, batch_size, accumulate * together.count, seed, context)
     settings: dict[str, Any] = numbers | {"accumulate": batches.accumulate, "weights": weights}
     settings["learning_rates"] = rates
     settings |= {"schedule": schedule, "seed": seed, "window_dropout": window_dropout, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "context": context}
 
-    student.to("cpu" if together.sharded else together.home)  # type: ignore[arg-type] # transformers wraps it
+    student.to(together.home)  # type: ignore[arg-type] # transformers wraps it
     with (
         together.named(),
         torch.enable_grad(),
@@ -154,10 +149,7 @@ def distill_end_to_end(
         layers_made_again(student, gradient_checkpointing),
     ):
         torch.manual_seed(seed)
-        with (
-            trainable(handle, weights, lora_rank) as part,
-            sharded(student, together.home) if together.sharded else nullcontext(),
-        ):
+        with trainable(handle, weights, lora_rank) as part:
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
             descent = Descent(_groups(layers, part, rates), schedule, steps)
@@ -199,9 +191,9 @@ def _gradients(
     tokens, windows = sum(map(loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
     device = loss.student.device
     total = torch.zeros((), device=device)
-    for batch, counts in together.turns(step):
+    for batch in step[together.place :: together.count]:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows) * counts
+            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows)
         part.backward()
         total += part.detach()
     return together.total(total).item()

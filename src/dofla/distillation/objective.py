@@ -116,11 +116,7 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
 
 @contextmanager
 def hidden_windows(student: PreTrainedModel) -> Iterator[None]:
-    """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all.
-
-    Asks the model for its layers instead of a :class:`~dofla.integration.student.Student`: under FSDP the model runs
-    sharded copies of the layers that the handle knows.
-    """
+    """Within the block no token has exact scores: windows and sinks are hidden, and the features must carry all."""
     layers = [module for module in student.modules() if isinstance(module, LinearAttention)]
     try:
         for layer in layers:

@@ -40,7 +40,7 @@ def tracked(
         yield progress
         return
     accelerate = extra("accelerate", "track", "keeping losses elsewhere")
-    processes(sharding=True)  # joined in our way; accelerate lets only the first of them track
+    processes()  # joined in our way; accelerate lets only the first of them track
     try:
         accelerator = accelerate.Accelerator(log_with=list(trackers), project_dir=str(folder))
     except ValueError as error:

@@ -10,12 +10,11 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,13 +22,12 @@ from torch import Tensor, distributed, nn
 from dofla.errors import DoflaError
 from dofla.storage.extras import extra
 
-_FSDP_2, _REFUSED = "FSDP 2", ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+_REFUSED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 _TOGETHER = 2**23
 """Numbers that are summed in one exchange; a model's feature maps are many small tensors."""
 _GRACE = 10
 """Seconds before a process follows another, for the launcher to see which was the first: it ends all then."""
 _log = logging.getLogger(__name__)
-_Item = TypeVar("_Item")
 
 Gather = Callable[[Tensor], Tensor]
 """A tensor of this process → [n, ...], those of all processes with a share of a batch; gradients reach one's own."""
@@ -47,13 +45,11 @@ class Processes:
         count: of the processes.
         place: of this one, from 0.
         device: of this one; None where there is but one process, whose models stay where they are.
-        sharded: whether each is to hold but its share of frozen weights.
     """
 
     count: int = 1
     place: int = 0
     device: torch.device | None = None
-    sharded: bool = False
 
     @property
     def home(self) -> torch.device:
@@ -75,13 +71,6 @@ class Processes:
             return dict(batch), alone
         own = torch.arange(windows).tensor_split(holders)[self.place if self.place < holders else 0]
         return {name: data[own] for name, data in batch.items()}, partial(self._gathered, holders=holders)
-
-    def turns(self, items: Sequence[_Item]) -> Iterator[tuple[_Item, bool]]:
-        """This process's part of some items, and whether each counts. All get equally many, as each may take exchanges:
-        where none is left, the last comes once more and does not count."""
-        for first in range(0, len(items), self.count):
-            number = first + self.place
-            yield items[min(number, len(items) - 1)], number < len(items)
 
     def _gathered(self, own: Tensor, holders: int) -> Tensor:
         rows = [torch.empty_like(own) for _ in range(self.count)]
@@ -159,14 +148,11 @@ def number_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def processes(*, sharding: bool = False) -> Processes:
+def processes() -> Processes:
     """Processes that were started together with this one, joined on the first call.
 
-    Args:
-        sharding: whether the caller can train with frozen weights in pieces, which accelerate asks for by FSDP 2.
-
     Raises:
-        DoflaError: accelerate is not installed, or set up to take weights apart in a way that the caller cannot.
+        DoflaError: accelerate is not installed, or set up to take weights apart.
     """
     started, count = distributed.is_available() and distributed.is_initialized(), number_started()
     if count == 1:
@@ -177,30 +163,14 @@ def processes(*, sharding: bool = False) -> Processes:
     if accelerator.num_processes != count:
         seen = accelerator.num_processes
         raise DoflaError(f"accelerate sees {seen} of {count} processes: make no Accelerator before")
-    kind = _kind(accelerator)
-    if kind in _REFUSED or (kind == _FSDP_2 and not sharding):
+    if (kind := accelerator.distributed_type.value) in _REFUSED:
         raise DoflaError(
             f"accelerate is set up for {kind}, which takes weights apart that are trained or merged whole here: launch "
-            "data-parallel processes (examples/data_parallel.yaml), or, for end-to-end training alone, "
-            "FSDP 2 (examples/fsdp.yaml)"
-        )
-    if kind == _FSDP_2 and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
-        raise DoflaError(
-            "accelerate is set up to open models in the first process alone, but all keep the weights in host memory: "
-            "set fsdp_cpu_ram_efficient_loading to false (examples/fsdp.yaml)"
+            "data-parallel processes (examples/data_parallel.yaml)"
         )
     if not started:
         atexit.register(distributed.destroy_process_group)
-    return Processes(accelerator.num_processes, accelerator.process_index, accelerator.device, kind == _FSDP_2)
-
-
-def _kind(accelerator: Any) -> str:
-    """The kind of training in several processes that accelerate is set up for. On CPUs accelerate does not report FSDP,
-    but leaves in the environment that it was launched for it."""
-    kind = accelerator.distributed_type.value
-    if kind == "MULTI_CPU" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        return _FSDP_2 if os.environ.get("FSDP_VERSION") == "2" else "FSDP"
-    return _FSDP_2 if getattr(accelerator, "is_fsdp2", False) else kind
+    return Processes(accelerator.num_processes, accelerator.process_index, accelerator.device)
 
 
 def _exchange(operation: Callable, *tensors) -> None:
