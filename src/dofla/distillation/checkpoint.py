@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dofla.data import Images, TokenWindows
+from dofla.distillation.distributed import gather, make_alike
 from dofla.errors import DoflaError
 from dofla.storage.files import cannot_write, write_json
-from dofla.storage.processes import Processes, is_first
+from dofla.storage.rank import is_main_process
 from dofla.storage.tensors import read_tensors, write_tensors
 
 STATE, CURVES = "distill.safetensors", "losses.json"
@@ -32,7 +33,7 @@ class Checkpoint:
     """The resumable state of a run in ``folder``: trained parameters, optimizer moments and loss curve, with settings.
 
     ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
-    Of several processes the first writes, and all read.
+    Of several processes the main one writes, and all read.
 
     Args:
         folder: None to keep nothing, and find nothing.
@@ -64,9 +65,7 @@ class Checkpoint:
             digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
         self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
 
-    def resume(
-        self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], together: Processes
-    ) -> list[list[float]]:
+    def resume(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str]) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
         All processes then go on from the same parts.
 
@@ -74,8 +73,10 @@ class Checkpoint:
             DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
         """
         curve = self._load(parts, optimizer, columns)
-        together.check_same_files(len(curve), self.folder)
-        together.make_alike(tensor for _, tensor in _named_tensors(parts))
+        tensors = [tensor for _, tensor in _named_tensors(parts)]
+        if (gather(torch.tensor(len(curve), device=tensors[0].device)) != len(curve)).any():
+            raise DoflaError(f"not all processes see the same files in {self.folder}: choose another folder")
+        make_alike(tensors)
         return curve
 
     def _load(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str]) -> list[list[float]]:
@@ -129,7 +130,7 @@ class Checkpoint:
         curve: list[list[float]],
         columns: Sequence[str],
     ) -> None:
-        if not is_first():
+        if not is_main_process():
             return
         tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
         for key, tensor in _named_tensors(parts):

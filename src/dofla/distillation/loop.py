@@ -19,6 +19,7 @@ from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, groups_of
 from dofla.distillation.direct import DIRECT, next_token_gradients
+from dofla.distillation.distributed import add_gradients, to_device
 from dofla.distillation.history import History
 from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
@@ -32,7 +33,7 @@ from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
-from dofla.storage.processes import is_first, processes
+from dofla.storage.rank import is_main_process, world_size
 
 
 @unwraps_its_model
@@ -69,7 +70,8 @@ def distill(
     from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
 
     In several processes (``torchrun``, ``accelerate launch``) each takes its share of every batch, and all end with the
-    student that one process makes of batches that are as many times as large. The first writes and shows progress.
+    student that one process makes of batches that are as many times as large. The main process alone writes and shows
+    progress.
 
     Args:
         student: a linearized model; it is its own teacher.
@@ -102,7 +104,7 @@ def distill(
         DoflaError: not linearized; offloaded; unknown loss, schedule or parameter; ``direct`` for a model that predicts
             no next token; a number out of range; fewer windows than one step takes; a loss
             that is not finite, naming layer and step (nothing of that step is saved); a folder holding a run of other
-            settings; another process that has ended.
+            settings; a last batch with fewer windows than there are processes.
     """
     handle = Student.of(student)
     check_in_memory(student, "training")
@@ -114,8 +116,12 @@ def distill(
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
     context = context_of(handle, windows, context)
-    together = processes()
-    batches = Batches(windows, batch_size * together.count, accumulate, seed, context)
+    batches = Batches(windows, batch_size * world_size(), accumulate, seed, context)
+    if 0 < (left := len(windows) % batches.batch_size) < world_size():
+        raise DoflaError(
+            f"the last batch of an epoch has {left} of {len(windows)} windows, and there are {world_size()} processes: "
+            f"give {len(windows) - left}"
+        )
     steps = steps or epochs * batches.per_epoch
     rates = dict(learning_rates or {})
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
@@ -125,19 +131,18 @@ def distill(
     layers, columns = handle.layers, [DIRECT] if loss == DIRECT else list(handle.layers)
     descent = Descent(groups_of(layers, rates), schedule, steps)
     checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
-    if together.device is not None:
-        student.to(together.device)  # type: ignore[arg-type] # transformers wraps it
+    to_device(student)
 
     started = time.perf_counter()
-    with together.named(), evaluation_mode(student):
+    with evaluation_mode(student):
         if from_data:
             measure_directions(handle, windows.take(WINDOWS))
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
-        curve = checkpoint.resume(layers, descent.optimizer, columns, together)
+        curve = checkpoint.resume(layers, descent.optimizer, columns)
         for step in range(len(curve), steps):
             of_step = batches.of_step(step)
             if loss == DIRECT:
-                losses = next_token_gradients(student, layers, of_step, together)
+                losses = next_token_gradients(student, layers, of_step)
             else:
                 losses = layerwise_gradients(
                     student,
@@ -147,14 +152,13 @@ def distill(
                     rows=rows,
                     generator=partial(generator_of, seed, step),
                     own_inputs=step >= steps * (1 - own_inputs),
-                    processes=together,
                 )
             _check_finite(losses, step)
-            together.add_gradients(descent.parameters)
+            add_gradients(descent.parameters)
             descent.step(step)
             curve.append(list(losses.values()))
             checkpoint.keep(layers, descent.optimizer, curve, columns)
-            if callable(progress) and is_first():
+            if callable(progress) and is_main_process():
                 progress(len(curve), steps, losses)
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     handle.record.add_distillation(how, windows, "dofla.distill(student, tokens", settings)

@@ -31,7 +31,7 @@ from dofla.integration.trained import is_trained, keep_original, lora_of, weight
 from dofla.plans.plan import Plan
 from dofla.storage.checksums import check_checksums
 from dofla.storage.files import new_folder, read_json, write_json
-from dofla.storage.processes import is_first
+from dofla.storage.rank import is_main_process
 from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def base_of(model: PreTrainedModel) -> str:
 def warn_of_local_base(model: PreTrainedModel, adapter: str | Path) -> None:
     """Log a warning if others could not open the student's ``adapter``."""
     base = base_of(model)
-    if is_first() and not (hub_name(base) or packaged_name(packaged_path(base))):
+    if is_main_process() and not (hub_name(base) or packaged_name(packaged_path(base))):
         logger.warning(
             "others cannot open %s, whose base model is %s: "
             "dofla.note(%r, base_model='owner/name') names it as on the hub",

@@ -20,7 +20,7 @@ from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.storage.lock import locked
-from dofla.storage.processes import is_first
+from dofla.storage.rank import is_main_process
 
 RECIPE, RESULTS = "recipe.yaml", "results.json"
 
@@ -45,7 +45,7 @@ def run(
     """
     with locked(folder):
         workshop, results = _run(recipe, Path(folder), view or View(quiet=True))
-        if finish and is_first():
+        if finish and is_main_process():
             finish(workshop)
     return results
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 import dofla
 from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_head_budgets, tracked
+from dofla.distillation.distributed import wait
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.evaluation.samples import Prompt, beginnings
@@ -40,7 +41,6 @@ from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml, slug
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
 from dofla.storage.files import new_folder, read_json, replacing, write_json
-from dofla.storage.processes import processes
 
 logger = logging.getLogger(__name__)
 _MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
@@ -104,7 +104,7 @@ class Workshop:
             seconds = round(time.perf_counter() - started, 1)
             write_json(self.folder / _PROFILED, {"seconds": seconds}, sealed=True)
             measured.save(folder)  # last, for what is there counts as done
-        processes().wait()
+        wait()
         self._profile = self._profile or Profile.load(folder)
         return self._profile
 
@@ -132,7 +132,7 @@ class Workshop:
                     **options,
                 )
             measured.save(path)
-        processes().wait()
+        wait()
         return Curves.load(path)
 
     def head_budgets(self, spec: StudentSpec, size: int) -> HeadBudgets:
@@ -155,7 +155,7 @@ class Workshop:
                     progress=bar.stage,
                 )
             measured.save(path)
-        processes().wait()
+        wait()
         return HeadBudgets.load(path)
 
     def _few(self) -> TokenWindows:
@@ -225,7 +225,7 @@ class Workshop:
                 apply_adapter(self.model, home / END_TO_END / "adapter")
             else:
                 self._make(spec, seed, home)
-            processes().wait()
+            wait()
             yield self.model
         finally:
             restore(self.model)

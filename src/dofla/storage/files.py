@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dofla.errors import DoflaError
-from dofla.storage.processes import is_first
+from dofla.storage.rank import is_main_process
 
 SEAL = "sha256"
 """Field of JSON, and of the metadata of a safetensors file, that holds the digest of all the rest."""
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
     """A temporary folder of the same name that takes the place of ``folder`` when the block ends well, and vanishes
-    otherwise; and in any case in a process that is not the first of its launch.
+    otherwise; and in any case in a process other than the main one.
 
     Args:
         folder: to be made.
@@ -52,7 +52,7 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
             written.
     """
     folder = Path(folder)
-    if not is_first():
+    if not is_main_process():
         with tempfile.TemporaryDirectory() as nowhere:
             (Path(nowhere) / folder.name).mkdir()
             yield Path(nowhere) / folder.name
@@ -74,13 +74,13 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path of the same name that replaces ``path`` when the block ends well, and vanishes otherwise; and in
-    any case in a process that is not the first of its launch.
+    any case in a process other than the main one.
 
     Raises:
         DoflaError: if the system does not let it be written.
     """
     path = Path(path)
-    if not is_first():
+    if not is_main_process():
         with tempfile.TemporaryDirectory() as nowhere:
             yield Path(nowhere) / path.name
         return
