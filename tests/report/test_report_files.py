@@ -96,7 +96,7 @@ def test_what_is_missing_is_measured_once_more(copied, tmp_path):
     for path, text in before.items():
         old, new = json.loads(text), json.loads(path.read_text())
         for record in (old, new):  # times differ, the machine may
-            for name in ("speed", "machine", "sha256"):
+            for name in ("speed", "machine"):
                 record.pop(name, None)
         assert old == new
 
@@ -155,7 +155,6 @@ def test_students_that_are_not_looked_at_say_why(copied, tmp_path, monkeypatch):
 
 def test_maps_of_another_text_are_not_shown(copied):
     record = json.loads((copied / LOOK).read_text())
-    del record["sha256"]
     record["ids"] = record["ids"][:-8]
     (copied / LOOK).write_text(json.dumps(record))
     assert all(student["maps"] is None for student in run_data(read_run(copied))["students"])
@@ -217,7 +216,7 @@ def test_the_verbs_write_their_part(copied, tmp_path, capsys):
         (lambda run: (run / "recipe.yaml").unlink(), ["no run folder", "recipe.yaml"]),
         (lambda run: shutil.rmtree(run / "students"), ["no finished student"]),
         (lambda run: (run / "recipe.yaml").write_text("model: [x"), ["recipe.yaml", "cannot be read"]),
-        (lambda run: (run / LOOK).write_text((run / LOOK).read_text().replace("256", "257", 1)), [LOOK, "damaged"]),
+        (lambda run: (run / LOOK).write_text("{"), [LOOK]),
         (lambda run: (run / "students/dof-seed0/evaluation.json").write_text("{"), ["evaluation.json"]),
         (lambda run: (run / "students/dof-seed0/plan.json").unlink(), ["plan.json"]),
         (lambda run: (run / "students/dof-seed0/distill/losses.json").write_text("[]"), ["losses.json"]),

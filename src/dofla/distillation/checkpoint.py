@@ -141,7 +141,7 @@ class Checkpoint:
         metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
         write_tensors(folder / STATE, tensors, metadata)
         curves = {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
-        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves}, sealed=True)
+        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves})
 
 
 def _named_tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:

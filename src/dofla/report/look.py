@@ -79,11 +79,11 @@ def look_closer(run: RunRecord, workshop: Workshop, progress: Progress, *, speed
             before = None if record else _before(model, student, run, workshop.validation())
             apply_adapter(model, student.adapter)
             if not (run.folder / LOOK).exists():
-                write_json(run.folder / LOOK, _of_teacher(model, workshop, run, parts), sealed=True)
+                write_json(run.folder / LOOK, _of_teacher(model, workshop, run, parts))
             record = record or {"before": before, **_of_student(model, workshop, run, parts)}
             if speed:
                 parts(record, "speed", lambda: _timed(model, workshop.validation()))
-            write_json(student.folder / LOOK, record, sealed=True)
+            write_json(student.folder / LOOK, record)
     progress(len(students), len(students), "")
 
 

@@ -296,7 +296,7 @@ def frontier(
         if folder is not None:
             for size in {x.size for x in found.points} - set(found.kept):
                 shutil.rmtree(folder / ADAPTERS / str(size))
-            write_json(folder / FRONTIER, found.to_dict(), sealed=True)
+            write_json(folder / FRONTIER, found.to_dict())
     return found
 
 

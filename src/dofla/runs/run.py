@@ -68,7 +68,7 @@ def _run(recipe: Recipe, folder: Path, view: View) -> tuple[Workshop, dict[str, 
         if len(names) > 1:
             view.show(*student_row(rows[-1], names, recipe.seeds))
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
-    write_json(folder / RESULTS, results, sealed=True)
+    write_json(folder / RESULTS, results)
     view.show(*closing(results))
     return workshop, results
 
@@ -93,7 +93,7 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int, shows_samples
         if written:
             figures["samples"] = written
         note(workshop.adapter(spec, seed), figures=figures)
-        write_json(path, figures, sealed=True)
+        write_json(path, figures)
     return figures
 
 

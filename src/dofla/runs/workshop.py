@@ -102,7 +102,7 @@ class Workshop:
                     progress=bar.stage,
                 )
             seconds = round(time.perf_counter() - started, 1)
-            write_json(self.folder / _PROFILED, {"seconds": seconds}, sealed=True)
+            write_json(self.folder / _PROFILED, {"seconds": seconds})
             measured.save(folder)  # last, for what is there counts as done
         wait()
         self._profile = self._profile or Profile.load(folder)
@@ -274,7 +274,7 @@ class Workshop:
                 progress=progress,
                 **options,
             )
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
 
     def _train_end_to_end(self, spec: StudentSpec, seed: int, home: Path) -> None:
         options = vars(self.recipe.end_to_end)
@@ -282,7 +282,7 @@ class Workshop:
             history = distill_end_to_end(
                 self.model, self.training(), seed=seed, folder=home, progress=progress, **options
             )
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
 
     @contextmanager
     def _progress(self, label: str, home: Path) -> Iterator[Progress | bool]:

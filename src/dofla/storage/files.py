@@ -1,4 +1,4 @@
-"""Files that are whole or not there, written under a temporary name, then renamed; JSON that shows when it was damaged.
+"""Files that are whole or not there, written under a temporary name, then renamed.
 
 What a process that was killed leaves, ``.NAME.partial-PID``, is never read, and goes when NAME is written again or the
 folder is locked (:func:`dofla.storage.lock.locked`).
@@ -23,8 +23,6 @@ from typing import Any
 from dofla.errors import DoflaError
 from dofla.storage.rank import is_main_process
 
-SEAL = "sha256"
-"""Field of JSON, and of the metadata of a safetensors file, that holds the digest of all the rest."""
 _WAYS_OUT = {
     errno.ENOSPC: "make room, then start again",
     errno.EDQUOT: "make room, then start again",
@@ -157,24 +155,15 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def write_json(path: str | Path, data: Any, *, sealed: bool = False) -> None:
-    """Write ``data`` as JSON a person can read.
-
-    Args:
-        path: of the file.
-        data: an object, if it is to be sealed.
-        sealed: add the digest by which :func:`read_json` notices that something has changed: for files that nobody
-            is meant to edit.
-    """
-    text = _text(data)
+def write_json(path: str | Path, data: Any) -> None:
+    """Write ``data`` as JSON a person can read."""
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     with replacing(path) as partial:
-        whole = (_text(data | {SEAL: _digest(text)}) if sealed else text) + "\n"
-        partial.write_bytes(whole.encode("utf-8", "backslashreplace"))  # halves of characters, as JSON has them
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))  # halves of characters, as JSON has them
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON object; DoflaError naming the file if it is missing, is not ``what`` it should be, or has changed
-    since it was sealed."""
+    """Read a JSON object; DoflaError naming the file if it is missing, or is not ``what`` it should be."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -188,17 +177,13 @@ def read_json(path: str | Path, what: str) -> Any:
         raise DoflaError(f"{path} is not {what}: {error}") from error
     if not isinstance(data, dict):
         raise DoflaError(f"{path} is not {what}: expected a JSON object, got {type(data).__name__}")
-    seal = data.pop(SEAL, None)
-    if seal is not None and seal != _digest(_text(data)):
-        raise DoflaError(
-            f"{path} is damaged, or was edited ({SEAL} does not fit): make it again, or remove its {SEAL} to keep it"
-        )
     return data
 
 
-def _text(data: Any) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits; a second per gigabyte or so."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
