@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from dofla.attention import Coder
 from dofla.errors import DoflaError
 from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.cache import hand_over_cache
@@ -93,10 +92,3 @@ def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
         names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
         layers.append(replace(layer, name=next((name for name in names if name in modules), layer.name)))
     return replace(plan, layers=layers)
-
-
-def check_coders(model: nn.Module, where: str) -> None:
-    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it."""
-    for name, module in model.named_modules():
-        if isinstance(module, Coder) and (fault := module.fault()):
-            raise DoflaError(f"{where} is damaged ({name}: {fault}): make the student again, or fetch it again")

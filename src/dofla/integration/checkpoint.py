@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about
-from dofla.integration.attaching import check_coders
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card

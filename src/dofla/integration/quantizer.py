@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError
-from dofla.integration.attaching import SOFTMAX, attach, check_coders, renamed, softmax_implementation, switch_on
+from dofla.integration.attaching import SOFTMAX, attach, renamed, softmax_implementation, switch_on
 from dofla.integration.offload import keep_in_memory
 from dofla.integration.record import Record
 from dofla.plans.plan import Plan

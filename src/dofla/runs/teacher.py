@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -24,10 +24,6 @@ from dofla.runs.recipe import DataSpec
 from dofla.runs.view import View
 
 logger = logging.getLogger(__name__)
-
-
-class _Options(TypedDict, total=False):
-    dtype: torch.dtype
 
 
 def windows_of(
@@ -133,13 +129,17 @@ def _opened(
 def _placed(
     load: Callable[..., PreTrainedModel], dtype: str | None, device: str | None, offload: Path | None
 ) -> PreTrainedModel:
-    if offload is None:
-        place = device_of(device)
-        model = load(**_options(dtype, place))
-        return model if device is None else model.to(place)  # type: ignore[arg-type] # transformers wraps it
-    if device is not None:
+    if device is not None and offload is not None:
         raise DoflaError(f"device is {device!r}: with offload accelerate places the layers, so leave device out")
-    return load(device_map="auto", offload_folder=offload, **_options(dtype, device_of("auto")))
+    place = device_of("auto" if offload else device)
+    options: dict[str, Any] = {"device_map": "auto", "offload_folder": offload} if offload else {}
+    if dtype is not None:
+        options["dtype"] = dtype_of(dtype)
+    elif place.type == "cpu" and half_is_slow():
+        logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
+        options["dtype"] = torch.float32
+    model = load(**options)
+    return model if device is None else model.to(place)  # type: ignore[arg-type] # transformers wraps it
 
 
 def device_of(name: str | None) -> torch.device:
@@ -158,15 +158,6 @@ def device_of(name: str | None) -> torch.device:
     if name not in names:
         raise DoflaError(f"device {name!r} is not available: choose {', '.join(names)} or auto")
     return torch.device(name)
-
-
-def _options(dtype: str | None, device: torch.device) -> _Options:
-    if dtype is not None:
-        return {"dtype": dtype_of(dtype)}
-    if device.type == "cpu" and half_is_slow():
-        logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
-        return {"dtype": torch.float32}
-    return {}
 
 
 def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:

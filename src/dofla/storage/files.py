@@ -49,17 +49,14 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
         DoflaError: if ``folder`` holds something and is not to be ``replaced``, or the system does not let it be
             written.
     """
-    folder = Path(folder)
-    if not is_main_process():
-        with tempfile.TemporaryDirectory() as nowhere:
-            (Path(nowhere) / folder.name).mkdir()
-            yield Path(nowhere) / folder.name
-        return
-    if folder.exists() and not replaced and (not folder.is_dir() or any(folder.iterdir())):
+    folder, writes = Path(folder), is_main_process()
+    if writes and folder.exists() and not replaced and (not folder.is_dir() or any(folder.iterdir())):
         raise DoflaError(f"{folder} exists already: choose another output folder or remove it")
     with _temporary(folder, parents=True) as partial:
         (partial / folder.name).mkdir()
         yield partial / folder.name
+        if not writes:
+            return
         _to_disk(partial)
         if replaced and folder.exists():
             folder.rename(partial / f"{folder.name}.before")
@@ -78,12 +75,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         DoflaError: if the system does not let it be written.
     """
     path = Path(path)
-    if not is_main_process():
-        with tempfile.TemporaryDirectory() as nowhere:
-            yield Path(nowhere) / path.name
-        return
     with _temporary(path) as partial:
         yield partial / path.name
+        if not is_main_process():
+            return
         _to_disk(partial)
         (partial / path.name).replace(path)
     logger.debug("wrote %s", path)
@@ -92,7 +87,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, parents: bool = False) -> Iterator[Path]:
     """A folder beside ``path`` for the time of the block, since libraries put temporary files of their own beside what
-    they write; what the disk refuses becomes one line about ``path``."""
+    they write; what the disk refuses becomes one line about ``path``. Processes other than the main one get a folder
+    elsewhere."""
+    if not is_main_process():
+        with tempfile.TemporaryDirectory() as elsewhere:
+            yield Path(elsewhere)
+        return
     if not path.name:
         raise DoflaError(f"cannot write {str(path)!r}: give a name")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")

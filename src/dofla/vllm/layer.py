@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from dofla.attention.coding.coder import check_coders
 from dofla.feature_maps.layer import LinearAttention
 from dofla.feature_maps.pages import read_pages
 from dofla.plans.plan import LayerPlan
@@ -74,9 +75,10 @@ class CompressedAttention(nn.Module, MambaBase):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the layer's constants from a checkpoint; all of them must be there."""
+        """Take the layer's constants from a checkpoint; all of them must be there, and valid."""
         found = dict(weights)
         self.linear.load_state_dict(found)
+        check_coders(self.linear, f"{self.prefix} of the checkpoint")
         return {f"linear.{name}" for name in found}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from dofla.attention.coding.levels import distortion
 from dofla.attention.constants import MOST_BITS
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.rows import Rows
+from dofla.errors import DoflaError
 
 _SUM = (2**24 - 1) / 127
 """The largest sum of absolute values of a row of the rotation: products with seven-bit integers then add up exactly."""
@@ -264,6 +265,13 @@ class Coder(nn.Module):
             last = first + len(list(run))
             yield slice(first, last), bits
             first = last
+
+
+def check_coders(model: nn.Module, where: str) -> None:
+    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it."""
+    for name, module in model.named_modules():
+        if isinstance(module, Coder) and (fault := module.fault()):
+            raise DoflaError(f"{where} is damaged ({name}: {fault}): make the student again, or fetch it again")
 
 
 def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers], tier: int) -> list[tuple[Tensor, Tensor]]:
