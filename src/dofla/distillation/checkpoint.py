@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ Parts = Mapping[str, nn.Module | nn.Parameter]
 
 class Checkpoint:
     """The resumable state of a run in ``folder``: trained parameters, optimizer moments and loss curve, with settings.
-
-    ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
     Of several processes the main one writes, and all read.
 
     Args:
@@ -40,6 +38,9 @@ class Checkpoint:
         settings: of the run, and whatever else it must have in common with one that goes on with it.
         windows: that it trains on.
         every: steps between two states.
+        parts: by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+        optimizer: of the parameters.
+        columns: of the loss curve: the layers, or the one loss of all.
 
     Attributes:
         earlier: seconds that the training took in processes that were broken off.
@@ -51,8 +52,12 @@ class Checkpoint:
         settings: dict[str, Any],
         windows: TokenWindows | Images,
         every: int,
+        parts: Parts,
+        optimizer: Optimizer,
+        columns: Sequence[str],
     ) -> None:
         self.folder, self.every = None if folder is None else Path(folder), every
+        self.parts, self.optimizer, self.columns = parts, optimizer, columns
         self.earlier, self._started = 0.0, time.perf_counter()
         if self.folder is None:
             return
@@ -65,27 +70,25 @@ class Checkpoint:
             digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
         self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
 
-    def resume(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str]) -> list[list[float]]:
+    def resume(self) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
         All processes then go on from the same parts.
 
         Raises:
             DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
         """
-        curve = self._load(parts, optimizer, columns)
-        tensors = [tensor for _, tensor in _named_tensors(parts)]
+        curve: list[list[float]] = []
+        if self.folder is not None and (self.folder / STATE).exists():
+            curve = self._load(self.folder / STATE)
+        elif self.folder is not None:
+            self._save(self.folder, curve)
+        tensors = list(self._tensors().values())
         if (gather(torch.tensor(len(curve), device=tensors[0].device)) != len(curve)).any():
             raise DoflaError(f"not all processes see the same files in {self.folder}: choose another folder")
         make_alike(tensors)
         return curve
 
-    def _load(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str]) -> list[list[float]]:
-        if self.folder is None:
-            return []
-        path = self.folder / STATE
-        if not path.exists():
-            self._save(self.folder, parts, optimizer, [], columns)
-            return []
+    def _load(self, path: Path) -> list[list[float]]:
         tensors, metadata = read_tensors(path, "remove it to start over")
         try:
             found, self.earlier = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
@@ -96,13 +99,11 @@ class Checkpoint:
                 raise DoflaError(
                     f"{path} belongs to a run with another {key}: remove it to start over, or choose another folder"
                 )
-        curve = tensors.get("curve", torch.empty(0, 0))
-        wanted = dict(_named_tensors(parts))
+        curve, wanted = tensors.get("curve", torch.empty(0, 0)), self._tensors()
+        parameters = _parameters(wanted)
         shapes = {name: tensor.shape for name, tensor in wanted.items()}
-        for name, tensor in wanted.items():
-            if isinstance(tensor, nn.Parameter):
-                shapes |= {f"{name}:{key}": tensor.shape for key in _MOMENTS}
-        shapes["curve"] = torch.Size([len(curve), len(columns)] if len(curve) else [0])
+        shapes |= {f"{name}:{key}": parameter.shape for name, parameter in parameters.items() for key in _MOMENTS}
+        shapes["curve"] = torch.Size([len(curve), len(self.columns)] if len(curve) else [0])
         for name, shape in shapes.items():
             if name not in tensors or tensors[name].shape != shape:
                 what = f"{name} is missing, or not {list(shape)}"
@@ -110,44 +111,38 @@ class Checkpoint:
         with torch.no_grad():
             for name, tensor in wanted.items():
                 tensor.copy_(tensors[name])
-                if isinstance(tensor, nn.Parameter):
-                    moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
-                    optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
+        for name, parameter in parameters.items():
+            moments = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in _MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(len(curve))), **moments}
         logger.info("%s: going on after %d steps", path, len(curve))
         return curve.tolist()
 
-    def keep(self, parts: Parts, optimizer: Optimizer, curve: list[list[float]], columns: Sequence[str]) -> None:
-        """Every so many steps, and after the last, replace the state file and the readable curves, whose ``columns``
-        are the layers or the one loss of all."""
+    def keep(self, curve: list[list[float]]) -> None:
+        """Every so many steps, and after the last, replace the state file and the readable curves."""
         if self.folder is not None and (len(curve) % self.every == 0 or len(curve) == self.settings["steps"]):
-            self._save(self.folder, parts, optimizer, curve, columns)
+            self._save(self.folder, curve)
 
-    def _save(
-        self,
-        folder: Path,
-        parts: Parts,
-        optimizer: Optimizer,
-        curve: list[list[float]],
-        columns: Sequence[str],
-    ) -> None:
+    def _save(self, folder: Path, curve: list[list[float]]) -> None:
         if not is_main_process():
             return
-        tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
-        for key, tensor in _named_tensors(parts):
-            tensors[key] = tensor
-            for moment in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
-                tensors[f"{key}:{moment}"] = optimizer.state[tensor].get(moment, torch.zeros_like(tensor))
+        tensors = self._tensors()
+        for name, parameter in _parameters(tensors).items():
+            for key in _MOMENTS:
+                tensors[f"{name}:{key}"] = self.optimizer.state[parameter].get(key, torch.zeros_like(parameter))
         seconds = self.earlier + time.perf_counter() - self._started
         metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
-        write_tensors(folder / STATE, tensors, metadata)
-        curves = {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
+        write_tensors(folder / STATE, tensors | {"curve": torch.tensor(curve, dtype=torch.float64)}, metadata)
+        curves = {name: [losses[n] for losses in curve] for n, name in enumerate(self.columns)}
         write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves})
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that is kept of the parts as they are now, by name."""
+        found: dict[str, Tensor] = {}
+        for name, part in self.parts.items():
+            own = part.state_dict(keep_vars=True) if isinstance(part, nn.Module) else {"": part}
+            found |= {f"{name}.{key}".rstrip("."): tensor for key, tensor in own.items()}
+        return found
 
-def _named_tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            for key, tensor in part.state_dict(keep_vars=True).items():
-                yield f"{name}.{key}", tensor
-        else:
-            yield name, part
+
+def _parameters(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}

@@ -153,11 +153,12 @@ def distill_end_to_end(
             settings["loss"] = loss.name
             descent = Descent(_groups(layers, part, rates), schedule, steps)
             identity = settings | {"plan": handle.plan.to_dict()["layers"]}
-            checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
+            run = (folder, identity, windows, checkpoint_every)
+            checkpoint = Checkpoint(*run, parts, descent.optimizer, [loss.name])
             started = time.perf_counter()
             measure_directions(handle, windows.take(WINDOWS))
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
-            curve = checkpoint.resume(parts, descent.optimizer, [loss.name])
+            curve = checkpoint.resume()
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
                 hide = torch.rand(()).item() < window_dropout
@@ -170,7 +171,7 @@ def distill_end_to_end(
                 torch.nn.utils.clip_grad_norm_(descent.parameters, _LONGEST_GRADIENT)
                 descent.step(step)
                 curve.append([value])
-                checkpoint.keep(parts, descent.optimizer, curve, [loss.name])
+                checkpoint.keep(curve)
                 if callable(progress) and is_main_process():
                     progress(len(curve), steps, {loss.name: value})
             seconds = time.perf_counter() - started + checkpoint.earlier

@@ -130,7 +130,7 @@ def distill(
     identity = settings | {"plan": handle.plan.to_dict()["layers"]}
     layers, columns = handle.layers, [DIRECT] if loss == DIRECT else list(handle.layers)
     descent = Descent(groups_of(layers, rates), schedule, steps)
-    checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
+    checkpoint = Checkpoint(folder, identity, windows, checkpoint_every, layers, descent.optimizer, columns)
     to_device(student)
 
     started = time.perf_counter()
@@ -138,7 +138,7 @@ def distill(
         if from_data:
             measure_directions(handle, windows.take(WINDOWS))
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
-        curve = checkpoint.resume(layers, descent.optimizer, columns)
+        curve = checkpoint.resume()
         for step in range(len(curve), steps):
             of_step = batches.of_step(step)
             if loss == DIRECT:
@@ -157,7 +157,7 @@ def distill(
             add_gradients(descent.parameters)
             descent.step(step)
             curve.append(list(losses.values()))
-            checkpoint.keep(layers, descent.optimizer, curve, columns)
+            checkpoint.keep(curve)
             if callable(progress) and is_main_process():
                 progress(len(curve), steps, losses)
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
