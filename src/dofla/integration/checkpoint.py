@@ -178,7 +178,7 @@ def load_any(
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    """What an adapter is of; DoflaError naming a file of it that has changed since it was written."""
+    """The description of an adapter; DoflaError naming a file of it that has changed since it was written."""
     adapter = read_json(folder / ADAPTER, "a dofla adapter")
     digests = adapter.get("sha256")
     if not isinstance(digests, dict):
