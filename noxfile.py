@@ -37,8 +37,8 @@ QUICK_AND_SLOW = ["-m", "not long"]
 TEST_TOOLS = ["hypothesis", "psutil", "pytest"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]
 OF_LOWEST = [
-    *("tests/integration/test_platform.py", "tests/integration/test_everyday_use.py", "tests/integration/streaming"),
-    *("tests/integration/test_generation.py", "tests/distillation/test_end_to_end.py"),
+    *(f"tests/integration/test_{name}.py" for name in ("platform", "everyday_use", "offload", "generation")),
+    "tests/distillation/test_end_to_end.py",
 ]
 """What calls most of the other libraries."""
 ORDERS = {

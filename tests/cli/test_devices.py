@@ -44,8 +44,6 @@ def test_a_model_goes_to_its_device(monkeypatch):
     monkeypatch.setattr("dofla.runs.teacher.device_of", lambda name: torch.device(name or "cpu"))
     assert load_teacher("demo")[0].device.type == "cpu"
     assert load_teacher("demo", device="meta")[0].device.type == "meta"
-    with pytest.raises(dofla.DoflaError, match="a streamed model places its layers itself"):
-        load_teacher("demo", stream=True, device="cpu")
 
 
 def test_a_run_goes_on_with_another_device(tmp_path):

@@ -63,7 +63,7 @@ def test_no_bar_where_there_is_no_terminal():
 
 
 def test_only_the_first_process_shows_one(monkeypatch):
-    monkeypatch.setattr("dofla.display.progress.is_first", lambda: False)
+    monkeypatch.setattr("dofla.display.progress.is_main_process", lambda: False)
     assert seen_of(outer) == ""
 
 

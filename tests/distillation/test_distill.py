@@ -225,9 +225,9 @@ def test_batches_of_a_step_count_by_their_windows(tiny):
 def test_rows_are_drawn_anew_for_each_step(tiny, monkeypatch):
     drawn = []
 
-    def spy(teacher, call, layer, rows, gather):
+    def spy(teacher, call, layer, rows):
         drawn.append((call.name, rows))
-        return LOSSES["softmax"](teacher, call, layer, rows, gather)
+        return LOSSES["softmax"](teacher, call, layer, rows)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
     distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=60, rows=5)

@@ -108,18 +108,6 @@ def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
 
 
 @torch.no_grad()
-def test_constants_may_stay_on_disk(tmp_path):
-    student, ids = compressed(teacher("llama")), tokens(1, 60)
-    student.save_pretrained(tmp_path / "student")
-    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    options = {"device_map": places, "offload_folder": tmp_path / "offloaded", "offload_buffers": True}
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **options)
-    assert any(x.is_meta for x in opened.buffers())
-    assert torch.equal(opened(ids).logits, student(ids).logits)
-
-
-@torch.no_grad()
 def test_a_saved_prompt_goes_on(model, tmp_path):
     student, document = compressed(model), tokens(1, 100)
     dofla.save_state(dofla.read_prompt(student, document, chunk=17), document, tmp_path / "state", student)

@@ -202,23 +202,6 @@ def test_a_student_opens_on_a_device_map(tmp_path):
             assert_close(opened(ids).logits.cpu(), model(ids.cpu()).logits, **LOGITS)
 
 
-def test_layers_of_a_student_can_wait_on_disk(tmp_path):
-    pytest.importorskip("accelerate", reason="transformers needs it for device maps")
-    model, ids = student("llama", "ragged"), tokens(2, 9)
-    model.save_pretrained(tmp_path / "student")
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    options = {"device_map": places, "offload_folder": tmp_path / "offload"}
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", **options)
-    assert all(p.is_meta for name, p in opened.named_parameters() if "layers.1" in name)
-    with torch.no_grad():
-        assert_close(opened(ids).logits, model(ids).logits, **LOGITS)
-    assert_close(opened.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
-    found, expected = (dofla.evaluate(x, ids).layers for x in (opened, model))
-    assert found["model.layers.1.self_attn"].kl == pytest.approx(expected["model.layers.1.self_attn"].kl, rel=1e-4)
-    assert all(p.is_meta for name, p in opened.named_parameters() if "layers.1" in name)
-
-
 def test_a_lora_of_a_student_opens_beside_it_again(tmp_path):
     peft = pytest.importorskip("peft", reason="adapters of weights are its")
     own_student("llama", "ragged").save_pretrained(tmp_path / "student")

@@ -21,7 +21,7 @@ from dofla.integration.checkpoint import feature_map_tensors
 from dofla.integration.student import Student, is_linearized
 from dofla.runs.teacher import open_model
 
-CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "checksums.json", "README.md"}
+CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 ADAPTER = {"dofla_adapter.json", "feature_maps.safetensors", "plan.json", "record.json", "README.md"}
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-SEAL = "sha256"
 NUMBERS = st.one_of(st.integers(-3, 70), st.sampled_from([2**31, 2**64, -(2**63), 10**30]), st.floats())
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8)),
@@ -25,16 +24,10 @@ OTHERS = st.one_of(
 
 @dataclass(frozen=True)
 class Damage:
-    """What a file has become.
-
-    Attributes:
-        content: None if it is gone.
-        unsealed: someone has taken its digest away, so that nobody can know it was damaged.
-    """
+    """What a file has become; its content is None if it is gone."""
 
     what: str
     content: bytes | None
-    unsealed: bool = False
 
 
 @st.composite
@@ -56,17 +49,14 @@ def damages(draw: st.DrawFn, name: str, content: bytes) -> Damage:
         return Damage(kind, content[:place] + draw(st.binary(min_size=1, max_size=8)) + content[place:])
     if kind == "gone":
         return Damage(kind, None)
-    other = draw(OTHERS)
-    return Damage(kind, other, unsealed=other.startswith(b"{"))
+    return Damage(kind, draw(OTHERS))
 
 
 @st.composite
 def _fields(draw: st.DrawFn, name: str, content: bytes) -> Damage:
-    """One field changed, taken away or given another name; perhaps without the digest."""
+    """One field changed, taken away or given another name."""
     document, rest = _opened(name, content)
     before = copy.deepcopy(document)
-    holders = [document, document.get("__metadata__", {})] if isinstance(document, dict) else []
-    unsealed = draw(st.booleans()) and any(holder.pop(SEAL, None) is not None for holder in holders)
     place = document
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))
@@ -82,7 +72,7 @@ def _fields(draw: st.DrawFn, name: str, content: bytes) -> Damage:
         place[key] = value
     elif how == "rename" and isinstance(place, dict):
         place[draw(st.text(max_size=6))] = value
-    return Damage(f"{how} {key!r} of {before!r:.60}", _closed(name, document, rest), unsealed)
+    return Damage(f"{how} {key!r} of {before!r:.60}", _closed(name, document, rest))
 
 
 def _opened(name: str, content: bytes) -> tuple[Any, bytes]:

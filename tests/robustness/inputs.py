@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import dofla
 from dofla.distillation import distill
-from dofla.integration.checkpoint import LORA, WEIGHTS, feature_map_tensors
+from dofla.integration.checkpoint import ADAPTER, LORA, WEIGHTS, feature_map_tensors
 from dofla.integration.record import RECORD
 from dofla.integration.student import Student
 from dofla.plans.curves import Curves
@@ -106,30 +106,33 @@ class Reader:
 
     Attributes:
         read: of the folder with all inputs; returns what was found, to be compared.
-        sealed: files of which every change is noticed that changes what is found.
-        open: other files.
-        spare: those of the sealed without which it is read as well.
+        files: that it reads.
+        checked: those of them of which every change is noticed that changes what is found.
     """
 
     read: Callable[[Path], Any]
-    sealed: tuple[str, ...] = ()
-    open: tuple[str, ...] = ()
-    spare: tuple[str, ...] = ()
+    files: tuple[str, ...]
+    checked: tuple[str, ...] = ()
 
 
 def _numbers(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def _student(name: str) -> Callable[[Path], Any]:
-    def read(folder: Path) -> Any:
-        model = dofla.load(folder / name)
-        with torch.no_grad():
-            logits = model(input_ids=torch.arange(1, 9).unsqueeze(0)).logits
-        plan, record = Student.of(model).plan.to_dict()["layers"], Student.of(model).record.to_dict()
-        return plan, record, _numbers(feature_map_tensors(model)), logits.tolist()
+def _student(folder: Path) -> Any:
+    model = dofla.load(folder)
+    plan, record = Student.of(model).plan.to_dict()["layers"], Student.of(model).record.to_dict()
+    return model, plan, record, _numbers(feature_map_tensors(model))
 
-    return read
+
+def _standalone(folder: Path) -> Any:
+    return _student(folder / "standalone")[1:]
+
+
+def _adapter(folder: Path) -> Any:
+    model, plan, _, maps = _student(folder / "adapter")
+    with torch.no_grad():
+        return plan, maps, model(input_ids=torch.arange(1, 9).unsqueeze(0)).logits.tolist()
 
 
 def _teacher(folder: Path) -> None:
@@ -207,42 +210,30 @@ def _tokenizer(folder: Path) -> Any:
     return load_tokenizer(folder / "model")("w1 w2", return_tensors="pt")["input_ids"]
 
 
+ADAPTERS = tuple(f"adapter/{name}" for name in (WEIGHTS, LORA, "plan.json"))
 READERS: dict[str, Reader] = {
-    "recipe": Reader(lambda folder: Recipe.load(folder / "recipe.yaml").to_dict(), open=("recipe.yaml",)),
-    "plan": Reader(lambda folder: Plan.load(folder / "plan.json").to_dict(), open=("plan.json",)),
-    "profile": Reader(_profile, sealed=("profile/profile.json", "profile/spectra.safetensors")),
-    "curves": Reader(_curves, sealed=("curves.json",)),
-    "head_budgets": Reader(
-        lambda folder: HeadBudgets.load(folder / "head-budgets.json"), sealed=("head-budgets.json",)
-    ),
-    "adapter": Reader(
-        _student("adapter"),
-        sealed=tuple(f"adapter/{name}" for name in (WEIGHTS, LORA, "plan.json", RECORD)),
-        open=("adapter/dofla_adapter.json",),
-        spare=(f"adapter/{LORA}", f"adapter/{RECORD}"),
-    ),
-    "standalone": Reader(
-        _student("standalone"),
-        sealed=("standalone/model.safetensors", "standalone/config.json"),
-        open=("standalone/checksums.json",),
-    ),
-    "teacher": Reader(_teacher, open=("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
-    "prompt state": Reader(_prompt_state, sealed=("document.safetensors",)),
-    "distillation": Reader(_distillation, sealed=("distilled/distill.safetensors",)),
-    "end-to-end distillation": Reader(
-        _end_to_end, sealed=("finished/distill.safetensors",), spare=("finished/distill.safetensors",)
-    ),
-    "figures": Reader(_figures, open=("figures.json",)),
+    "recipe": Reader(lambda folder: Recipe.load(folder / "recipe.yaml").to_dict(), ("recipe.yaml",)),
+    "plan": Reader(lambda folder: Plan.load(folder / "plan.json").to_dict(), ("plan.json",)),
+    "profile": Reader(_profile, ("profile/profile.json", "profile/spectra.safetensors")),
+    "curves": Reader(_curves, ("curves.json",)),
+    "head_budgets": Reader(lambda folder: HeadBudgets.load(folder / "head-budgets.json"), ("head-budgets.json",)),
+    "adapter": Reader(_adapter, (*ADAPTERS, f"adapter/{ADAPTER}", f"adapter/{RECORD}"), checked=ADAPTERS),
+    "standalone": Reader(_standalone, ("standalone/model.safetensors", "standalone/config.json")),
+    "teacher": Reader(_teacher, ("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
+    "prompt state": Reader(_prompt_state, ("document.safetensors",)),
+    "distillation": Reader(_distillation, ("distilled/distill.safetensors",)),
+    "end-to-end distillation": Reader(_end_to_end, ("finished/distill.safetensors",)),
+    "figures": Reader(_figures, ("figures.json",)),
     "report": Reader(
         _report,
         sealed=("run/students/even-seed0/evaluation.json",),
         open=("run/recipe.yaml", "run/run.json", "run/students/even-seed0/plan.json"),
     ),
-    "text": Reader(_text("text.txt"), open=("text.txt",)),
-    "gzipped text": Reader(_text("text.txt.gz"), open=("text.txt.gz",)),
-    "JSON lines": Reader(_text("text.jsonl"), open=("text.jsonl",)),
-    "Parquet": Reader(_text("text.parquet"), open=("text.parquet",)),
-    "tokens": Reader(_text("tokens.safetensors"), open=("tokens.safetensors",)),
-    "task": Reader(_task, open=("quiz.jsonl",)),
-    "tokenizer": Reader(_tokenizer, open=("model/tokenizer.json",)),
+    "text": Reader(_text("text.txt"), ("text.txt",)),
+    "gzipped text": Reader(_text("text.txt.gz"), ("text.txt.gz",)),
+    "JSON lines": Reader(_text("text.jsonl"), ("text.jsonl",)),
+    "Parquet": Reader(_text("text.parquet"), ("text.parquet",)),
+    "tokens": Reader(_text("tokens.safetensors"), ("tokens.safetensors",)),
+    "task": Reader(_task, ("quiz.jsonl",)),
+    "tokenizer": Reader(_tokenizer, ("model/tokenizer.json",)),
 }

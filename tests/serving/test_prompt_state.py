@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 import dofla
 from dofla.integration.cache import cache_bytes
+from dofla.storage.tensors import read_tensors, write_tensors
 
 SIZES = {
     "alike": {"features": [3, 5], "window": 3, "sinks": 2},
@@ -86,6 +87,28 @@ def test_a_state_of_another_plan_or_a_damaged_one_is_refused_by_name(student, ti
         dofla.load_state(path, student)
     with pytest.raises(dofla.DoflaError, match="does not exist"):
         dofla.load_state(tmp_path / "missing", student)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("input_ids"), "it holds no tokens"),
+        (lambda t: t.update(input_ids=t["input_ids"].float()), "it holds no tokens"),
+        (lambda t: t.update(input_ids=t["input_ids"] + 10**6), "knows 0 to"),
+        (lambda t: t.update(input_ids=t["input_ids"].repeat(2, 1)), "has another form"),
+        (lambda t: t.pop("1.0.features.mean"), "1.0.features.mean has another form"),
+        (lambda t: t.update({"1.0.features.mean": t["1.0.features.mean"].half()}), "1.0.features.mean has another"),
+        (lambda t: t.update({"1.0.features.mean": t["1.0.features.mean"].mT}), "1.0.features.mean has another form"),
+    ],
+)
+def test_a_state_of_another_form_is_refused(student, tmp_path, change, words):
+    document, path = torch.arange(1, 11).unsqueeze(0), tmp_path / "document.safetensors"
+    dofla.save_state(dofla.read_prompt(student, document), document, path, student)
+    tensors, metadata = read_tensors(path, finite=False)
+    change(tensors)
+    write_tensors(path, tensors, metadata)
+    with pytest.raises(dofla.DoflaError, match=rf"document\.safetensors is damaged.*{words}"):
+        dofla.load_state(path, student)
 
 
 def test_a_state_of_an_earlier_version_is_refused(student, tmp_path, monkeypatch):

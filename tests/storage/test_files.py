@@ -155,23 +155,8 @@ def test_reading_a_folder_or_below_a_file_is_one_line(tmp_path):
         read_json(tmp_path / "file" / "plan.json", "a plan")
 
 
-def test_sealed_json_is_read_as_it_was_and_every_change_is_noticed(tmp_path):
-    path, data = tmp_path / "a.json", {"a": [0.1, 1e-9, None], "b": {"c": "ä", "3": 4}}
-    write_json(path, data, sealed=True)
-    assert read_json(path, "numbers") == data
-    text = path.read_text()
-    for old, new in (("0.1", "0.2"), ('"c"', '"d"'), ("ä", "ö"), ("null", "true"), ("1e-09", "1e-08")):
-        path.write_text(text.replace(old, new))
-        with pytest.raises(
-            DoflaError, match=r"a\.json is damaged, or was edited .*: make it again, or remove its sha256"
-        ):
-            read_json(path, "numbers")
-    path.write_text(json.dumps({"a": 1}))
-    assert read_json(path, "numbers") == {"a": 1}
-
-
-def test_keys_and_numbers_that_json_writes_otherwise_are_no_damage(tmp_path):
-    write_json(tmp_path / "a.json", {1: (1, 2), "x": float("inf"), "y": "\udcff"}, sealed=True)
+def test_keys_and_numbers_that_json_writes_otherwise_are_read(tmp_path):
+    write_json(tmp_path / "a.json", {1: (1, 2), "x": float("inf"), "y": "\udcff"})
     assert read_json(tmp_path / "a.json", "numbers") == {"1": [1, 2], "x": float("inf"), "y": "\udcff"}
 
 

@@ -1,4 +1,4 @@
-"""safetensors files with a digest of what is in them."""
+"""safetensors files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from dofla.errors import DoflaError
 from dofla.storage.tensors import read_tensors, write_tensors
@@ -23,9 +22,8 @@ SHAPES = [(), (0,), (1,), (3,), (2, 3), (0, 4), (2, 1, 2)]
 def test_what_was_written_is_read(tmp_path_factory, kinds, metadata):
     path = tmp_path_factory.mktemp("tensors") / "a.safetensors"
     tensors = {name: (torch.rand(shape) * 3).to(dtype) for name, (dtype, shape) in kinds.items() if "__" not in name}
-    metadata.pop("sha256", None)
     write_tensors(path, tensors, metadata)
-    found, words = read_tensors(path, sealed=True)
+    found, words = read_tensors(path)
     assert words == metadata
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -41,43 +39,13 @@ def test_parameters_and_transposed_tensors_are_written_as_they_look(tmp_path):
     assert torch.equal(found["b"], weight.T)
 
 
-@pytest.fixture
-def path(tmp_path):
-    write_tensors(tmp_path / "a.safetensors", {"a": torch.arange(4.0), "b": torch.ones(2)}, {"of": "x"})
-    return tmp_path / "a.safetensors"
-
-
-def rewrite(path, change):
-    tensors, metadata = read_tensors(path)
-    seal = path.read_bytes().partition(b'"sha256":"')[2][:64].decode()
-    change(tensors, metadata)
-    save_file(tensors, path, metadata=metadata | {"sha256": seal})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensors, metadata: tensors["a"][0].add_(1),
-        lambda tensors, metadata: tensors.pop("b"),
-        lambda tensors, metadata: tensors.update(c=tensors.pop("b")),
-        lambda tensors, metadata: tensors.update(a=tensors["a"].view(2, 2)),
-        lambda tensors, metadata: tensors.update(a=tensors["a"].view(torch.int32)),
-        lambda tensors, metadata: metadata.update({"of": "y"}),
-        lambda tensors, metadata: metadata.clear(),
-    ],
-    ids=["number", "missing", "name", "shape", "dtype", "metadata", "no metadata"],
-)
-def test_any_change_is_noticed(path, change):
-    rewrite(path, change)
-    with pytest.raises(DoflaError, match=r"a\.safetensors is damaged \(sha256 does not fit\): make it again"):
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_a_file_that_is_cut_is_refused(tmp_path, size):
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.arange(40.0)}, {"of": "x"})
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DoflaError, match=r"a\.safetensors is damaged \(.*\): make it again"):
         read_tensors(path, "make it again")
-
-
-def test_a_file_without_digest_is_read_unless_one_is_asked_for(tmp_path):
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    assert read_tensors(tmp_path / "a.safetensors")[1] == {}
-    with pytest.raises(DoflaError, match="sha256 does not fit"):
-        read_tensors(tmp_path / "a.safetensors", sealed=True)
 
 
 def test_numbers_that_are_not_finite_are_refused_unless_they_are_expected(tmp_path):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import BaseModel, Device, Dtype, ModelArgument, Seed
+from dofla.cli.options import BaseModel, Device, Dtype, ModelArgument, Offload, Seed
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError
 
@@ -24,6 +24,7 @@ def chat(
     base_model: BaseModel = None,
     dtype: Dtype = None,
     device: Device = None,
+    offload: Offload = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Chat with a model, compressed or not.
@@ -38,7 +39,7 @@ def chat(
 
     check_numbers(new_tokens=new_tokens)
     view, asked = current_view(), sys.stdin.isatty()
-    network, tokenizer = open_model(model, dtype, base_model, device)
+    network, tokenizer = open_model(model, dtype, base_model, device, offload)
     conversation = Conversation(network, tokenizer, new_tokens=new_tokens, sample=sample, system=system)
     if not conversation.templated:
         view.note("the tokenizer has no chat template: the model continues your text")

@@ -15,6 +15,7 @@ from dofla.cli.options import (
     KeepSoftmax,
     Length,
     ModelArgument,
+    Offload,
     Out,
     Ratio,
     RetrievalHeads,
@@ -48,6 +49,7 @@ def compress(
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
+    offload: Offload = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Compress the cache of a model to a constant size; no training."""
@@ -62,7 +64,7 @@ def compress(
 
     view = current_view()
     with new_folder(out) as folder:
-        compressed, tokenizer = load_teacher(model, dtype, device=device)
+        compressed, tokenizer = load_teacher(model, dtype, device, offload)
         calibration = windows_of(DataSpec(data, length, windows), compressed, tokenizer, seed=seed, view=view)
         with view.progress("compress") as bar:
             make(

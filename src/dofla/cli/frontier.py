@@ -73,7 +73,7 @@ def frontier(
     from dofla.runs.teacher import load_teacher, windows_of
 
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
-    teacher, tokenizer = load_teacher(model, dtype, device=device)
+    teacher, tokenizer = load_teacher(model, dtype, device)
     tokens = windows_of(DataSpec(data, 512, WINDOWS), teacher, tokenizer, seed=seed, view=view)
     texts = {}
     for name, source in _named(text or [data]).items():

@@ -18,6 +18,7 @@ from dofla.cli.options import (
     Device,
     Dtype,
     Length,
+    Offload,
     Padded,
     Seed,
     StudentArgument,
@@ -55,6 +56,7 @@ def evaluate(
     base_model: BaseModel = None,
     dtype: Dtype = None,
     device: Device = None,
+    offload: Offload = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Compare a compressed model with its original.
@@ -72,7 +74,7 @@ def evaluate(
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
     view = current_view()
-    model, tokenizer = open_student(student, dtype, base_model, device)
+    model, tokenizer = open_student(student, dtype, base_model, device, offload)
     figures: dict[str, Any] = {}
     if data is not None:
         spec = DataSpec(data, length, windows, split="validation", padded=padded)

@@ -131,10 +131,11 @@ Device = Annotated[
         help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu.", rich_help_panel=MODEL
     ),
 ]
-Stream = Annotated[
-    bool,
+Offload = Annotated[
+    Path | None,
     typer.Option(
-        "--stream", help="Read layers from disk as needed: for models larger than memory.", rich_help_panel=MODEL
+        help="Folder for offload: layers that do not fit in memory are read from disk as needed.",
+        rich_help_panel=MODEL,
     ),
 ]
 Seed = Annotated[int, typer.Option(callback=_seed, help="Random seed.")]

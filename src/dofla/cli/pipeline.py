@@ -18,10 +18,10 @@ from dofla.cli.options import (
     Lambda,
     Length,
     ModelArgument,
+    Offload,
     Out,
     Padded,
     Seed,
-    Stream,
     TokenDtype,
     Track,
     Windows,
@@ -61,7 +61,7 @@ def profile(
     padded: Padded = False,
     dtype: Dtype = None,
     device: Device = None,
-    stream: Stream = False,
+    offload: Offload = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Measure the degrees of freedom of every attention head."""
@@ -72,7 +72,7 @@ def profile(
 
     view = current_view()
     with new_folder(out) as folder:
-        teacher, tokenizer = load_teacher(model, dtype, stream, device)
+        teacher, tokenizer = load_teacher(model, dtype, device, offload)
         tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed, view=view)
         with view.progress("profile") as bar:
             result = make_profile(
@@ -196,7 +196,7 @@ def curves(
     from dofla.runs.teacher import load_teacher, windows_of
 
     view = current_view()
-    teacher, tokenizer = load_teacher(model, dtype, device=device)
+    teacher, tokenizer = load_teacher(model, dtype, device)
     tokens = windows_of(DataSpec(data, length, windows, padded=padded), teacher, tokenizer, seed=seed, view=view)
     with view.progress("curves") as bar:
         result = measure_curves(
@@ -244,7 +244,6 @@ def distill(
     padded: Padded = False,
     dtype: Dtype = None,
     device: Device = None,
-    stream: Stream = False,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Distill feature maps from softmax attention, layer by layer."""
@@ -263,7 +262,7 @@ def distill(
         raise DoflaError(f"{adapter} exists already: this distillation is finished; choose another folder")
     view = current_view()
     wanted = Plan.load(plan)
-    student, tokenizer = load_teacher(model, dtype, stream, device)
+    student, tokenizer = load_teacher(model, dtype, device)
     linearize(student, wanted, seed=seed)
     tokens = windows_of(DataSpec(data, length, windows, padded=padded), student, tokenizer, seed=seed, view=view)
     with locked(out):

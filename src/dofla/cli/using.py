@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dofla.cli.options import TEXT, BaseModel, Device, Dtype, Seed, StudentArgument, existing
+from dofla.cli.options import TEXT, BaseModel, Device, Dtype, Offload, Seed, StudentArgument, existing
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError, about
 
@@ -49,6 +49,7 @@ def generate(
     base_model: BaseModel = None,
     dtype: Dtype = None,
     device: Device = None,
+    offload: Offload = None,
     seed: Seed = 0,
 ) -> dict[str, Any]:
     """Continue a text with a compressed model."""
@@ -61,7 +62,7 @@ def generate(
 
     text = _prompt(prompt)
     check_numbers(new_tokens=new_tokens)
-    model, tokenizer = open_student(student, dtype, base_model, device)
+    model, tokenizer = open_student(student, dtype, base_model, device, offload)
     ids, options = _tokens(tokenizer, text, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
     check_readable(model, ids, "--prompt", new_tokens)
     start = _prompt_state(model, tokenizer, prompt_state, document)
@@ -98,6 +99,7 @@ def serve(
     base_model: BaseModel = None,
     dtype: Dtype = None,
     device: Device = None,
+    offload: Offload = None,
 ) -> dict[str, Any]:
     """Serve a compressed model over an OpenAI-compatible API.
 
@@ -118,7 +120,7 @@ def serve(
     check_key(api_key)
     at_once = 1 if compile else at_once
     with listening(host, port) as place:
-        model, tokenizer = open_student(student, dtype, base_model, device)
+        model, tokenizer = open_student(student, dtype, base_model, device, offload)
         if compile:
             from dofla.serving.compiling import compile_generate
 

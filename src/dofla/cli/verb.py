@@ -72,7 +72,7 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
 
     @wraps(function)
     def command(ctx: typer.Context, **given: Any) -> None:
-        from dofla.storage.processes import is_first
+        from dofla.storage.rank import is_main_process
 
         manner = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
         del given[_HELP_ALL]
@@ -80,7 +80,7 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
             for name, value in given.items():
                 _check(name.replace("_", "-"), value)
             result = function(**given)
-        if manner.json and is_first():
+        if manner.json and is_main_process():
             print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
 
     hints = get_type_hints(function, include_extras=True)
@@ -110,10 +110,10 @@ def _showing(manner: Verbosity) -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
-    from dofla.storage.processes import is_first
+    from dofla.storage.rank import is_main_process
 
     VERBOSITY.set(manner)
-    _VIEW.set(View(quiet=manner.quiet or not is_first(), results=not manner.json))
+    _VIEW.set(View(quiet=manner.quiet or not is_main_process(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
     handler.setLevel(manner.level)
     logger.addHandler(handler)

@@ -25,6 +25,7 @@ from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.consistency import check_consistency
+from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
@@ -119,6 +120,8 @@ def measure(
     if head_budgets not in HEAD_BUDGETS:
         raise DoflaError(f"head_budgets is {head_budgets!r}: choose one of {', '.join(HEAD_BUDGETS)}")
     measured = head_budgets == "measured"
+    if measured or tokenizer is not None:
+        check_in_memory(model, "measuring gradients, which head_budgets='even' does without,")
     if (measured or tokenizer is not None) and any(weight.is_inference() for weight in model.parameters()):
         raise DoflaError(
             "the model was made within torch.inference_mode(), and no gradients pass through it: open it outside, "

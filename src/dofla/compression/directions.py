@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from dofla.attention import Moments
 from dofla.data import TokenWindows
 from dofla.integration.attaching import AttachedLayer
+from dofla.integration.offload import loaded
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.recorder import AttentionCall, recording, run_body
 
@@ -131,9 +132,10 @@ def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str
 def _weighing(output: nn.Module | None, heads: int, value_dim: int) -> Tensor | None:
     """The quadratic forms [Hkv, dv, dv] that say what an error in a value does to the output."""
     weight = getattr(output, "weight", None)
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+    if output is None or type(weight) is not nn.Parameter or not weight.is_floating_point():
         return None  # quantized
-    weight = weight.detach().double().cpu()
+    with loaded(output):
+        weight = output.get_parameter("weight").detach().double().cpu()
     weight = weight.T if isinstance(output, Conv1D) else weight  # [D, H · dv]
     if weight.shape[1] % (heads * value_dim):
         return None

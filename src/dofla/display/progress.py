@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from rich.console import Console
 from tqdm.auto import tqdm
 
-from dofla.storage.processes import is_first
+from dofla.storage.rank import is_main_process
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,7 +84,7 @@ def reporting(label: str, progress: object, way: Callable) -> Iterator[Callable 
         progress: a function; True for a bar, if it is seen by somebody and there is none yet; anything else for none.
         way: the method of :class:`Bar` that takes what is reported.
     """
-    if progress is True and not _taken.get() and is_first() and _seen():
+    if progress is True and not _taken.get() and is_main_process() and _seen():
         with showing(label, True) as bar:
             yield way.__get__(bar)
     else:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dofla.data import Images, TokenWindows
+from dofla.distillation.distributed import gather, make_alike
 from dofla.errors import DoflaError
 from dofla.storage.files import cannot_write, write_json
-from dofla.storage.processes import Processes, is_first
+from dofla.storage.rank import is_main_process
 from dofla.storage.tensors import read_tensors, write_tensors
 
 STATE, CURVES = "distill.safetensors", "losses.json"
@@ -30,20 +31,19 @@ Parts = Mapping[str, nn.Module | nn.Parameter]
 
 class Checkpoint:
     """The resumable state of a run in ``folder``: trained parameters, optimizer moments and loss curve, with settings.
-
-    ``parts`` are, by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
-    Of several processes the first writes, and all read. A run may consist of several trainings, one after the other,
-    each with a ``name`` and a state file of its own; their curves go into one file.
+    Of several processes the main one writes, and all read.
 
     Args:
         folder: None to keep nothing, and find nothing.
-        settings: of the run, and whatever else it must have in common with one that goes on with it; its ``steps`` are
-            those of each training.
+        settings: of the run, and whatever else it must have in common with one that goes on with it.
         windows: that it trains on.
         every: steps between two states.
+        parts: by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+        optimizer: of the parameters.
+        columns: of the loss curve: the layers, or the one loss of all.
 
     Attributes:
-        earlier: seconds that the trainings took in processes that were broken off.
+        earlier: seconds that the training took in processes that were broken off.
     """
 
     def __init__(
@@ -52,10 +52,13 @@ class Checkpoint:
         settings: dict[str, Any],
         windows: TokenWindows | Images,
         every: int,
+        parts: Parts,
+        optimizer: Optimizer,
+        columns: Sequence[str],
     ) -> None:
         self.folder, self.every = None if folder is None else Path(folder), every
-        self.curves: dict[str, list[float]] = {}
-        self.earlier, self._seconds, self._started = 0.0, 0.0, time.perf_counter()
+        self.parts, self.optimizer, self.columns = parts, optimizer, columns
+        self.earlier, self._started = 0.0, time.perf_counter()
         if self.folder is None:
             return
         try:
@@ -67,31 +70,28 @@ class Checkpoint:
             digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
         self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
 
-    def resume(
-        self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], together: Processes, name: str = ""
-    ) -> list[list[float]]:
+    def resume(self) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
         All processes then go on from the same parts.
 
         Raises:
             DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
         """
-        curve = self._load(parts, optimizer, columns, name)
-        together.check_same_files(len(curve), self.folder)
-        together.make_alike(tensor for _, tensor in _named_tensors(parts))
+        curve: list[list[float]] = []
+        if self.folder is not None and (self.folder / STATE).exists():
+            curve = self._load(self.folder / STATE)
+        elif self.folder is not None:
+            self._save(self.folder, curve)
+        tensors = list(self._tensors().values())
+        if (gather(torch.tensor(len(curve), device=tensors[0].device)) != len(curve)).any():
+            raise DoflaError(f"not all processes see the same files in {self.folder}: choose another folder")
+        make_alike(tensors)
         return curve
 
-    def _load(self, parts: Parts, optimizer: Optimizer, columns: Sequence[str], name: str) -> list[list[float]]:
-        if self.folder is None:
-            return []
-        path = _state(self.folder, name)
-        self._seconds, self._started = 0.0, time.perf_counter()
-        if not path.exists():
-            self._save(self.folder, parts, optimizer, [], columns, name)
-            return []
+    def _load(self, path: Path) -> list[list[float]]:
         tensors, metadata = read_tensors(path, "remove it to start over")
         try:
-            found, seconds = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
+            found, self.earlier = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise DoflaError(f"{path} is damaged ({error}): remove it to start over") from error
         for key, value in json.loads(json.dumps(self.settings)).items():
@@ -99,13 +99,11 @@ class Checkpoint:
                 raise DoflaError(
                     f"{path} belongs to a run with another {key}: remove it to start over, or choose another folder"
                 )
-        curve = tensors.get("curve", torch.empty(0, 0))
-        wanted = dict(_named_tensors(parts))
+        curve, wanted = tensors.get("curve", torch.empty(0, 0)), self._tensors()
+        parameters = _parameters(wanted)
         shapes = {name: tensor.shape for name, tensor in wanted.items()}
-        for name, tensor in wanted.items():
-            if isinstance(tensor, nn.Parameter):
-                shapes |= {f"{name}:{key}": tensor.shape for key in _MOMENTS}
-        shapes["curve"] = torch.Size([len(curve), len(columns)] if len(curve) else [0])
+        shapes |= {f"{name}:{key}": parameter.shape for name, parameter in parameters.items() for key in _MOMENTS}
+        shapes["curve"] = torch.Size([len(curve), len(self.columns)] if len(curve) else [0])
         for name, shape in shapes.items():
             if name not in tensors or tensors[name].shape != shape:
                 what = f"{name} is missing, or not {list(shape)}"
@@ -113,56 +111,38 @@ class Checkpoint:
         with torch.no_grad():
             for name, tensor in wanted.items():
                 tensor.copy_(tensors[name])
-                if isinstance(tensor, nn.Parameter):
-                    moments = {key: tensors[f"{name}:{key}"].to(tensor.device) for key in _MOMENTS}
-                    optimizer.state[tensor] = {"step": torch.tensor(float(len(curve))), **moments}
-        self._note(curve.tolist(), columns)
-        self._seconds, self.earlier = seconds, self.earlier + seconds
+        for name, parameter in parameters.items():
+            moments = {key: tensors[f"{name}:{key}"].to(parameter.device) for key in _MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(len(curve))), **moments}
         logger.info("%s: going on after %d steps", path, len(curve))
         return curve.tolist()
 
-    def keep(
-        self, parts: Parts, optimizer: Optimizer, curve: list[list[float]], columns: Sequence[str], name: str = ""
-    ) -> None:
-        """Every so many steps, and after the last, replace the state file and the readable curves, whose ``columns``
-        are the layers or the one loss of all."""
+    def keep(self, curve: list[list[float]]) -> None:
+        """Every so many steps, and after the last, replace the state file and the readable curves."""
         if self.folder is not None and (len(curve) % self.every == 0 or len(curve) == self.settings["steps"]):
-            self._save(self.folder, parts, optimizer, curve, columns, name)
+            self._save(self.folder, curve)
 
-    def _save(
-        self,
-        folder: Path,
-        parts: Parts,
-        optimizer: Optimizer,
-        curve: list[list[float]],
-        columns: Sequence[str],
-        name: str,
-    ) -> None:
-        if not is_first():
+    def _save(self, folder: Path, curve: list[list[float]]) -> None:
+        if not is_main_process():
             return
-        tensors: dict[str, Tensor] = {"curve": torch.tensor(curve, dtype=torch.float64)}
-        for key, tensor in _named_tensors(parts):
-            tensors[key] = tensor
-            for moment in _MOMENTS if isinstance(tensor, nn.Parameter) else ():
-                tensors[f"{key}:{moment}"] = optimizer.state[tensor].get(moment, torch.zeros_like(tensor))
-        seconds = self._seconds + time.perf_counter() - self._started
+        tensors = self._tensors()
+        for name, parameter in _parameters(tensors).items():
+            for key in _MOMENTS:
+                tensors[f"{name}:{key}"] = self.optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+        seconds = self.earlier + time.perf_counter() - self._started
         metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
-        write_tensors(_state(folder, name), tensors, metadata)
-        self._note(curve, columns)
-        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": self.curves}, sealed=True)
+        write_tensors(folder / STATE, tensors | {"curve": torch.tensor(curve, dtype=torch.float64)}, metadata)
+        curves = {name: [losses[n] for losses in curve] for n, name in enumerate(self.columns)}
+        write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves})
 
-    def _note(self, curve: list[list[float]], columns: Sequence[str]) -> None:
-        self.curves |= {name: [losses[n] for losses in curve] for n, name in enumerate(columns)}
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that is kept of the parts as they are now, by name."""
+        found: dict[str, Tensor] = {}
+        for name, part in self.parts.items():
+            own = part.state_dict(keep_vars=True) if isinstance(part, nn.Module) else {"": part}
+            found |= {f"{name}.{key}".rstrip("."): tensor for key, tensor in own.items()}
+        return found
 
 
-def _state(folder: Path, name: str) -> Path:
-    return (folder / STATE).with_stem(f"distill-{name}" if name else "distill")
-
-
-def _named_tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            for key, tensor in part.state_dict(keep_vars=True).items():
-                yield f"{name}.{key}", tensor
-        else:
-            yield name, part
+def _parameters(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}

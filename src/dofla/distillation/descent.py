@@ -74,12 +74,6 @@ def groups_of(layers: Mapping[str, AttentionLayer], given: Mapping[str, float]) 
     return list(groups.values())
 
 
-def part_of(groups: Sequence[Mapping[str, Any]], layers: Mapping[str, AttentionLayer]) -> list[dict[str, Any]]:
-    """The groups with only those of their parameters that belong to the given layers."""
-    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
-    return [{**group, "params": [x for x in group["params"] if id(x) in own]} for group in groups]
-
-
 def checked_rate(name: str, rate: float | None) -> float:
     """The rate; DoflaError naming what it is of unless it is a positive number."""
     if rate is None or not 0 < rate < math.inf:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dofla.distillation.distributed import gather, share
 from dofla.errors import DoflaError
 from dofla.layers import AttentionLayer
-from dofla.storage.processes import ALONE, Processes
 
 DIRECT = "direct"
 _IGNORED = -100
@@ -21,10 +21,9 @@ def next_token_gradients(
     model: PreTrainedModel,
     layers: Mapping[str, AttentionLayer],
     batches: Sequence[Mapping[str, Tensor]],
-    processes: Processes = ALONE,
 ) -> dict[str, float]:
     """Add the gradient of the next-token loss to the feature maps; returns the loss, a mean over ``batches`` in which
-    a batch counts by its windows.
+    a batch counts by its windows. Each of several processes adds the gradient of its share of every batch.
 
     The graph goes through the whole linearized model, but only the feature maps are given gradients.
 
@@ -32,7 +31,6 @@ def next_token_gradients(
         model: a converted causal language model.
         layers: those to train, by the name of their attention module.
         batches: of one step; padding is not predicted.
-        processes: each adds the gradient of its share of every batch; the loss is that of all.
 
     Raises:
         DoflaError: the model predicts no next token.
@@ -42,16 +40,14 @@ def next_token_gradients(
     total, sizes = 0.0, [len(batch["input_ids"]) for batch in batches]
     with _only_these_train(model, layers):
         for size, batch in zip(sizes, batches, strict=True):
-            own, gather = processes.share(batch)
-            own = {k: v.to(model.device) for k, v in own.items()}
+            own = {k: v.to(model.device) for k, v in share(batch).items()}
             labels = own["input_ids"]
             if "attention_mask" in own:
                 labels = labels.masked_fill(own["attention_mask"] == 0, _IGNORED)
             asked = (labels[:, 1:] != _IGNORED).sum()
             loss = model(**own, labels=labels, use_cache=False).loss
             value = gather(loss * asked).sum(0) / gather(asked).sum(0) / (sum(sizes) / size)
-            if value.requires_grad:  # not if the batch has no window for this process
-                value.backward()
+            value.backward()
             total += value.item()
     return {DIRECT: total}
 

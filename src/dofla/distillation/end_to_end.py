@@ -18,21 +18,22 @@ from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
+from dofla.distillation.distributed import add_gradients, gather, to_device
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective
-from dofla.distillation.sharded import sharded
 from dofla.distillation.steps import Batches
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.layers import AttentionLayer
 from dofla.integration.checkpoint import refuse_trained, write_lora
+from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
-from dofla.storage.processes import Processes, is_first, processes
+from dofla.storage.rank import is_main_process, rank, world_size
 
 PRECISIONS = (None, "bf16")
 _RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
@@ -78,8 +79,7 @@ def distill_end_to_end(
 
     A run that fails leaves the student as it was. In several processes (``torchrun``, ``accelerate launch``) each takes
     its share of the batches of every step, and all end with the student that one process makes when it accumulates as
-    many times as much. The first writes and shows progress. Where accelerate is set up for FSDP (version 2), each holds
-    but its share of the layers' frozen weights on its device, and the student ends in host memory.
+    many times as much. The main process alone writes and shows progress.
 
     Args:
         student: a linearized model.
@@ -109,9 +109,8 @@ def distill_end_to_end(
     Raises:
         DoflaError: not linearized, or trained end to end already; a number or name out of range; nothing to train;
             fewer windows than one step takes; a loss that is not finite, naming the step; a folder holding a run of
-            other settings; a streamed model; another process that has ended; peft (for ``lora``) or accelerate (for
-            several processes) not installed; ``all`` weights under FSDP, or accelerate set up to take weights apart in
-            another way.
+            other settings; an offloaded model; peft (for ``lora``) or accelerate (for
+            several processes) not installed; accelerate set up to take weights apart (FSDP, DeepSpeed).
     """
     handle = Student.of(student)
     layers = handle.layers
@@ -129,53 +128,46 @@ def distill_end_to_end(
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
     if isinstance(windows, TokenWindows) and student.can_generate() and windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
-    if handle.streamed:
-        raise DoflaError("end-to-end training needs the whole model in memory: open it without stream")
-    together = processes(sharding=True)
-    if together.sharded and weights == "all":
-        raise DoflaError("FSDP takes frozen weights apart, and weights='all' trains them: choose 'lora' or 'maps'")
-    batches = Batches(windows, batch_size, accumulate * together.count, seed, context)
+    check_in_memory(student, "training")
+    batches = Batches(windows, batch_size, accumulate * world_size(), seed, context)
     settings: dict[str, Any] = numbers | {"accumulate": batches.accumulate, "weights": weights}
     settings["learning_rates"] = rates
     settings |= {"schedule": schedule, "seed": seed, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "context": context}
 
-    student.to("cpu" if together.sharded else together.home)  # type: ignore[arg-type] # transformers wraps it
+    to_device(student)
     with (
-        together.named(),
         torch.enable_grad(),
         torch.random.fork_rng(),
         evaluation_mode(student),
         layers_made_again(student, gradient_checkpointing),
     ):
         torch.manual_seed(seed)
-        with (
-            trainable(handle, weights, lora_rank) as part,
-            sharded(student, together.home) if together.sharded else nullcontext(),
-        ):
+        with trainable(handle, weights, lora_rank) as part:
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
             descent = Descent(_groups(layers, part, rates), schedule, steps)
             identity = settings | {"plan": handle.plan.to_dict()["layers"]}
-            checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
+            run = (folder, identity, windows, checkpoint_every)
+            checkpoint = Checkpoint(*run, parts, descent.optimizer, [loss.name])
             started = time.perf_counter()
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
-            curve = checkpoint.resume(parts, descent.optimizer, [loss.name], together)
+            curve = checkpoint.resume()
             for step in range(len(curve), steps):
                 torch.manual_seed(seed * 1_000_003 + step)
                 of_step = batches.of_step(step, torch.default_generator)
-                value = _gradients(loss, of_step, precision, together)
+                value = _gradients(loss, of_step, precision)
                 if not math.isfinite(value):
                     raise DoflaError(f"the {loss.name} loss is {value} at step {step}: lower learning_rates")
-                together.add_gradients(descent.parameters)
+                add_gradients(descent.parameters)
                 torch.nn.utils.clip_grad_norm_(descent.parameters, _LONGEST_GRADIENT)
                 descent.step(step)
                 curve.append([value])
-                checkpoint.keep(parts, descent.optimizer, curve, [loss.name])
-                if callable(progress) and is_first():
+                checkpoint.keep(curve)
+                if callable(progress) and is_main_process():
                     progress(len(curve), steps, {loss.name: value})
             seconds = time.perf_counter() - started + checkpoint.earlier
-    if folder is not None and weights == "lora" and is_first():
+    if folder is not None and weights == "lora" and is_main_process():
         write_lora(student, Path(folder) / "lora")
     how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
     options = {name: value for name, value in settings.items() if name != "loss"}
@@ -184,19 +176,17 @@ def distill_end_to_end(
     return History([loss.name], torch.tensor(curve), seconds, settings)
 
 
-def _gradients(
-    loss: Objective, step: Sequence[Mapping[str, Tensor]], precision: str | None, together: Processes
-) -> float:
+def _gradients(loss: Objective, step: Sequence[Mapping[str, Tensor]], precision: str | None) -> float:
     """Add this process's gradients of a step, of whose batches it takes its share; returns the loss, of all."""
     tokens, windows = sum(map(loss.count, step)), sum(len(next(iter(batch.values()))) for batch in step)
     device = loss.student.device
     total = torch.zeros((), device=device)
-    for batch, counts in together.turns(step):
+    for batch in step[rank() :: world_size()]:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows) * counts
+            part = loss({name: data.to(device) for name, data in batch.items()}, tokens, windows)
         part.backward()
         total += part.detach()
-    return together.total(total).item()
+    return gather(total).sum().item()
 
 
 def _groups(layers: Mapping[str, AttentionLayer], part: Trainable, rates: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dofla.distillation.distributed import share
 from dofla.distillation.losses import LOSSES
 from dofla.layers import AttentionLayer
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.storage.processes import ALONE, Gather, Processes, alone
 
 
 def layerwise_gradients(
@@ -23,10 +23,10 @@ def layerwise_gradients(
     rows: int | None,
     generator: Callable[[], torch.Generator],
     own_inputs: bool = False,
-    processes: Processes = ALONE,
 ) -> dict[str, float]:
     """Add the gradient of each layer's loss to its feature maps; returns the losses, means over ``batches`` in which
-    a batch counts by its windows.
+    a batch counts by its windows. Each of several processes adds the gradient of its share of every batch, and all
+    return the losses of the whole.
 
     Args:
         model: a converted one; it runs as its own teacher, without gradients.
@@ -37,12 +37,10 @@ def layerwise_gradients(
         generator: of the rows; the same for each layer and batch.
         own_inputs: the layers answer the queries and keys of the student, behind layers that are linear already, and
             not the teacher's: a second forward per batch, and memory for the teacher's calls of all layers.
-        processes: each adds the gradient of its share of every batch; the losses are those of all.
     """
     losses = dict.fromkeys(layers, 0.0)
     teacher: dict[str, AttentionCall] = {}
     sizes = [len(next(iter(batch.values()))) for batch in batches]
-    gather: Gather = alone
     parts = 1.0
 
     def remember(call: AttentionCall) -> None:
@@ -51,15 +49,15 @@ def layerwise_gradients(
     def learn(call: AttentionCall) -> None:
         chosen = call.random_rows(rows or call.query.shape[-2], generator())
         with torch.enable_grad():
-            value = LOSSES[loss](teacher.pop(call.name, call), call, layers[call.name], chosen, gather)
+            value = LOSSES[loss](teacher.pop(call.name, call), call, layers[call.name], chosen)
             value = value / parts
-        if value.requires_grad:  # not if the batch has no window for this process
+        if value.requires_grad:  # not if the layer has nothing to train
             value.backward()
         losses[call.name] += value.item()
 
     with torch.no_grad():
         for size, batch in zip(sizes, batches, strict=True):
-            (own, gather), parts = processes.share(batch), sum(sizes) / size
+            own, parts = share(batch), sum(sizes) / size
             if own_inputs:
                 with recording(model, layers, remember):
                     run_body(model, own)

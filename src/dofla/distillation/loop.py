@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,22 @@ from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
-from dofla.distillation.descent import SCHEDULES, Descent, groups_of, part_of
+from dofla.distillation.descent import SCHEDULES, Descent, groups_of
 from dofla.distillation.direct import DIRECT, next_token_gradients
+from dofla.distillation.distributed import add_gradients, to_device
 from dofla.distillation.history import History
 from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, generator_of
 from dofla.errors import DoflaError, check_choice, check_numbers
+from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.streaming import in_turn
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
-from dofla.storage.processes import is_first, processes
+from dofla.storage.rank import is_main_process, world_size
 
 
 @unwraps_its_model
@@ -67,11 +67,9 @@ def distill(
 
     Maps that start from data (:func:`dofla.distillation.calibrate`) do so on the first batch.
 
-    The layers of a streamed model (``load_model(..., stream=True)``) are trained in turn, each for all steps, with the
-    same result: what a layer needs is the teacher's, so it need not wait for those before it.
-
     In several processes (``torchrun``, ``accelerate launch``) each takes its share of every batch, and all end with the
-    student that one process makes of batches that are as many times as large. The first writes and shows progress.
+    student that one process makes of batches that are as many times as large. The main process alone writes and shows
+    progress.
 
     Args:
         student: a linearized model; it is its own teacher.
@@ -87,28 +85,27 @@ def distill(
         schedule: a name in :data:`dofla.distillation.SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
         own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
             in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
-            two forwards. Not for ``direct``, which never does otherwise. The layers of a streamed model are not trained
-            in turn then: each forward reads them all.
+            two forwards. Not for ``direct``, which never does otherwise.
         from_data: let maps that start from data do so.
         context: read the windows as if they began anywhere among so many positions (of models with rotary ones, where
             the teacher does not notice). A student that training showed the first L alone is lost beyond them; one with
             a longer context loses a little within L. Default: four times the windows' length for hybrid language models
             with rotary positions; their length itself leaves windows where they are.
         seed: of the order of the windows and of the rows.
-        folder: where checkpoints and curves go, and for a streamed model hidden states that do not fit in memory. If
-            a run of the same settings stopped there, it goes on, and ends with the same numbers as if it had not.
+        folder: where checkpoints and curves go. If a run of the same settings stopped there, it goes on, and ends with
+            the same numbers as if it had not.
         checkpoint_every: steps between checkpoints.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (step, steps, loss of each layer) after each step, of which a streamed model takes
-            ``steps`` for each of its layers.
+            called with (step, steps, loss of each layer) after each step.
 
     Raises:
-        DoflaError: not linearized; unknown loss, schedule or parameter; ``direct`` for a model that predicts no
-            next token, or is streamed; a number out of range; fewer windows than one step
-            takes; a loss that is not finite, naming layer and step (nothing of that step is saved); a folder holding
-            a run of other settings; another process that has ended.
+        DoflaError: not linearized; offloaded; unknown loss, schedule or parameter; ``direct`` for a model that predicts
+            no next token; a number out of range; fewer windows than one step takes; a loss
+            that is not finite, naming layer and step (nothing of that step is saved); a folder holding a run of other
+            settings; a last batch with fewer windows than there are processes.
     """
     handle = Student.of(student)
+    check_in_memory(student, "training")
     check_choice("loss", loss, sorted([*LOSSES, DIRECT]))
     check_choice("schedule", schedule, sorted(SCHEDULES))
     windows = windows_for(student, tokens)
@@ -117,61 +114,52 @@ def distill(
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
         raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
     context = context_of(handle, windows, context)
-    if loss == DIRECT and handle.streamed:
-        raise DoflaError("loss 'direct' takes gradients through all layers, which stay on disk: choose another loss")
-    together = processes()
-    batches = Batches(windows, batch_size * together.count, accumulate, seed, context)
+    batches = Batches(windows, batch_size * world_size(), accumulate, seed, context)
+    if 0 < (left := len(windows) % batches.batch_size) < world_size():
+        raise DoflaError(
+            f"the last batch of an epoch has {left} of {len(windows)} windows, and there are {world_size()} processes: "
+            f"give {len(windows) - left}"
+        )
     steps = steps or epochs * batches.per_epoch
     rates = dict(learning_rates or {})
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
     settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
     settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
     identity = settings | {"plan": handle.plan.to_dict()["layers"]}
-    groups = groups_of(handle.layers, rates)
-    checkpoint = Checkpoint(folder, identity, windows, checkpoint_every)
-    if together.device is not None and not handle.streamed:
-        student.to(together.device)  # type: ignore[arg-type] # transformers wraps it
+    layers, columns = handle.layers, [DIRECT] if loss == DIRECT else list(handle.layers)
+    descent = Descent(groups_of(layers, rates), schedule, steps)
+    checkpoint = Checkpoint(folder, identity, windows, checkpoint_every, layers, descent.optimizer, columns)
+    to_device(student)
 
     started = time.perf_counter()
-    curves: dict[str, list[float]] = {}
-    whole = not handle.streamed or own_inputs > 0
-    with together.named(), evaluation_mode(student), closing(in_turn(student, folder, whole=whole)) as turns:
+    with evaluation_mode(student):
         if from_data:
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
-        for turn in turns:
-            part = {name: layer for name, layer in handle.layers.items() if name.startswith(turn.prefix)}
-            columns = [DIRECT] if loss == DIRECT else list(part)
-            descent = Descent(part_of(groups, part), schedule, steps)
-            curve = checkpoint.resume(part, descent.optimizer, columns, together, turn.name)
-            done = len(curve) if part else steps  # taken before, or not to be taken
-            turn.carry(together.share(batch)[0] for step in range(done) for batch in batches.of_step(step))
-            for step in range(done, steps):
-                of_step = batches.of_step(step)
-                if loss == DIRECT:
-                    losses = next_token_gradients(student, part, of_step, together)
-                else:
-                    losses = layerwise_gradients(
-                        student,
-                        part,
-                        of_step,
-                        loss=loss,
-                        rows=rows,
-                        generator=partial(generator_of, seed, step),
-                        own_inputs=step >= steps * (1 - own_inputs),
-                        processes=together,
-                    )
-                _check_finite(losses, step)
-                together.add_gradients(descent.parameters)
-                descent.step(step)
-                curve.append(list(losses.values()))
-                checkpoint.keep(part, descent.optimizer, curve, columns, turn.name)
-                if callable(progress) and is_first():
-                    progress(turn.number * steps + len(curve), turn.count * steps, losses)
-            curves |= {column: [losses[n] for losses in curve] for n, column in enumerate(columns)}
+        curve = checkpoint.resume()
+        for step in range(len(curve), steps):
+            of_step = batches.of_step(step)
+            if loss == DIRECT:
+                losses = next_token_gradients(student, layers, of_step)
+            else:
+                losses = layerwise_gradients(
+                    student,
+                    layers,
+                    of_step,
+                    loss=loss,
+                    rows=rows,
+                    generator=partial(generator_of, seed, step),
+                    own_inputs=step >= steps * (1 - own_inputs),
+                )
+            _check_finite(losses, step)
+            add_gradients(descent.parameters)
+            descent.step(step)
+            curve.append(list(losses.values()))
+            checkpoint.keep(curve)
+            if callable(progress) and is_main_process():
+                progress(len(curve), steps, losses)
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     handle.record.add_distillation(how, windows, "dofla.distill(student, tokens", settings)
-    table = torch.tensor(list(zip(*curves.values(), strict=True)))
-    return History(list(curves), table, time.perf_counter() - started + checkpoint.earlier, settings)
+    return History(columns, torch.tensor(curve), time.perf_counter() - started + checkpoint.earlier, settings)
 
 
 def _check_finite(losses: Mapping[str, float], step: int) -> None:

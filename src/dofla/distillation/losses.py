@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from dofla.attention import LOG_ZERO, accumulable, exact_scores
+from dofla.distillation.distributed import gather
+from dofla.layers import AttentionLayer
 from dofla.distillation.scores import log_scores
 from dofla.integration.recorder import AttentionCall
-from dofla.layers import AttentionLayer
-from dofla.storage.processes import Gather, alone
 
-LayerLoss = Callable[[AttentionCall, AttentionCall, AttentionLayer, Tensor, Gather], Tensor]
-"""(the teacher's call, the student's call, the student's layer, query rows [R], gather) → scalar."""
+LayerLoss = Callable[[AttentionCall, AttentionCall, AttentionLayer, Tensor], Tensor]
+"""(the teacher's call, the student's call, the student's layer, query rows [R]) → scalar."""
 
 
 def student_log_scores(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
@@ -42,14 +42,12 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum(dim=-1)
 
 
-def softmax_loss(
-    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
-) -> Tensor:
+def softmax_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect."""
-    return _mean_of_rows(attention_kl(teacher, call, layer, rows), call, rows, gather)
+    return _mean_of_rows(attention_kl(teacher, call, layer, rows), call, rows)
 
 
-def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor, gather: Gather) -> Tensor:
+def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor) -> Tensor:
     """Mean over heads and real rows of ``values`` [B, H, R].
 
     The divisor counts the real rows that a random draw of as many rows is expected to hold, and not those that this
@@ -63,19 +61,17 @@ def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor, gather: Gat
     return total / expected
 
 
-def output_loss(
-    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
-) -> Tensor:
+def output_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Mean KL, and the squared error of the attention output relative to the teacher's own square, mean of heads.
 
     The values tell which errors of attention matter; alone they leave rows undetermined whose values are alike.
     """
-    divergences, errors = output_errors(teacher, call, layer, rows, gather)
+    divergences, errors = output_errors(teacher, call, layer, rows)
     return divergences + errors
 
 
 def output_errors(
-    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
+    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The two parts of :func:`output_loss`."""
     exact, approximate = teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
@@ -86,7 +82,7 @@ def output_errors(
     over = (0, 2, 3)
     error, square = gather(torch.stack([(found - wanted).square().sum(over), wanted.square().sum(over)])).sum(0)
     relative = error / square.clamp_min(torch.finfo(square.dtype).tiny)
-    return _mean_of_rows(divergence(exact, approximate), call, rows, gather), relative.mean()
+    return _mean_of_rows(divergence(exact, approximate), call, rows), relative.mean()
 
 
 def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,9 +99,7 @@ def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor)
     return error + 2 * level, torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)
 
 
-def l2_loss(
-    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor, gather: Gather = alone
-) -> Tensor:
+def l2_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Squared error of the kernel over the visible pairs, relative to the kernel's own square, as a log, mean of heads.
 
     The paper's plain squared error overflows on real heads, where K passes exp(100). Per head, the logarithm of the

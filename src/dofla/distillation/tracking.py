@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from dofla.display import Bar, reporting
+from dofla.distillation.distributed import joined
 from dofla.errors import DoflaError
 from dofla.storage.extras import extra
-from dofla.storage.processes import processes
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -40,7 +40,7 @@ def tracked(
         yield progress
         return
     accelerate = extra("accelerate", "track", "keeping losses elsewhere")
-    processes(sharding=True)  # joined in our way; accelerate lets only the first of them track
+    joined()  # as accelerate alone would not join processes without a GPU; it lets the main one track
     try:
         accelerator = accelerate.Accelerator(log_with=list(trackers), project_dir=str(folder))
     except ValueError as error:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from dofla.attention import Coder
-from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
 from dofla.integration.positions import positions_within
-from dofla.integration.streaming.layers import in_memory
 from dofla.layers import AttentionLayer, parts_of
 from dofla.plans.layers import LayerPlan
 from dofla.plans.plan import Plan
@@ -46,7 +42,6 @@ class AttachedLayer(AttentionLayer):
         super().__init__(*parts_of(plan))
         self.name = plan.name
         self.beside_softmax, self.positions, self.prefill = beside_softmax, positions, prefill
-        self._holders = [part for part in self.modules() if part._parameters or part._buffers]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def move_only(t: Tensor) -> Tensor:
@@ -54,15 +49,6 @@ class AttachedLayer(AttentionLayer):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         return super()._apply(move_only, recurse)
-
-    # accelerate brings offloaded weights back when their module is called, and maps never are.
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensors]]:
-        for part in self._holders:  # hardly ever there, and looked for at every token
-            if "_hf_hook" in part.__dict__:
-                with in_memory(self):
-                    return super().forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
 
 
 def softmax_implementation(model: PreTrainedModel) -> str:
@@ -84,7 +70,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
         own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
         device = next(module.parameters()).device
-        own.to(model.device if device.type == "meta" else device)  # not where weights are that stay on disk
+        own.to(model.device if device.type == "meta" else device)  # not where offloaded weights are
         own.train(module.training)
         own.hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
         attached.append(own)
@@ -107,11 +93,3 @@ def renamed(plan: Plan, model: PreTrainedModel) -> Plan:
         names = (layer.name, layer.name.removeprefix(prefix), prefix + layer.name)
         layers.append(replace(layer, name=next((name for name in names if name in modules), layer.name)))
     return replace(plan, layers=layers)
-
-
-def check_coders(model: nn.Module, where: str) -> None:
-    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it.
-    Constants that were left on disk are not looked at."""
-    for name, module in model.named_modules():
-        if isinstance(module, Coder) and not module.constants.is_meta and (fault := module.fault()):
-            raise DoflaError(f"{where} is damaged ({name}: {fault}): make the student again, or fetch it again")

@@ -14,24 +14,23 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about
-from dofla.integration.attaching import check_coders
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
+from dofla.integration.offload import check_in_memory
 from dofla.integration.packages import DEMO, packaged_name, packaged_path
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
-from dofla.integration.streaming import device_map
 from dofla.integration.student import Student, is_linearized
 from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plans.plan import Plan
-from dofla.storage.checksums import check_checksums
-from dofla.storage.files import new_folder, read_json, write_json
-from dofla.storage.processes import is_first, processes
+from dofla.storage.files import new_folder, read_json, sha256, write_json
+from dofla.storage.rank import is_main_process
 from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,10 @@ logger = logging.getLogger(__name__)
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
 _GIVE_IT = "--base-model FOLDER_OR_NAME (base_model= in Python) says where it is"
-_FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, "plan.json", RECORD]
+_PLAN = "plan.json"
+_FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, _PLAN, RECORD]
+_CHECKED = (_PLAN, WEIGHTS, LORA, TRAINED)
+"""Files whose SHA-256 the adapter's description holds: weights that a bit has changed in would only answer worse."""
 
 
 def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -91,8 +93,10 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
         write_lora(model, folder)
     elif is_trained(model):
         write_tensors(folder / TRAINED, weights_of(model))
-    write_json(folder / "plan.json", Student.of(model).plan.to_dict(), sealed=True)  # weights belong to it
-    write_json(folder / ADAPTER, {"format": 1, "base_model": base_of(model), "class": type(model).__name__})
+    write_json(folder / _PLAN, Student.of(model).plan.to_dict())
+    description = {"format": 2, "base_model": base_of(model), "class": type(model).__name__}
+    digests = {name: sha256(folder / name) for name in _CHECKED if (folder / name).exists()}
+    write_json(folder / ADAPTER, description | {"sha256": digests})
     record = completed_record(model)
     record.save(folder / RECORD)
     write_card(folder, Student.of(model).plan, record, adapter=True)
@@ -115,7 +119,7 @@ def base_of(model: PreTrainedModel) -> str:
 def warn_of_local_base(model: PreTrainedModel, adapter: str | Path) -> None:
     """Log a warning if others could not open the student's ``adapter``."""
     base = base_of(model)
-    if is_first() and not (hub_name(base) or packaged_name(packaged_path(base))):
+    if is_main_process() and not (hub_name(base) or packaged_name(packaged_path(base))):
         logger.warning(
             "others cannot open %s, whose base model is %s: "
             "dofla.note(%r, base_model='owner/name') names it as on the hub",
@@ -133,7 +137,8 @@ def load(
             ``demo``, the bundled model, which is not compressed (:func:`dofla.demo`).
         base_model: folder or hub name of an adapter's base model, if it is not where the adapter says.
         trust_remote_code: allow the base model's repository to bring its own code.
-        **kwargs: for ``from_pretrained`` (``dtype``, ``device_map``, ...).
+        **kwargs: for ``from_pretrained`` (``dtype``; ``device_map`` and ``offload_folder`` for a model larger than
+            memory; ...).
 
     Raises:
         DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name; if an
@@ -156,8 +161,8 @@ def load_any(
     folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES)
     if not (folder / ADAPTER).exists():
         return load_model(path, trust_remote_code=trust_remote_code, **kwargs)
-    adapter = read_json(folder / ADAPTER, "a dofla adapter")
-    plan = Plan.load(folder / "plan.json")
+    adapter = _description(folder)
+    plan = Plan.load(folder / _PLAN)
     base = base_model or adapter.get("base_model")
     if not (base and isinstance(base, (str, Path))):
         raise DoflaError(f"{folder / ADAPTER} names no base model: {_GIVE_IT}")
@@ -166,10 +171,23 @@ def load_any(
         model = load_model(place, class_name=adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
     except DoflaError as error:
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
-    with about(folder / "plan.json"):
+    with about(folder / _PLAN):
         # The base of a student that was opened from a standalone checkpoint is that checkpoint.
         convert(restore(model) if is_linearized(model) else model, plan)
-    return apply_adapter(model, folder)
+    return _apply(model, folder)
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """The description of an adapter; DoflaError naming a file of it that has changed since it was written."""
+    adapter = read_json(folder / ADAPTER, "a dofla adapter")
+    digests = adapter.get("sha256")
+    if not isinstance(digests, dict):
+        raise DoflaError(f"{folder / ADAPTER} has no sha256: it is damaged, or of an earlier version: make it again")
+    for name in _CHECKED:
+        path = folder / name
+        if (sha256(path) if path.is_file() else None) != digests.get(name):
+            raise DoflaError(f"{path} is missing, damaged or edited (its sha256 does not fit): copy or make it again")
+    return adapter
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -179,6 +197,11 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     Raises:
         DoflaError: a file that is missing, damaged, or does not fit.
     """
+    _description(folder)
+    return _apply(model, folder)
+
+
+def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     load_feature_map_tensors(model, read_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
     if (folder / LORA).exists():
         merge_lora(model, folder)
@@ -201,11 +224,12 @@ def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
         ``student`` itself. :func:`dofla.softmax` still makes it its teacher, :func:`dofla.restore` the original.
 
     Raises:
-        DoflaError: not linearized; weights that were trained already; a file that is missing, damaged, or of another
-            model.
+        DoflaError: not linearized; weights that were trained already, or are offloaded; a file that is missing,
+            damaged, or of another model.
     """
     Student.of(student)
     refuse_trained(student)
+    check_in_memory(student, "adding trained weights")
     path = Path(path)
     path = path / LORA if path.is_dir() else path
     factors, _ = read_tensors(path)
@@ -244,6 +268,7 @@ def refuse_trained(model: PreTrainedModel) -> None:
 
 def _load_weights(model: PreTrainedModel, path: Path) -> None:
     refuse_trained(model)
+    check_in_memory(model, "adding trained weights")
     (tensors, _), weights = read_tensors(path), weights_of(model)
     _check_alike(tensors, weights, f"{path} is for another model")
     keep_original(model, weights)
@@ -275,7 +300,6 @@ def load_model(
     *,
     class_name: str | None = None,
     trust_remote_code: bool = False,
-    stream: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A model from a folder or the hub, in the class its config names; in eval mode.
@@ -284,14 +308,11 @@ def load_model(
         name: folder, or name on the hub.
         class_name: of the model in transformers, over the config's.
         trust_remote_code: allow the model's repository to bring its own code.
-        stream: leave the layers on disk, for models larger than memory (:mod:`dofla.integration.streaming`).
         **kwargs: for ``from_pretrained``.
 
     Raises:
         DoflaError: no such model, no such class, or a checkpoint that does not load.
     """
-    if not stream:
-        check_checksums(Path(name))
     # Without the safetensors flag transformers would fall back to pickled weights.
     kwargs = {"use_safetensors": True, **kwargs}
     # Tensors of another shape are let pass and named below; transformers says no more than that there are some.
@@ -300,13 +321,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         auto = class_of(config, class_name, trust_remote_code)
-        if stream:
-            with torch.device("meta"):
-                empty = getattr(auto, "from_config", auto)(config)
-            kwargs["device_map"] = device_map(empty, processes().home)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
-    except DoflaError:
-        raise
     except Exception as error:  # a config with a wrong field fails in any way
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DoflaError(f"cannot load model {str(name)!r}: {first_line}") from error

@@ -21,7 +21,6 @@ from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode, fed
 from dofla.integration.sites import a_few_tokens, attention_sites
-from dofla.integration.streaming import is_streamed
 
 CALLS = (3, 4, 1)
 """Tokens of the calls with a cache, few enough that nearly all windows hold them: codes of few bits may turn out
@@ -49,14 +48,13 @@ class Fault:
 
 
 def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractContextManager]) -> None:
-    """DoflaError, naming the layer, if the student fails with a cache where the original does not. Models that are read
-    from disk layer by layer are taken as they are.
+    """DoflaError, naming the layer, if the student fails with a cache where the original does not.
 
     Args:
         student: a linearized model.
         original: within its block ``student`` computes softmax attention.
     """
-    if student.main_input_name != "input_ids" or is_streamed(student):
+    if student.main_input_name != "input_ids":
         return
     with evaluation_mode(student), torch.no_grad(), token_by_token():
         for padded in (True, False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -15,9 +14,8 @@ from dofla.errors import DoflaError, check_choice
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
+from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
-from dofla.integration.streaming import in_turn
 from dofla.integration.student import is_linearized
 from dofla.integration.surgery import refuse
 from dofla.integration.wrapped import unwraps_its_model
@@ -107,7 +105,7 @@ def profile(
     """Measure the degrees of freedom of a softmax model's attention (arXiv 2507.03340, Algorithm 1, steps 1 to 3).
 
     Queries and keys are taken after positions and norms. What is kept is a sample of fixed size per KV head, so memory
-    does not grow with the text. The layers of a streamed model are taken in turn, each over all the text.
+    does not grow with the text.
 
     Args:
         model: the teacher, in any dtype; runs without gradients.
@@ -149,13 +147,11 @@ def profile(
         estimators[call.name].add(call, parts[batch_number])
         tallies[call.name].add(call)
 
-    with evaluation_mode(model), closing(in_turn(model)) as turns:
-        for turn in turns:
-            with recording(model, sites, look), torch.inference_mode():
-                for batch_number, part in enumerate(parts):
-                    run_body(model, windows.batch(part))
-                    if callable(progress):
-                        progress("reading", turn.number * len(parts) + batch_number + 1, turn.count * len(parts))
+    with recording(model, sites, look), torch.inference_mode():
+        for batch_number, part in enumerate(parts):
+            run_body(model, windows.batch(part))
+            if callable(progress):
+                progress("reading", batch_number + 1, len(parts))
 
     layers = []
     for done, (name, site) in enumerate(sites.items(), start=1):

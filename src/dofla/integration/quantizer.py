@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError
-from dofla.integration.attaching import SOFTMAX, attach, check_coders, renamed, softmax_implementation, switch_on
+from dofla.integration.attaching import SOFTMAX, attach, renamed, softmax_implementation, switch_on
+from dofla.integration.offload import keep_in_memory
 from dofla.integration.record import Record
 from dofla.plans.plan import Plan
 
@@ -56,7 +58,7 @@ class DoflaQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)
-        attach(model, self.quantization_config.plan)
+        self._attached = attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
         setattr(model, SOFTMAX, softmax_implementation(model))
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -68,6 +70,11 @@ class DoflaQuantizer(HfQuantizer):
             missing = f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
             if missing or tensor.shape != self._shapes[name]:
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
+        try:
+            for layer in self._attached:
+                keep_in_memory(layer)
+        except KeyError as error:
+            raise DoflaError(f"the checkpoint does not fit its plan: {error.args[0]} is missing") from error
         check_coders(model, "the checkpoint")
         switch_on(model)
         # transformers forbids .half() and .to(dtype) on quantized models; this one is none.

@@ -112,8 +112,8 @@ class Record:
         return record
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON with a checksum, replacing what was there."""
-        write_json(path, self.to_dict(), sealed=True)
+        """Write it as JSON, replacing what was there."""
+        write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Record:

@@ -22,7 +22,6 @@ from dofla.integration.hub import has_own_card, license_of
 from dofla.integration.model_card import README, by_hand, write_card
 from dofla.integration.quantizer import DoflaConfig
 from dofla.integration.record import Record
-from dofla.storage.checksums import write_checksums
 from dofla.storage.files import replacing
 
 _own_card: ContextVar[bytes | None] = ContextVar("dofla_own_card", default=None)
@@ -62,7 +61,6 @@ def _with_card(save: Callable) -> Callable:
         finally:
             _own_card.reset(token)
         if is_main_process and (card.parent / "config.json").exists():
-            write_checksums(card.parent)
             if own is None:
                 _write(self, card.parent)
             elif card.read_bytes() != own:  # a push has put the repository's there
@@ -85,8 +83,6 @@ def _with_card_in_place(upload: Callable) -> Callable:
             tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags or ()
             card.unlink()
             _write(self, card.parent, name=repo_id, tags=tags)
-        if _is_student(self):
-            write_checksums(card.parent)
         return upload(self, working_dir, repo_id, *args, **kwargs)
 
     return _upload_modified_files

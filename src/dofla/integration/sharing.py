@@ -19,7 +19,6 @@ from dofla.integration.quantizer import METHOD, DoflaConfig
 from dofla.integration.record import RECORD, Record
 from dofla.integration.student import Student
 from dofla.plans.plan import Plan
-from dofla.storage.checksums import renew_checksum
 from dofla.storage.files import read_json, write_json
 
 
@@ -82,7 +81,6 @@ def note(
         plan_and_record = DoflaConfig(**ours)
         add(plan_and_record.record)
         write_json(path, config | {"quantization_config": plan_and_record.to_dict()})
-        renew_checksum(path)
         write_card(path.parent, plan_and_record.plan, plan_and_record.record, adapter=False)
 
 

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.attaching import SOFTMAX, AttachedLayer
 from dofla.integration.record import Record
-from dofla.integration.streaming.layers import is_streamed
 from dofla.plans.plan import Plan
 
 
@@ -22,14 +21,12 @@ class Student:
         layers: the linear attention of each converted module, by the module's name.
         plan: what it was converted by.
         record: where it comes from, how it was trained and how it did.
-        streamed: True if layers of the model stay on disk.
     """
 
     model: PreTrainedModel
     layers: dict[str, AttachedLayer]
     plan: Plan
     record: Record
-    streamed: bool
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Student:
@@ -41,7 +38,7 @@ class Student:
             )
         layers = {m.name: m for m in model.modules() if isinstance(m, AttachedLayer)}
         config = model.config.quantization_config
-        return cls(model, layers, config.plan, config.record, is_streamed(model))
+        return cls(model, layers, config.plan, config.record)
 
 
 def is_linearized(model: PreTrainedModel) -> bool:

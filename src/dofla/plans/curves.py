@@ -97,7 +97,7 @@ class Curves(Result):
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, replacing what was there."""
-        write_json(Path(path), self.to_dict(), sealed=True)
+        write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Curves:

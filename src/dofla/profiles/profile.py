@@ -117,7 +117,7 @@ class Profile(Result):
             if len(subsamples) == len(layer.spectra):
                 tensors[layer.name + _SUBSAMPLES] = torch.stack(subsamples)
         write_tensors(folder / "spectra.safetensors", tensors)
-        write_json(folder / "profile.json", self.to_dict(), sealed=True)
+        write_json(folder / "profile.json", self.to_dict())
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:

@@ -180,7 +180,6 @@ class Recipe:
     model: str = ""
     dtype: str | None = None
     device: str | None = None  # cpu, cuda, cuda:1, mps or auto; default cpu
-    stream: bool = False  # leave the model's layers on disk, for models larger than memory
     budget: int = 64
     size: int | str | None = None  # of compressed caches
     ratio: float | None = None

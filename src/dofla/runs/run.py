@@ -20,6 +20,7 @@ from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.storage.lock import locked
+from dofla.storage.rank import is_main_process
 
 RECIPE, RESULTS = "recipe.yaml", "results.json"
 
@@ -57,7 +58,7 @@ def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
         if len(names) > 1:
             view.show(*student_row(rows[-1], names, recipe.seeds))
     results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
-    write_json(folder / RESULTS, results, sealed=True)
+    write_json(folder / RESULTS, results)
     view.show(*closing(results))
     return results
 
@@ -82,7 +83,7 @@ def _one_student(workshop: Workshop, spec: StudentSpec, seed: int, shows_samples
         if written:
             figures["samples"] = written
         note(workshop.adapter(spec, seed), figures=figures)
-        write_json(path, figures, sealed=True)
+        write_json(path, figures)
     return figures
 
 

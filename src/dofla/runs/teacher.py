@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -23,10 +24,6 @@ from dofla.runs.recipe import DataSpec
 from dofla.runs.view import View
 
 logger = logging.getLogger(__name__)
-
-
-class _Options(TypedDict, total=False):
-    dtype: torch.dtype
 
 
 def windows_of(
@@ -65,26 +62,24 @@ def windows_of(
 
 
 def load_teacher(
-    name: str, dtype: str | None = None, stream: bool = False, device: str | None = None
+    name: str, dtype: str | None = None, device: str | None = None, offload: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package); if
-    it is to ``stream``, its layers stay on disk.
+    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package).
 
     Raises:
-        DoflaError: no such model, tokenizer, dtype or device; a device for a model that is streamed.
+        DoflaError: no such model, tokenizer, dtype or device; a device with ``offload``.
     """
-    if stream and device is not None:
-        raise DoflaError(f"device is {device!r}: a streamed model places its layers itself, so leave device out")
-    path, place = resolve_model(name), device_of(device)
+    path = resolve_model(name)
     logger.info("loading %s", path)
-    model = load_model(path, stream=stream, **_options(dtype, place))
-    if device is not None:
-        model.to(place)  # type: ignore[arg-type] # transformers wraps it
-    return model, load_tokenizer(path)
+    return _placed(partial(load_model, path), dtype, device, offload), load_tokenizer(path)
 
 
 def open_student(
-    name: str, dtype: str | None = None, base_model: str | None = None, device: str | None = None
+    name: str,
+    dtype: str | None = None,
+    base_model: str | None = None,
+    device: str | None = None,
+    offload: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
 
@@ -93,35 +88,58 @@ def open_student(
         dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
         base_model: where an adapter's base is, if not where the adapter says; any name that :func:`load_teacher` takes.
         device: see :func:`device_of`.
+        offload: folder for layers that do not fit in memory, which accelerate then places.
 
     Raises:
-        DoflaError: no such student; no tokenizer with it or its base model; no such dtype or device.
+        DoflaError: no such student; no tokenizer with it or its base model; no such dtype or device; a device with
+            ``offload``.
     """
-    return _opened(load, name, dtype, base_model, device)
+    return _opened(load, name, dtype, base_model, device, offload)
 
 
 def open_model(
-    name: str, dtype: str | None = None, base_model: str | None = None, device: str | None = None
+    name: str,
+    dtype: str | None = None,
+    base_model: str | None = None,
+    device: str | None = None,
+    offload: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
 
     Raises:
-        DoflaError: no such model; no tokenizer with it or its base model; no such dtype or device.
+        DoflaError: no such model; otherwise as :func:`open_student`.
     """
-    return _opened(load_any, resolve_model(name), dtype, base_model, device)
+    return _opened(load_any, resolve_model(name), dtype, base_model, device, offload)
 
 
 def _opened(
-    load: Callable[..., PreTrainedModel], path: str, dtype: str | None, base_model: str | None, device: str | None
+    load: Callable[..., PreTrainedModel],
+    path: str,
+    dtype: str | None,
+    base_model: str | None,
+    device: str | None,
+    offload: Path | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    place = device_of(device)
     logger.info("loading %s", path)
     base_model = None if base_model is None else resolve_model(base_model)
-    model = load(path, base_model=base_model, **_options(dtype, place))
-    tokenizer = load_tokenizer(path, resolve_model(model.config._name_or_path))
-    if device is not None:
-        model.to(place)  # type: ignore[arg-type] # transformers wraps it
-    return model, tokenizer
+    model = _placed(partial(load, path, base_model=base_model), dtype, device, offload)
+    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+
+
+def _placed(
+    load: Callable[..., PreTrainedModel], dtype: str | None, device: str | None, offload: Path | None
+) -> PreTrainedModel:
+    if device is not None and offload is not None:
+        raise DoflaError(f"device is {device!r}: with offload accelerate places the layers, so leave device out")
+    place = device_of("auto" if offload else device)
+    options: dict[str, Any] = {"device_map": "auto", "offload_folder": offload} if offload else {}
+    if dtype is not None:
+        options["dtype"] = dtype_of(dtype)
+    elif place.type == "cpu" and half_is_slow():
+        logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
+        options["dtype"] = torch.float32
+    model = load(**options)
+    return model if device is None else model.to(place)  # type: ignore[arg-type] # transformers wraps it
 
 
 def device_of(name: str | None) -> torch.device:
@@ -140,15 +158,6 @@ def device_of(name: str | None) -> torch.device:
     if name not in names:
         raise DoflaError(f"device {name!r} is not available: choose {', '.join(names)} or auto")
     return torch.device(name)
-
-
-def _options(dtype: str | None, device: torch.device) -> _Options:
-    if dtype is not None:
-        return {"dtype": dtype_of(dtype)}
-    if device.type == "cpu" and half_is_slow():
-        logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
-        return {"dtype": torch.float32}
-    return {}
 
 
 def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 import dofla
 from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_head_budgets, tracked
+from dofla.distillation.distributed import wait
 from dofla.distillation.tracking import Progress
 from dofla.errors import DoflaError
 from dofla.evaluation.samples import Prompt, beginnings
@@ -40,7 +41,6 @@ from dofla.runs.recipe import DataSpec, Recipe, StudentSpec, read_yaml, slug
 from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
 from dofla.storage.files import new_folder, read_json, replacing, write_json
-from dofla.storage.processes import processes
 
 logger = logging.getLogger(__name__)
 _MACHINE, _PROFILED, _TRAINED = "run.json", "profiled.json", "trained.json"
@@ -58,7 +58,7 @@ class Workshop:
 
     def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
         self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
-        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.stream, recipe.device)
+        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.device)
         self._windows: dict[str, TokenWindows] = {}
         self._profile: Profile | None = None
 
@@ -102,9 +102,9 @@ class Workshop:
                     progress=bar.stage,
                 )
             seconds = round(time.perf_counter() - started, 1)
-            write_json(self.folder / _PROFILED, {"seconds": seconds}, sealed=True)
+            write_json(self.folder / _PROFILED, {"seconds": seconds})
             measured.save(folder)  # last, for what is there counts as done
-        processes().wait()
+        wait()
         self._profile = self._profile or Profile.load(folder)
         return self._profile
 
@@ -132,7 +132,7 @@ class Workshop:
                     **options,
                 )
             measured.save(path)
-        processes().wait()
+        wait()
         return Curves.load(path)
 
     def head_budgets(self, spec: StudentSpec, size: int) -> HeadBudgets:
@@ -155,7 +155,7 @@ class Workshop:
                     progress=bar.stage,
                 )
             measured.save(path)
-        processes().wait()
+        wait()
         return HeadBudgets.load(path)
 
     def _few(self) -> TokenWindows:
@@ -225,7 +225,7 @@ class Workshop:
                 apply_adapter(self.model, home / END_TO_END / "adapter")
             else:
                 self._make(spec, seed, home)
-            processes().wait()
+            wait()
             yield self.model
         finally:
             restore(self.model)
@@ -274,7 +274,7 @@ class Workshop:
                 progress=progress,
                 **options,
             )
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
 
     def _train_end_to_end(self, spec: StudentSpec, seed: int, home: Path) -> None:
         options = vars(self.recipe.end_to_end)
@@ -282,7 +282,7 @@ class Workshop:
             history = distill_end_to_end(
                 self.model, self.training(), seed=seed, folder=home, progress=progress, **options
             )
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings}, sealed=True)
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
 
     @contextmanager
     def _progress(self, label: str, home: Path) -> Iterator[Progress | bool]:
@@ -319,7 +319,7 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
 def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
     """All of a recipe but where it is computed and recorded; nor what is not given, which versions before may not have
     known."""
-    return _given({key: value for key, value in recipe.items() if key not in ("track", "stream", "device")})
+    return _given({key: value for key, value in recipe.items() if key not in ("track", "device")})
 
 
 def _given(data: Any) -> Any:

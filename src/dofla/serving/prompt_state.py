@@ -87,8 +87,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     Raises:
         DoflaError: naming the file, if it is missing, damaged, or was written by a student of another plan.
     """
-    # No other numbers would be noticed, so the file must be as it was written.
-    tensors, metadata = read_tensors(path, "read the prompt again", finite=False, sealed=True)
+    tensors, metadata = read_tensors(path, "read the prompt again", finite=False)
     try:
         plan = json.loads(metadata["plan"])
     except (KeyError, ValueError) as error:
@@ -98,6 +97,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
     if plan != json.loads(json.dumps(Student.of(model).plan.to_dict()["layers"])):
         raise DoflaError(f"{path} was written by a student of another plan: read the prompt again with this one")
     tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    _check_form(tensors, path, model)
     input_ids = tensors.pop("input_ids")
     cache = DynamicCache(config=model.config)
     for layer in Student.of(model).layers.values():
@@ -106,6 +106,20 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Dynami
         entry.states = [_state(tensors, f"{index}.{n}", layer, n) for n in range(len(layer.groups))]
         entry.tokens, entry.is_initialized, entry.handed_over = input_ids.shape[1], True, False
     return input_ids, cache
+
+
+def _check_form(tensors: dict[str, Tensor], path: str | Path, model: PreTrainedModel) -> None:
+    """DoflaError naming the file unless it holds tokens [B, L] and the tensors of states of so many sequences."""
+    ids = tensors.get("input_ids")
+    if ids is None or ids.dtype != torch.int64:
+        raise DoflaError(f"{path} is damaged (it holds no tokens): read the prompt again")
+    check_readable(model, ids, f"{path} is damaged")
+    for index, entry in enumerate(read_prompt(model, ids[:1, :1]).layers):
+        for group, state in enumerate(getattr(entry, "states", None) or ()):
+            for name, like in _tensors(state, f"{index}.{group}").items():
+                found = tensors.get(name, torch.empty(0))
+                if (found.dtype, found.shape) != (like.dtype, (len(ids), *like.shape[1:])):
+                    raise DoflaError(f"{path} is damaged ({name} has another form): read the prompt again")
 
 
 def _tensors(part: Any, where: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, written under a temporary name, then renamed; JSON that shows when it was damaged.
+"""Files that are whole or not there, written under a temporary name, then renamed.
 
 What a process that was killed leaves, ``.NAME.partial-PID``, is never read, and goes when NAME is written again or the
 folder is locked (:func:`dofla.storage.lock.locked`).
@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dofla.errors import DoflaError
-from dofla.storage.processes import is_first
+from dofla.storage.rank import is_main_process
 
-SEAL = "sha256"
-"""Field of JSON, and of the metadata of a safetensors file, that holds the digest of all the rest."""
 _WAYS_OUT = {
     errno.ENOSPC: "make room, then start again",
     errno.EDQUOT: "make room, then start again",
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
     """A temporary folder of the same name that takes the place of ``folder`` when the block ends well, and vanishes
-    otherwise; and in any case in a process that is not the first of its launch.
+    otherwise; and in any case in a process other than the main one.
 
     Args:
         folder: to be made.
@@ -51,17 +49,14 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
         DoflaError: if ``folder`` holds something and is not to be ``replaced``, or the system does not let it be
             written.
     """
-    folder = Path(folder)
-    if not is_first():
-        with tempfile.TemporaryDirectory() as nowhere:
-            (Path(nowhere) / folder.name).mkdir()
-            yield Path(nowhere) / folder.name
-        return
-    if folder.exists() and not replaced and (not folder.is_dir() or any(folder.iterdir())):
+    folder, writes = Path(folder), is_main_process()
+    if writes and folder.exists() and not replaced and (not folder.is_dir() or any(folder.iterdir())):
         raise DoflaError(f"{folder} exists already: choose another output folder or remove it")
     with _temporary(folder, parents=True) as partial:
         (partial / folder.name).mkdir()
         yield partial / folder.name
+        if not writes:
+            return
         _to_disk(partial)
         if replaced and folder.exists():
             folder.rename(partial / f"{folder.name}.before")
@@ -74,18 +69,16 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path of the same name that replaces ``path`` when the block ends well, and vanishes otherwise; and in
-    any case in a process that is not the first of its launch.
+    any case in a process other than the main one.
 
     Raises:
         DoflaError: if the system does not let it be written.
     """
     path = Path(path)
-    if not is_first():
-        with tempfile.TemporaryDirectory() as nowhere:
-            yield Path(nowhere) / path.name
-        return
     with _temporary(path) as partial:
         yield partial / path.name
+        if not is_main_process():
+            return
         _to_disk(partial)
         (partial / path.name).replace(path)
     logger.debug("wrote %s", path)
@@ -94,7 +87,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def _temporary(path: Path, parents: bool = False) -> Iterator[Path]:
     """A folder beside ``path`` for the time of the block, since libraries put temporary files of their own beside what
-    they write; what the disk refuses becomes one line about ``path``."""
+    they write; what the disk refuses becomes one line about ``path``. Processes other than the main one get a folder
+    elsewhere."""
+    if not is_main_process():
+        with tempfile.TemporaryDirectory() as elsewhere:
+            yield Path(elsewhere)
+        return
     if not path.name:
         raise DoflaError(f"cannot write {str(path)!r}: give a name")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
@@ -157,24 +155,15 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def write_json(path: str | Path, data: Any, *, sealed: bool = False) -> None:
-    """Write ``data`` as JSON a person can read.
-
-    Args:
-        path: of the file.
-        data: an object, if it is to be sealed.
-        sealed: add the digest by which :func:`read_json` notices that something has changed: for files that nobody
-            is meant to edit.
-    """
-    text = _text(data)
+def write_json(path: str | Path, data: Any) -> None:
+    """Write ``data`` as JSON a person can read."""
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     with replacing(path) as partial:
-        whole = (_text(data | {SEAL: _digest(text)}) if sealed else text) + "\n"
-        partial.write_bytes(whole.encode("utf-8", "backslashreplace"))  # halves of characters, as JSON has them
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))  # halves of characters, as JSON has them
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON object; DoflaError naming the file if it is missing, is not ``what`` it should be, or has changed
-    since it was sealed."""
+    """Read a JSON object; DoflaError naming the file if it is missing, or is not ``what`` it should be."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -188,17 +177,13 @@ def read_json(path: str | Path, what: str) -> Any:
         raise DoflaError(f"{path} is not {what}: {error}") from error
     if not isinstance(data, dict):
         raise DoflaError(f"{path} is not {what}: expected a JSON object, got {type(data).__name__}")
-    seal = data.pop(SEAL, None)
-    if seal is not None and seal != _digest(_text(data)):
-        raise DoflaError(
-            f"{path} is damaged, or was edited ({SEAL} does not fit): make it again, or remove its {SEAL} to keep it"
-        )
     return data
 
 
-def _text(data: Any) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits; a second per gigabyte or so."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from dofla.errors import DoflaError
 from dofla.storage.files import cannot_write, remove_leftovers
-from dofla.storage.processes import is_first
+from dofla.storage.rank import is_main_process
 
 _LOCK, _HOLDER = ".dofla.storage.lock", ".dofla.pid"
 
@@ -21,12 +21,12 @@ def locked(folder: str | Path) -> Iterator[None]:
     """Make ``folder`` if need be and keep other processes out for the time of the block.
 
     The system holds the lock, so one that is killed leaves none; what it left half written is removed. The processes of
-    one launch (``accelerate``, ``torchrun``) share the folder: the first holds the lock, for it alone writes.
+    one launch (``accelerate``, ``torchrun``) share the folder: the main one holds the lock, for it alone writes.
 
     Raises:
         DoflaError: another process is at work there, or the system does not let it be written.
     """
-    if not is_first():
+    if not is_main_process():
         yield
         return
     folder = Path(folder)

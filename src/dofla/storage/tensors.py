@@ -1,9 +1,7 @@
-"""safetensors files that are whole or not there, and show when they were damaged."""
+"""safetensors files that are whole or not there."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +12,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dofla.errors import DoflaError
-from dofla.storage.files import SEAL, replacing
+from dofla.storage.files import replacing
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors with a digest of everything in the file's metadata; DoflaError if the system does not let it."""
+    """Write tensors; DoflaError if the system does not let it."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = dict(metadata or {})
     with replacing(path) as partial:
-        save_file(tensors, partial, metadata=metadata | {SEAL: _digest(tensors, metadata)})
+        save_file(tensors, partial, metadata=dict(metadata) if metadata else None)
         partial.chmod(0o666 & ~_umask())  # safetensors would keep it from everybody else
 
 
 def read_tensors(
-    path: str | Path, way_out: str = "copy or make it again", *, finite: bool = True, sealed: bool = False
+    path: str | Path, way_out: str = "copy or make it again", *, finite: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, on the CPU, and its metadata.
 
@@ -35,10 +32,9 @@ def read_tensors(
         path: of the file.
         way_out: what to do if it is not as it should be, for the message.
         finite: refuse NaN and infinity.
-        sealed: refuse a file without a digest.
 
     Raises:
-        DoflaError: naming the file, if it is missing, damaged, or not ``finite`` or ``sealed`` as asked for.
+        DoflaError: naming the file, if it is missing, damaged, or not ``finite`` as asked for.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -48,9 +44,6 @@ def read_tensors(
         raise DoflaError(f"{path} does not exist: {way_out}") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise DoflaError(f"{path} is damaged ({error}): {way_out}") from error
-    seal = metadata.pop(SEAL, None)
-    if (seal is not None or sealed) and seal != _digest(tensors, metadata):
-        raise DoflaError(f"{path} is damaged ({SEAL} does not fit): {way_out}")
     for name, tensor in tensors.items() if finite else ():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DoflaError(f"{path} is damaged ({name} holds NaN or infinity): {way_out}")
@@ -61,11 +54,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

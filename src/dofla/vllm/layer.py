@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from dofla.attention import Layout
+from dofla.attention.coding.coder import check_coders
 from dofla.layers import layer_of, read_pages
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
@@ -74,9 +75,10 @@ class CompressedAttention(nn.Module, MambaBase):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the layer's constants from a checkpoint; all of them must be there."""
+        """Take the layer's constants from a checkpoint; all of them must be there, and valid."""
         found = dict(weights)
         self.layer.load_state_dict(found)
+        check_coders(self.layer, f"{self.prefix} of the checkpoint")
         return {f"layer.{name}" for name in found}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

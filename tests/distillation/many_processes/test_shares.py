@@ -14,10 +14,11 @@ from torch.testing import assert_close
 import dofla
 from dofla.distillation import distill, distill_end_to_end
 from dofla.distillation.checkpoint import CURVES, STATE
+from dofla.errors import DoflaError
 from dofla.feature_maps import FEATURE_MAPS
 from dofla.integration.student import Student
 
-WINDOWS, LENGTH = 7, 16
+WINDOWS, LENGTH, BATCH = 23, 16, 2
 STEPS, HEADS = 4, 4
 HIGHEST_RATE = max(rate for kind in FEATURE_MAPS.values() for rate in kind.learning_rates.values())
 
@@ -35,7 +36,7 @@ CASES = {
     "encoder": ("bert", "padded", "hybrid", {"rows": 5}),
     "images": ("vit", "images", "plain", {}),
 }
-"""Family, data, plan, options. The last batch of an epoch has one window, so that some processes have none to read."""
+"""Family, data, plan, options. Of the last batch of an epoch some processes have a window more than others."""
 
 
 def student_and_data(tiny, family, data, plan):
@@ -69,8 +70,8 @@ def train_end_to_end(tiny, batch_size, accumulate):
 def work(tiny, folder):
     rank = os.environ["RANK"]
     for case in CASES:
-        save_file(train(tiny, case, 1), folder / f"{case} {rank}")
-    save_file(train(tiny, "output", 1, folder / "run"), folder / f"with a folder {rank}")
+        save_file(train(tiny, case, BATCH), folder / f"{case} {rank}")
+    save_file(train(tiny, "output", BATCH, folder / "run"), folder / f"with a folder {rank}")
     save_file(train_end_to_end(tiny, 1, 1), folder / f"end to end {rank}")
 
 
@@ -108,7 +109,7 @@ def assert_alike(together, alone):
 @pytest.mark.parametrize("case", CASES)
 def test_they_train_as_one_does_with_larger_batches(tiny, trained, case):
     count, folder = trained
-    assert_alike(made_by_all(folder, case, count), train(tiny, case, count))
+    assert_alike(made_by_all(folder, case, count), train(tiny, case, BATCH * count))
 
 
 def test_end_to_end_they_train_as_one_does_that_accumulates_more(tiny, trained):
@@ -121,5 +122,20 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny, trained):
     assert sorted(path.name for path in (folder / "run").iterdir()) == sorted([STATE, CURVES])
     together = made_by_all(folder, "with a folder", count)
     assert all(torch.equal(value, together[name]) for name, value in made_by_all(folder, "output", count).items())
-    opened = train(tiny, "output", count, folder / "run")
+    opened = train(tiny, "output", BATCH * count, folder / "run")
     assert all(torch.equal(value, together[name]) for name, value in opened.items())
+
+
+def refused(tiny):
+    student, windows = student_and_data(tiny, "llama", "tokens", "plain")
+    with pytest.raises(DoflaError, match=r"^the last batch of an epoch has 1 of 23 windows, and there are 2 processes"):
+        distill(student, windows, batch_size=11)
+    with pytest.raises(DoflaError, match="not all processes see the same files in"):
+        distill(student, windows, batch_size=2, steps=2, checkpoint_every=1, folder=f"run-{os.environ['RANK']}")
+
+
+def test_what_they_cannot_share_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    student, windows = student_and_data(tiny, "llama", "tokens", "plain")
+    distill(student, windows, batch_size=4, steps=2, folder=tmp_path / "run-0")
+    assert in_processes(2, refused, tiny) == [0, 0]

@@ -24,7 +24,7 @@ from transformers import (
 
 from dofla.display import Part, Result, reports_progress, table
 from dofla.errors import DoflaError, check_choice, check_numbers
-from dofla.storage.processes import number_started
+from dofla.storage.rank import world_size
 from dofla.tasks import STYLES, Task
 from dofla.tasks.finetune.learner import Learner, OneDevice
 from dofla.tasks.finetune.weights import in_memory, seeded, training_weights, write_back
@@ -249,8 +249,8 @@ def _check(learning_rate: float, keep: str, mixed_precision: str, test: Task | N
     if not 0 < learning_rate < math.inf:
         raise DoflaError(f"learning_rate is {learning_rate}: give a positive number")
     check_numbers(**counts)
-    if number_started() > 1:
-        raise DoflaError(f"{number_started()} processes would each write the result: start one")
+    if world_size() > 1:
+        raise DoflaError(f"{world_size()} processes would each write the result: start one")
     check_choice("keep", keep, KEEP)
     if keep == "best" and test is None:
         raise DoflaError("the best epoch is that of a test task, and there is none: give one, or keep='last'")

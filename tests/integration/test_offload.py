@@ -1,0 +1,109 @@
+"""Models opened by accelerate's offload: whatever runs them forward works as if they were in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from tiny_families import student, teacher, tokens
+from transformers.integrations import accelerate as placement
+
+import dofla
+from dofla.cli import app
+from dofla.errors import DoflaError
+from dofla.integration.checkpoint import feature_map_tensors, load_any
+from dofla.integration.offload import is_offloaded
+from dofla.runs.teacher import load_teacher, open_student
+
+WINDOWS = tokens(4, 64)
+OFFLOAD = {"device_map": dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")}
+OFFLOAD["device_map"] |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and of it a compressed and a linearized one, both as a whole and as an adapter."""
+    folder = tmp_path_factory.mktemp("offload")
+    teacher("llama").save_pretrained(folder / "model")
+    model = load_any(folder / "model")
+    compress(model).save_pretrained(folder / "compressed")
+    dofla.save_adapter(model, folder / "compressed-adapter")
+    dofla.linearize(dofla.restore(model), budget=8).to(torch.bfloat16).save_pretrained(folder / "linearized")
+    dofla.save_adapter(model, folder / "linearized-adapter")
+    return folder
+
+
+def compress(model):
+    return dofla.compress(model, WINDOWS, "8KiB", head_budgets="even", progress=False)
+
+
+def offloaded(path, **options):
+    model = load_any(path, **OFFLOAD, **options)
+    assert {name for name, weight in model.named_parameters() if weight.is_meta} == {
+        name for name, _ in model.named_parameters() if "layers.1" in name and ".dofla." not in name
+    }
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"offload_buffers": True}], ids=["", "buffers as well"])
+@pytest.mark.parametrize("name", ["compressed", "compressed-adapter", "linearized", "linearized-adapter"])
+def test_it_answers_generates_and_is_evaluated_alike(folder, name, options):
+    whole, other = load_any(folder / name), offloaded(folder / name, **options)
+    maps, ids = feature_map_tensors(whole), tokens(2, 40)
+    assert all(torch.equal(value, maps[key]) for key, value in feature_map_tensors(other).items())
+    assert torch.equal(whole(ids).logits, other(ids).logits)
+    written = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (whole, other)]
+    assert torch.equal(*written)
+    assert dofla.evaluate(whole, WINDOWS) == dofla.evaluate(other, WINDOWS)
+    assert is_offloaded(other)
+
+
+def test_it_is_profiled_alike(folder):
+    profiles = [dofla.profile(open_(folder / "model"), WINDOWS, samples=16) for open_ in (load_any, offloaded)]
+    assert profiles[0].to_dict() == profiles[1].to_dict()
+
+
+def test_it_is_compressed_and_saved_alike(folder, tmp_path):
+    compress(offloaded(folder / "model")).save_pretrained(tmp_path)
+    found, wanted = (load_file(place / "model.safetensors") for place in (tmp_path, folder / "compressed"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_what_changes_weights_is_refused(folder, tmp_path):
+    linearized = offloaded(folder / "linearized-adapter")
+    for train in (dofla.distill, dofla.distill_end_to_end):
+        with pytest.raises(DoflaError, match=r"^training needs all weights in memory: open the model without offload"):
+            train(linearized, WINDOWS)
+    with pytest.raises(DoflaError, match=r"^measuring head budgets, which head_budgets='even' leaves out, needs all"):
+        dofla.compress(offloaded(folder / "model"), WINDOWS, "8KiB", progress=False)
+    trained = load_any(folder / "linearized-adapter")
+    dofla.distill_end_to_end(trained, WINDOWS, steps=1, progress=False)
+    dofla.save_adapter(trained, tmp_path / "adapter")
+    with pytest.raises(DoflaError, match=r"^adding trained weights needs all weights in memory"):
+        offloaded(tmp_path / "adapter")
+
+
+def test_a_feature_map_that_is_missing_on_disk_is_named(tmp_path):
+    student("llama", "ragged").save_pretrained(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.self_attn.dofla.maps.0.z"
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(DoflaError, match=rf"does not fit its plan: {name} is missing"):
+        offloaded(tmp_path)
+
+
+def test_accelerate_decides_what_stays_in_memory(folder, tmp_path, monkeypatch):
+    half = teacher("llama").get_memory_footprint() // 2
+    monkeypatch.setattr(placement, "get_max_memory", lambda *_: {"cpu": half})
+    model, _ = open_student("demo", offload=tmp_path)
+    assert is_offloaded(model)
+    with pytest.raises(DoflaError, match="device is 'cpu': with offload accelerate places the layers"):
+        load_teacher("demo", device="cpu", offload=tmp_path)
+
+
+def test_every_verb_that_only_runs_a_model_takes_offload():
+    commands = typer.main.get_command(app).commands
+    taking = {name for name, command in commands.items() if "offload" in {x.name for x in command.params}}
+    assert taking == {"compress", "evaluate", "generate", "chat", "serve", "profile"}
