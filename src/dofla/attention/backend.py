@@ -14,6 +14,7 @@ from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.drawn import Drawn, Line, exact_causal
 from dofla.attention.exact import ExactPart, merge
 from dofla.attention.layout import CompressedState, Layout
+from dofla.attention.modules import ModuleList
 from dofla.attention.recurrent import recurrent
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
@@ -35,7 +36,7 @@ class Compressed(Protocol):
     layout: Layout
 
     @property
-    def tiers(self) -> Sequence[Tier]: ...
+    def tiers(self) -> ModuleList[Tier]: ...
 
     def register(self) -> int: ...
 
@@ -71,8 +72,8 @@ class Backend(CodeOperations):
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        """:meth:`read_compressed` of n sequences of different lengths, whose states are pages of a pool, and are updated
-        there.
+        """:meth:`read_compressed` of n sequences of different lengths, whose states are pages of a pool, and are
+        updated there.
 
         Args:
             heads: of the layer.

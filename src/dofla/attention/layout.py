@@ -1,4 +1,5 @@
-"""The state of a compressed cache: one row of bytes for each sequence, which holds the tokens of all KV heads of a layer.
+"""The state of a compressed cache: one row of bytes for each sequence, which holds the tokens of all KV heads of a
+layer.
 
 What stands in a row is declared here, once. C++ reads it as ``layout.h``, which :func:`layout_header` writes, and the
 Triton kernels by the names of :data:`HEAD_NUMBERS`. As separate tensors, a state would be fifteen for each group of

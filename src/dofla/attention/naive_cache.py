@@ -1,7 +1,7 @@
 """A compressed cache in two hundred lines: unpacked, one token at a time, in float64. Read this first.
 
-It holds the tokens that :class:`dofla.attention.CompressedHeads` holds, and attends to them as they come back from their
-codes; the kernels do the same work many times faster, and are tested against this file. Where a token goes:
+It holds the tokens that :class:`dofla.attention.CompressedHeads` holds, and attends to them as they come back from
+their codes; the kernels do the same work many times faster, and are tested against this file. Where a token goes:
 
     new ──► local window ──► attention sinks       the first tokens to leave the window, as long as slots are free
             (int8)      └──► tier (3 bits) ──► evicted: the token with the lowest score, the newest excepted
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dofla.attention.coding import Tier
-from dofla.attention.coding.coder import Codes, Coder
+from dofla.attention.coding.coder import Coder, Codes
 from dofla.attention.coding.heavy_hitters import WEIGHTS, weight_steps
 from dofla.attention.constants import DECAY, GAIN, MOST_SCORE, MOST_STEPS
 from dofla.attention.eight_bits import rounded
@@ -90,7 +90,7 @@ class NaiveCache:
             return
         oldest = self.window[0][:, :1], self.window[1][:, :1]
         self.window = self.window[0][:, 1:], self.window[1][:, 1:]
-        if self.sinks is None and self.size.sinks or self.sinks and self.sinks[0].shape[1] < self.size.sinks:
+        if (self.sinks is None and self.size.sinks) or (self.sinks and self.sinks[0].shape[1] < self.size.sinks):
             self.sinks = _then(self.sinks, oldest)
             return
         codes = tuple(coder.encode(_heads(x, coder)) for coder, x in zip(self.coders, oldest, strict=True))
@@ -105,9 +105,11 @@ class NaiveCache:
         """The token with the lowest score goes, the oldest of several; the newest stay in any case."""
         old = self.scores.shape[1] - self.size.newest
         lowest = self.scores[:, :old].argmin(1, keepdim=True)
-        stay = torch.arange(self.scores.shape[1]).expand_as(self.scores)[
-            torch.arange(self.scores.shape[1]) != lowest
-        ].view(len(self.scores), -1)
+        stay = (
+            torch.arange(self.scores.shape[1])
+            .expand_as(self.scores)[torch.arange(self.scores.shape[1]) != lowest]
+            .view(len(self.scores), -1)
+        )
         assert self.codes is not None
         self.codes = tuple(  # type: ignore[assignment]
             tuple(part.take_along_dim(stay.unsqueeze(-1), 1) for part in side) for side in self.codes
@@ -126,7 +128,8 @@ class NaiveCache:
 
     def _tier_weights(self, query: Tensor) -> Tensor:
         """Attention weights [R, G, n] over the tier alone. The scores must not depend on the order of sums, so queries
-        and keys are integers, and weights powers of two in eighths of an octave, down to 13 octaves below the largest."""
+        and keys are integers, and weights powers of two in eighths of an octave, down to 13 octaves below the
+        largest."""
         coder, groups = self.coders[0], query.shape[1]
         assert self.codes is not None
         keys, key_unit = (_rows(x) for x in coder.numbers(*(_heads(x, coder) for x in self.codes[0])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -185,7 +185,8 @@ class _Costs:
         """The calibration with measured head budgets, or with even ones where those are better on windows that they
         were not measured on."""
         tokens = max(LEAST_TOKENS, math.floor(FRACTION * self.windows.length))
-        done, passes = count(1), (3 if len(self.halves) > 1 else 1) * sum(map(len, sum(self.halves, [])))
+        batches = sum(len(texts) for half in self.halves for texts in half)
+        done, passes = count(1), (3 if len(self.halves) > 1 else 1) * batches
 
         def report() -> None:
             if self.report:
@@ -198,9 +199,11 @@ class _Costs:
         sizes = even_bytes(self.target.compressed(self.keep_softmax), self.size(tokens))
         windows = [len(text) for text, _ in self.halves]
         mean = {
-            name: sum(n * own[name] for n, own in zip(windows, costs, strict=True)) / sum(windows) for name in sizes
+            name: torch.stack([n * own[name] for n, own in zip(windows, costs, strict=True)]).sum(0) / sum(windows)
+            for name in sizes
         }
-        made_by, shares = dict(self.calibration.made_by), divide(sizes, {name: x.tolist() for name, x in mean.items()})
+        of_all = {name: own.tolist() for name, own in mean.items()}
+        made_by, shares = dict(self.calibration.made_by), divide(sizes, of_all)
         if even is not None:
             others = [divide(sizes, {name: x.tolist() for name, x in own.items()}) for own in reversed(costs)]
             measured = 0.0
@@ -211,7 +214,6 @@ class _Costs:
             if measured > even:
                 shares = {name: [1.0] * len(own) for name, own in shares.items()}
                 logger.warning(held_out_line(made_by["held_out"]))
-        of_all = {name: own.tolist() for name, own in mean.items()}
         return replace(self.calibration, shares=shares, costs=of_all, made_by=made_by)
 
     def ranked(self, found: Calibration, tokenizer: PreTrainedTokenizerBase) -> Calibration:
@@ -231,7 +233,7 @@ class _Costs:
         return sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
 
     @contextmanager
-    def compressed(self, tokens: int, shares: Mapping[str, list[float]] | None = None) -> Iterator[Student]:
+    def compressed(self, tokens: int, shares: Mapping[str, Sequence[float]] | None = None) -> Iterator[Student]:
         """Within the block the model is compressed to so many tokens per KV head, in the mean."""
         plan = compressed_plan(
             self.target,

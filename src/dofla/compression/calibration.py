@@ -1,11 +1,12 @@
-"""Calibration: what was measured of a model, independent of the size of its cache. A file that can be kept and shared."""
+"""Calibration: what was measured of a model, independent of the size of its cache. A file that can be kept and
+shared."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Calibration(Result):
         shares = self.shares or {name: [1.0] * len(own.keys.total) for name, own in self.directions.items()}
         return HeadBudgets(shares, by_layer(self.retrieval[:retrieval_heads]), self.made_by.get("held_out"))
 
-    def check(self, model: PreTrainedModel, target: Target, keep_softmax: Sequence[str] = ()) -> None:
+    def check(self, model: PreTrainedModel, target: Target, keep_softmax: Collection[str] = ()) -> None:
         """DoflaError if it is of a model with other attention modules; a warning if of other weights."""
         for site in target.compressed(keep_softmax):
             own = self.directions.get(site.name)
@@ -106,7 +107,9 @@ class Calibration(Result):
                 tensors |= {f"{name}:{side}.total": moments.total, f"{name}:{side}.square": moments.square}
             if own.weighing is not None:
                 tensors[f"{name}:weighing"] = own.weighing
-        plain = {name: getattr(self, name) for name in ("shares", "costs", "retrieval", "model", "fingerprint", "made_by")}
+        plain = {
+            name: getattr(self, name) for name in ("shares", "costs", "retrieval", "model", "fingerprint", "made_by")
+        }
         counts = {name: [getattr(own, side).count for side in _MOMENTS] for name, own in self.directions.items()}
         write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps({**plain, "counts": counts})})
 
@@ -120,11 +123,11 @@ class Calibration(Result):
             plain = json.loads(metadata["calibration"])
             directions = {}
             for name, counts in plain.pop("counts").items():
-                moments = [
+                queries, keys, values = (
                     Moments(count, tensors[f"{name}:{side}.total"], tensors[f"{name}:{side}.square"])
                     for side, count in zip(_MOMENTS, counts, strict=True)
-                ]
-                directions[name] = Directions(*moments, tensors.get(f"{name}:weighing"))
+                )
+                directions[name] = Directions(queries, keys, values, tensors.get(f"{name}:weighing"))
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
             return cls(directions, **plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.calibrate import measure
 from dofla.compression.calibration import Calibration
+from dofla.compression.head_budgets import LEAST, HeadBudgets
 from dofla.compression.plan import Target, compressed_plan
 from dofla.compression.retrieval import by_layer, check_retrieval_heads
-from dofla.compression.head_budgets import LEAST, HeadBudgets
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError

@@ -70,7 +70,8 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _answers(compressed: Student) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Within the block the model answers with its compressed cache, and gradients pass as through softmax attention.
-    Yields, by layer, its output [B, L, H, dv] in the last call, and what that of softmax attention is more than that."""
+    Yields, by layer, its output [B, L, H, dv] in the last call, and what that of softmax attention is more than
+    that."""
     by_module = {compressed.model.get_submodule(name): name for name in compressed.layers}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -65,7 +65,9 @@ class Target:
         for site in sites:
             refuse(site)
             if not site.causal:
-                raise DoflaError(f"layer {site.name} is bidirectional: an encoder keeps no tokens, linearize it instead")
+                raise DoflaError(
+                    f"layer {site.name} is bidirectional: an encoder keeps no tokens, linearize it instead"
+                )
             if site.head_dim % 8 or site.value_dim % 8:
                 dims = f"{site.head_dim} and {site.value_dim}"
                 raise DoflaError(f"layer {site.name}: heads of {dims} numbers: a compressed cache needs multiples of 8")
@@ -137,7 +139,8 @@ def compressed_plan(
             raise TooSmall(
                 f"size {in_bytes(size)} is too small for a token of each kind in every KV head: give {needed} or more"
             ) from None
-        layers.append(CompressedLayer(*shape, *(alike(each) for each in zip(*sizes, strict=True)), bits=BITS))
+        window, sinks, newest, heavy_hitters = (alike(each) for each in zip(*sizes, strict=True))
+        layers.append(CompressedLayer(*shape, window, sinks, newest, heavy_hitters, BITS))
     made_by: dict[str, Any] = {"strategy": STRATEGY, "size": size}
     if head_budgets is not None:
         made_by |= head_budgets.record()

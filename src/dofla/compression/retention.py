@@ -19,8 +19,8 @@ from dofla.integration.student import Student
 
 @contextmanager
 def retention(model: PreTrainedModel, rule: Callable[[], Retention]) -> Iterator[PreTrainedModel]:
-    """Within the block a compressed model evicts by another rule, computed by :mod:`dofla.attention.naive_cache`: seconds
-    for a window of some hundred tokens. For text in one call, without a cache and without padding.
+    """Within the block a compressed model evicts by another rule, computed by :mod:`dofla.attention.naive_cache`:
+    seconds for a window of some hundred tokens. For text in one call, without a cache and without padding.
 
         class Random:
             def decay(self, score):

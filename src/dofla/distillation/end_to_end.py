@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from dofla.distillation.objective import Objective
 from dofla.distillation.steps import Batches
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
-from dofla.layers import AttentionLayer
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
@@ -32,6 +30,7 @@ from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
+from dofla.layers import AttentionLayer
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.rank import is_main_process, rank, world_size
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from dofla.distillation.distributed import share
 from dofla.distillation.losses import LOSSES
-from dofla.layers import AttentionLayer
 from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.layers import AttentionLayer
 
 
 def layerwise_gradients(

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dofla.attention import LOG_ZERO, accumulable, exact_scores
 from dofla.distillation.distributed import gather
-from dofla.layers import AttentionLayer
 from dofla.distillation.scores import log_scores
 from dofla.integration.recorder import AttentionCall
+from dofla.layers import AttentionLayer
 
 LayerLoss = Callable[[AttentionCall, AttentionCall, AttentionLayer, Tensor], Tensor]
 """(the teacher's call, the student's call, the student's layer, query rows [R]) → scalar."""

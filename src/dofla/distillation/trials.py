@@ -93,14 +93,15 @@ def measure_curves(
         student = convert(model, plan, seed=seed)
         try:
             distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
-            errors = attention_fidelity(Student.of(student), judging, batch_size=batch_size, seed=seed)
+            fidelity = attention_fidelity(Student.of(student), judging, batch_size=batch_size, seed=seed)
+            errors = {name: own.head_kl for name, own in fidelity.items() if own.head_kl is not None}
             if (share, level) == (TOKEN_SHARE, 1.0):
-                effects = _effects(student, judging, {n: e.head_kl for n, e in errors.items()}, report)
+                effects = _effects(student, judging, errors, report)
         finally:
             restore(model)
         for name, found in errors.items():
             spent = plan[name].state_bytes(model.dtype.itemsize) // plan[name].kv_heads
-            points.setdefault(name, []).append(Point(share, spent, found.head_kl))
+            points.setdefault(name, []).append(Point(share, spent, found))
         if report is not None:
             report("sizes", done, len(grid))
     token_dtype = plan.linear[0].token_dtype

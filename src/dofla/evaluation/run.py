@@ -121,10 +121,11 @@ class Evaluation(Result):
 
     def _layers(self) -> Part:
         # Attention that no longer sees some token diverges without end: the column would say nothing.
-        finite = all(layer.kl < _ENDLESS for layer in self.layers.values())
+        divergences = [layer.kl for layer in self.layers.values() if layer.kl is not None and layer.kl < _ENDLESS]
+        finite = len(divergences) == len(self.layers)
         shown = table("layer", "output error", *(["attention KL"] if finite else []))
-        for name, layer in self.layers.items():
-            shown.add_row(name, figure(layer.output_error), *([figure(layer.kl)] if finite else []))
+        for n, (name, layer) in enumerate(self.layers.items()):
+            shown.add_row(name, figure(layer.output_error), *([figure(divergences[n])] if finite else []))
         return shown
 
     def to_dict(self) -> dict[str, Any]:

@@ -131,6 +131,8 @@ class StaticLinearCacheLayer(LinearCacheLayer):
 
     def __init__(self, beside_softmax: bool) -> None:
         self._rows: Tensor | None = None  # of a compressed cache, at their address
+        self._in_rows = False
+        self._states: Sequence[Tensors] | None = None
         super().__init__(beside_softmax)
         self.tokens = torch.tensor(0)
 

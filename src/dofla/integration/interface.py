@@ -102,9 +102,7 @@ def _run(
     """The layer's output; the states after go into the entry of the cache, if there is one."""
     states, in_place = (None, False) if entry is None else (entry.states, entry.in_place)
     if weight is None or not causal:
-        out, after = layer(
-            query, key, value, weight=weight, states=states, causal=causal, in_place=in_place, **options
-        )
+        out, after = layer(query, key, value, weight=weight, states=states, causal=causal, in_place=in_place, **options)
     else:
         run = partial(layer, in_place=in_place, **options)
         keeps = entry is not None
@@ -127,7 +125,8 @@ class _Detached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise DoflaError(
-            "no gradients pass through a cache that holds earlier tokens: give the whole text in one call, without a cache"
+            "no gradients pass through a cache that holds earlier tokens: give the whole text in one call, without a "
+            "cache"
         )
 
 

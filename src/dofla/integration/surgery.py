@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.feature_maps.cost import HeadCost
 from dofla.integration.attaching import (
     SOFTMAX,
     attach,
@@ -30,7 +31,6 @@ from dofla.integration.sites import AttentionSite, attention_sites, check_kept, 
 from dofla.integration.student import Student, is_linearized
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.feature_maps.cost import HeadCost
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, check_budget, default_token_dtype, even_size
 from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer
 from dofla.plans.plan import Plan
@@ -131,7 +131,9 @@ def even_plan(
         sizes = {"features": features, "window": window, "sinks": sinks}
         return {**sizes, "feature_map": feature_map, "token_dtype": kept_as, "smooth_keys": kept_as == "int8"}
 
-    return plan_by_site(model, FeatureLayer, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share})
+    return plan_by_site(
+        model, FeatureLayer, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share}
+    )
 
 
 def plan_by_site(
@@ -142,8 +144,8 @@ def plan_by_site(
     made_by: dict[str, Any],
     context: int | None = None,
 ) -> Plan:
-    """A plan of layers of the kind ``made``, whose fields beside their shape ``size`` says; DoflaError for a name in ``keep_softmax`` that is
-    no layer, or if there is none to linearize."""
+    """A plan of layers of the kind ``made``, whose fields beside their shape ``size`` says; DoflaError for a name in
+    ``keep_softmax`` that is no layer, or if there is none to linearize."""
     sites = attention_sites(model)
     layers: list[LayerPlan] = []
     check_kept(sites, keep_softmax)

@@ -1,4 +1,5 @@
-"""The attention of one module: groups of KV heads, with compressed caches or with feature maps, and how a plan makes it.
+"""The attention of one module: groups of KV heads, with compressed caches or with feature maps, and how a plan makes
+it.
 
 Knows the arithmetic, feature maps and plans; nothing of transformers.
 """

@@ -125,8 +125,8 @@ def allocate(
         normalization: of the Gram matrices; default the profile's.
         window, sinks: exact tokens per layer, paid for out of the budget; default: none with the paper's strategies,
             what :func:`dofla.plans.hybrid.split` finds for ``hybrid``. Not for ``measured``.
-        token_dtype: how exact tokens are kept, a name in :data:`dofla.feature_maps.cost.TOKEN_DTYPES`; default that of the
-            curves, ``int8`` for hybrid layers (an encoder's: ``model``), ``model`` for the paper's.
+        token_dtype: how exact tokens are kept, a name in :data:`dofla.feature_maps.cost.TOKEN_DTYPES`; default that of
+            the curves, ``int8`` for hybrid layers (an encoder's: ``model``), ``model`` for the paper's.
         keep_softmax: names of layers to leave as they are.
 
     Returns:

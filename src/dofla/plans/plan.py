@@ -97,9 +97,9 @@ class Plan(Result):
         if self.linear:
             most = max(max(x.features_per_head) for x in self.linear)
             shown = table("layer", "features", "window", "sinks", "", gap=1, widest=30)
-            for layer in self.linear:
-                bar = Text("━" * round(24 * max(layer.features_per_head) / max(most, 1)), style="cyan")
-                shown.add_row(layer.name, *layer.ranges.values(), bar)
+            for linear in self.linear:
+                bar = Text("━" * round(24 * max(linear.features_per_head) / max(most, 1)), style="cyan")
+                shown.add_row(linear.name, *linear.ranges.values(), bar)
             yield shown
         if kept := [layer.name for layer in self.layers if isinstance(layer, SoftmaxLayer)]:
             yield f"softmax attention stays in {len(kept)} layers: {', '.join(kept)}"
@@ -123,7 +123,9 @@ class Plan(Result):
     def from_dict(cls, data: dict[str, Any], where: str = "the plan") -> Plan:
         """The reverse of :meth:`to_dict`; DoflaError naming ``where`` and the field if something is off."""
         if data.get("format", _FORMAT) != _FORMAT:
-            raise DoflaError(f"{where} was made by another version of dofla: make it again, by dofla compress or allocate")
+            raise DoflaError(
+                f"{where} was made by another version of dofla: make it again, by dofla compress or allocate"
+            )
         layers = data.get("layers")
         if not isinstance(layers, dict) or not layers:
             raise DoflaError(f"{where} has no layers: a plan lists its attention modules by name under 'layers'")

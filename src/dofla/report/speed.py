@@ -59,7 +59,7 @@ def measure_speed(run: RunRecord, view: View) -> None:
                     found = timings(workshop.model, text) | {"machine": machine()}
             finally:
                 restore(workshop.model)
-            write_json(record.folder / SPEED, found, sealed=True)
+            write_json(record.folder / SPEED, found)
         bar(len(wanted), len(wanted))
 
 

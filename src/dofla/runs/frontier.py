@@ -323,9 +323,9 @@ def _with_room(target: Target, sizes: Sequence[int], retrieval_heads: int, conte
     """The sizes that have room for the retrieval heads; DoflaError if none has."""
     heads = [(site.name, head) for site in target.compressed() for head in range(site.kv_heads)][:retrieval_heads]
     shares = {site.name: [1.0] * site.kv_heads for site in target.compressed()}
-    for n, size in enumerate(sizes):
+    for n, count in enumerate(sizes):
         try:
-            compressed_plan(target, size, head_budgets=HeadBudgets(shares, by_layer(heads)), context=context)
+            compressed_plan(target, count, head_budgets=HeadBudgets(shares, by_layer(heads)), context=context)
         except DoflaError:
             if not retrieval_heads or n == len(sizes) - 1:
                 raise

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from dofla.errors import DoflaError
 from dofla.compression.plan import STRATEGY as COMPRESSED
+from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
 

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.evaluation import Evaluation, evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
-from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.runs.comparison import closing, samples, student_row
 from dofla.runs.recipe import Recipe, StudentSpec
 from dofla.runs.view import View
 from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.storage.lock import locked
-from dofla.storage.rank import is_main_process
 
 RECIPE, RESULTS = "recipe.yaml", "results.json"
 

@@ -17,6 +17,7 @@ import yaml
 from transformers import PreTrainedModel
 
 import dofla
+from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.data import TokenWindows
 from dofla.distillation import distill, distill_end_to_end, measure_curves, measure_head_budgets, tracked
 from dofla.distillation.distributed import wait
@@ -30,7 +31,6 @@ from dofla.integration.profiler import profile
 from dofla.integration.student import Student
 from dofla.integration.surgery import linearize, restore
 from dofla.plans.allocate import allocate
-from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.plans.curves import Curves
 from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import FEATURE_MAP

@@ -54,7 +54,9 @@ class _Compressed(TransformersForCausalLM, HasInnerState):
         """
         uneven = [layer.name for layer in plan.compressed if layer.head_dim != layer.value_dim]
         if plan.linear:
-            raise DoflaError(f"layer {plan.linear[0].name} has feature maps: vLLM serves compressed caches, of dofla.compress")
+            raise DoflaError(
+                f"layer {plan.linear[0].name} has feature maps: vLLM serves compressed caches, of dofla.compress"
+            )
         if uneven:
             raise DoflaError(f"layer {uneven[0]} has values of another size than keys, which vLLM cannot serve")
         if self.tp_group.world_size > 1 or self.pp_group.world_size > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor, nn
 
@@ -30,9 +29,7 @@ class Tier(nn.Module):
         slots: of all tokens.
     """
 
-    def __init__(
-        self, heads: int, head_dim: int, value_dim: int, newest: int, heavy_hitters: int, bits: float
-    ) -> None:
+    def __init__(self, heads: int, head_dim: int, value_dim: int, newest: int, heavy_hitters: int, bits: float) -> None:
         super().__init__()
         self.newest, self.slots = newest, newest + heavy_hitters
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)

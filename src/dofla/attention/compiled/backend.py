@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Compiled(Backend):
         return out, after
 
 
-def _constants(tiers: Sequence[Tier]) -> tuple[list[Tensor], list[Tensor]]:
+def _constants(tiers: Iterable[Tier]) -> tuple[list[Tensor], list[Tensor]]:
     """Constants of the coders of keys and of values, of the groups of a layer."""
     # As an attribute it takes ten times as long to find; torch's type says that a buffer may be None.
     sides = ([tier.key for tier in tiers], [tier.value for tier in tiers])

@@ -17,7 +17,7 @@ from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.drawn import Drawn, Line
 from dofla.attention.exact import ExactPart
 from dofla.attention.gpu.codes import CodedVectors
-from dofla.attention.gpu.operators import decode, decode_token, decoders_of, prepare
+from dofla.attention.gpu.operators import decode, decode_token, prepare
 from dofla.attention.layout import CompressedState
 from dofla.attention.state import FeatureState, TokenBuffer
 
@@ -50,7 +50,9 @@ class Triton(Backend):
     ) -> Tensor | None:
         if starts != list(range(len(pages) + 1)):
             return None  # kernels are for a token of each sequence
-        tokens = call._replace(query=call.query.transpose(0, 2), key=call.key.transpose(0, 2), value=call.value.transpose(0, 2))
+        tokens = call._replace(
+            query=call.query.transpose(0, 2), key=call.key.transpose(0, 2), value=call.value.transpose(0, 2)
+        )
         return decode(heads, tokens, pool, pages).transpose(0, 2)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:

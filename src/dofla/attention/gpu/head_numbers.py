@@ -1,5 +1,7 @@
-"""The numbers that describe a KV head (:data:`dofla.attention.layout.HEAD_NUMBERS`), as kernels read them. Importing this
-file needs triton."""
+"""The numbers that describe a KV head (:data:`dofla.attention.layout.HEAD_NUMBERS`), as kernels read them.
+
+Importing this file needs triton.
+"""
 
 from __future__ import annotations
 

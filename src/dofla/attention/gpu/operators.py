@@ -76,12 +76,14 @@ def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = N
 @torch.library.custom_op(
     "dofla::decode_token",
     mutates_args=("rows",),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) rows, int known, float scaling) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) rows, int known, float scaling)"
+    " -> Tensor",
 )
 def decode_token(
     query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor | None, rows: Tensor, known: int, scaling: float
 ) -> Tensor:
-    """:func:`decode` for graphs, which hold no heads but their id (:meth:`dofla.attention.CompressedHeads.register`)."""
+    """:func:`decode` for graphs, which hold no heads but their id
+    (:meth:`dofla.attention.CompressedHeads.register`)."""
     return decode(_registered(known), Call(query, key, value, scaling, log_weight), rows)
 
 

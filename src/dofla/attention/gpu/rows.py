@@ -10,26 +10,26 @@ import triton
 import triton.language as tl
 
 from dofla.attention.constants import FREE, LOG_ZERO
-from dofla.attention.gpu.numbers import at, packed, power_of_two
 from dofla.attention.gpu.head_numbers import (
-    TIER_KEY,
     FIRST,
-    WINDOW_KEY,
-    WINDOW_KEY_EXPONENT,
-    WINDOW_VALUE,
-    WINDOW_VALUE_EXPONENT,
-    WINDOW_LOG_WEIGHT,
-    TIER_KEY_SCALE,
-    TIER_SCORE,
     SINK_KEY,
     SINK_KEY_EXPONENT,
+    SINK_LOG_WEIGHT,
     SINK_VALUE,
     SINK_VALUE_EXPONENT,
-    SINK_LOG_WEIGHT,
+    TIER_KEY,
+    TIER_KEY_SCALE,
+    TIER_SCORE,
     TIER_VALUE,
     TIER_VALUE_SCALE,
+    WINDOW_KEY,
+    WINDOW_KEY_EXPONENT,
+    WINDOW_LOG_WEIGHT,
+    WINDOW_VALUE,
+    WINDOW_VALUE_EXPONENT,
     number,
 )
+from dofla.attention.gpu.numbers import at, packed, power_of_two
 
 NOTHING = tl.constexpr(LOG_ZERO)
 _FREE = tl.constexpr(FREE)

@@ -2,7 +2,8 @@
 Importing this file needs triton.
 
 The first kernel encodes what leaves the window and rotates queries (token_encode.py). The second attends and updates
-the states in place (token_attend.py). Heads of all sizes with one local window are done at once. Nothing waits for the GPU.
+the states in place (token_attend.py). Heads of all sizes with one local window are done at once. Nothing waits for the
+GPU.
 """
 
 from __future__ import annotations

@@ -10,6 +10,25 @@ import triton
 import triton.language as tl
 
 from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
+from dofla.attention.gpu.head_numbers import (
+    HEAD,
+    SINK_KEY,
+    SINK_KEY_EXPONENT,
+    SINK_VALUE,
+    SINK_VALUE_EXPONENT,
+    SLOTS,
+    TIER_KEY,
+    TIER_KEY_SCALE,
+    TIER_SCORE,
+    TIER_VALUE,
+    TIER_VALUE_SCALE,
+    WINDOW_KEY,
+    WINDOW_KEY_EXPONENT,
+    WINDOW_VALUE,
+    WINDOW_VALUE_EXPONENT,
+    described,
+    number,
+)
 from dofla.attention.gpu.heavy_hitters import drawn_by, lowest, weight_step
 from dofla.attention.gpu.numbers import at, power_of_two
 from dofla.attention.gpu.rows import (
@@ -23,25 +42,6 @@ from dofla.attention.gpu.rows import (
     update_tier,
     update_window,
     weight_of,
-)
-from dofla.attention.gpu.head_numbers import (
-    TIER_KEY,
-    WINDOW_KEY,
-    WINDOW_KEY_EXPONENT,
-    WINDOW_VALUE,
-    WINDOW_VALUE_EXPONENT,
-    HEAD,
-    TIER_KEY_SCALE,
-    TIER_SCORE,
-    SINK_KEY,
-    SINK_KEY_EXPONENT,
-    SINK_VALUE,
-    SINK_VALUE_EXPONENT,
-    SLOTS,
-    TIER_VALUE,
-    TIER_VALUE_SCALE,
-    described,
-    number,
 )
 from dofla.attention.gpu.tier import PRECISION as _PRECISION
 from dofla.attention.gpu.tier import online_softmax
@@ -239,12 +239,22 @@ def _see_near(
     asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
     _, _, becomes_sink = leaving_window(weights, SHAPE)
     best, mass, total = _see(  # the window, whose first token leaves, unless it becomes a sink
-        *(asked, state + number(own, WINDOW_KEY), state + number(own, WINDOW_KEY_EXPONENT), state + number(own, WINDOW_VALUE)),
+        *(
+            asked,
+            state + number(own, WINDOW_KEY),
+            state + number(own, WINDOW_KEY_EXPONENT),
+            state + number(own, WINDOW_VALUE),
+        ),
         *(state + number(own, WINDOW_VALUE_EXPONENT), weights, 1 - becomes_sink, WINDOW),
         *(scaling, best, mass, total, KEY, VALUE, SHAPE),
     )
     best, mass, total = _see(
-        *(asked, state + number(own, SINK_KEY), state + number(own, SINK_KEY_EXPONENT), state + number(own, SINK_VALUE)),
+        *(
+            asked,
+            state + number(own, SINK_KEY),
+            state + number(own, SINK_KEY_EXPONENT),
+            state + number(own, SINK_VALUE),
+        ),
         *(state + number(own, SINK_VALUE_EXPONENT), weights + WINDOW, 0, SINKS),
         *(scaling, best, mass, total, KEY, VALUE, SHAPE),
     )

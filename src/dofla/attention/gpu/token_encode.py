@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 
 from dofla.attention.gpu.encode import WAYS, encode_block, rotated_block
-from dofla.attention.gpu.numbers import at
-from dofla.attention.gpu.rotate_query import columns_of_block, rotate_query
-from dofla.attention.gpu.rows import row_of
 from dofla.attention.gpu.head_numbers import (
-    WINDOW_KEY,
-    WINDOW_KEY_EXPONENT,
-    WINDOW_VALUE,
-    WINDOW_VALUE_EXPONENT,
-    WINDOW_LOG_WEIGHT,
     HEAD,
     SINK_LOG_WEIGHT,
+    WINDOW_KEY,
+    WINDOW_KEY_EXPONENT,
+    WINDOW_LOG_WEIGHT,
+    WINDOW_VALUE,
+    WINDOW_VALUE_EXPONENT,
     described,
     number,
 )
+from dofla.attention.gpu.numbers import at
+from dofla.attention.gpu.rotate_query import columns_of_block, rotate_query
+from dofla.attention.gpu.rows import row_of
 
 
 @triton.jit
