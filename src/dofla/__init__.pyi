@@ -2,6 +2,7 @@
 from .compression.calibrate import calibrate
 from .compression.calibration import Calibration
 from .compression.compress import compress
+from .compression.config import CacheConfig
 from .data.windows import TokenWindows
 from .distillation.end_to_end import distill_end_to_end
 from .distillation.loop import distill
@@ -30,6 +31,7 @@ from .serving.stream import Stream
 __version__: str
 
 __all__ = [
+    "CacheConfig",
     "Calibration",
     "Curves",
     "DoflaError",
