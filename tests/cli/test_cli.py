@@ -69,10 +69,6 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     evaluation = ["--data", home / "text.txt", "--length", 16, "--windows", 4, "--out", figures]
     assert call("evaluate", student, *evaluation) == 0
     assert json.loads(figures.read_text())["language"]["teacher_loss"] > 0
-    sizes = ["--windows", 4, "--count", 2, "--new-tokens", 4]
-    probing = ["--positions", "--generation", *sizes, "--out", home / "probe.json"]
-    assert call("probe", student, "--data", home / "text.txt", "--length", 40, *probing) == 0
-    assert json.loads((home / "probe.json").read_text()).keys() >= {"positions", "generation"}
     assert call("generate", student, "--prompt", "w1 w2 w3", "--new-tokens", 5) == 0
     (home / "document.txt").write_text("w4 w5 w6 w7")
     state = ["--prompt-state", home / "document.safetensors"]

@@ -157,8 +157,6 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     items = [{"question": f"w{n}", "choices": ["w1", "w2"], "answer": n % 2} for n in range(3, 9)]
     for name in ("learn", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, items)))
-    (tmp_path / "text.txt").write_text("\n\n".join(f"w{n % 64} w{n // 64} w7" for n in range(1000)))
-    text = ["--data", tmp_path / "text.txt", "--length", 16, "--windows", 2]
     learn = ["--task", tmp_path / "learn.jsonl", "--test", tmp_path / "test.jsonl", "--out", tmp_path / "out"]
     if moved:
         hub.repositories["owner/moved"] = hub.repositories.pop("owner/base")
@@ -166,7 +164,6 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     for verb, *options in (
         ["generate", "--prompt", "w3 w4", "--new-tokens", 4],
         ["evaluate", "--tasks", tmp_path / "test.jsonl"],
-        ["probe", *text, "--positions"],
         ["finetune", *learn, "--epochs", 1, "--batch-size", 2],
     ):
         done = CliRunner().invoke(app, [verb, "me/adapter", *base, *map(str, options)])

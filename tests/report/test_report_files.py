@@ -67,9 +67,6 @@ def test_a_run_measures_what_its_page_needs(llama_run):
         record = student.record(LOOK)
         assert list(record["maps"]["layers"]) == [x.name for x in student.plan.layers if not x.keep_softmax]
         assert len(record["texts"]) == 3
-        assert record["positions"]["windows"] == 4
-        # Recall asks for words, of which this tokenizer has none.
-        assert "recall of word pairs needs many more" in record["left_out"]["recall"]
         assert data["students"][0]["seeds"] == [0, 1]
 
 

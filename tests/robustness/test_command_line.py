@@ -20,7 +20,6 @@ COMMANDS = {
     "allocate": "profile --budget 8 --out NEW.json",
     "distill": f"model --plan plan.json {TEXT} --windows 4 --steps 1 --out NEW",
     "evaluate": f"adapter {TEXT} --windows 2 --out NEW.json",
-    "probe": f"adapter {TEXT} --windows 2 --count 1 --new-tokens 2 --lengths 16 --positions --out NEW.json",
     "generate": "adapter --prompt w1 --new-tokens 2",
     "finetune": "model --task quiz.jsonl --items 2 --epochs 1 --keep last --out NEW",
     "run": "recipe.yaml --out NEW",

@@ -19,7 +19,7 @@ from dofla.cli.check import check
 from dofla.cli.compress import compress
 from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
-from dofla.cli.judging import evaluate, probe
+from dofla.cli.judging import evaluate
 from dofla.cli.menu import GROUPS, Verb
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
@@ -51,7 +51,6 @@ VERBS = (
     curves,
     allocate,
     distill,
-    probe,
     finetune,
     reproduce,
 )

@@ -1,8 +1,7 @@
-"""The verbs that measure the quality of a compressed model: evaluate, probe."""
+"""The verb ``dofla evaluate``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from dofla.cli.options import (
     TEXT,
     BaseModel,
     BatchSize,
-    Data,
     Device,
     Dtype,
     Length,
@@ -89,69 +87,3 @@ def evaluate(
     if out is not None:
         write_json(out, figures)
     return figures
-
-
-def probe(
-    student: StudentArgument,
-    data: Data,
-    out: Figures = None,
-    positions: Annotated[bool, typer.Option("--positions", help="Probe: loss by position in the context.")] = False,
-    generation: Annotated[
-        bool, typer.Option("--generation", help="Probe: greedy continuations, and how long both models agree.")
-    ] = False,
-    recall: Annotated[bool, typer.Option("--recall", help="Probe: recall of pairs from the context.")] = False,
-    passkey: Annotated[bool, typer.Option("--passkey", help="Probe: retrieval of a number in a long text.")] = False,
-    lengths: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Length of a recall prompt, in tokens; repeatable; default 128, 256 and 512.", rich_help_panel=TEXT
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option(help="Prompts per length (and depth, with --passkey) and continuations.")] = 32,
-    new_tokens: Annotated[int, typer.Option(help="Length of a continuation, in tokens.")] = 64,
-    windows: Windows = 64,
-    length: Length = 512,
-    batch_size: BatchSize = 1,
-    base_model: BaseModel = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    seed: Seed = 0,
-) -> dict[str, Any]:
-    """Probe how a compressed model uses its context.
-
-    Runs all probes, or those chosen.
-    """
-    from dofla.evaluation.probe import PROBES
-    from dofla.evaluation.probe import probe as look_closer
-    from dofla.runs.demo.recall import Villagers
-    from dofla.runs.recipe import DataSpec
-    from dofla.runs.teacher import open_student, windows_of
-    from dofla.storage.files import write_json
-
-    view = current_view()
-    model, tokenizer = open_student(student, dtype, base_model, device)
-    tokens = windows_of(DataSpec(data, length, windows, split="validation"), model, tokenizer, seed=seed, view=view)
-    flags = dict(zip(PROBES, (positions, generation, recall, passkey), strict=True))
-    found: dict[str, Any] = {}
-    for name in [name for name in PROBES if flags[name]] or PROBES:
-        with view.progress(name) as progress:
-            result = look_closer(
-                model,
-                tokenizer,
-                tokens,
-                wanted=[name],
-                recall_text=Villagers(tokenizer) if data == "demo" else None,
-                lengths=lengths or (128, 256, 512),
-                count=count,
-                prompts=count,
-                new_tokens=new_tokens,
-                batch_size=batch_size,
-                seed=seed,
-                progress=progress,
-            )
-        found[name] = getattr(result, name)
-    result = replace(result, **found)
-    view.show(result)
-    if out is not None:
-        write_json(out, result.to_dict())
-    return result.to_dict()

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows, batches
 from dofla.distillation import calibrate
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
-from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.directions import measure_directions
 from dofla.integration.positions import positions_of
@@ -27,7 +26,6 @@ from dofla.report.maps import attention_maps, moved, packed, sentence, token_tex
 from dofla.report.runs import LOOK, RunRecord, StudentRecord
 from dofla.report.speed import timings
 from dofla.report.texts import side_by_side
-from dofla.runs.demo.recall import Villagers
 from dofla.runs.workshop import Workshop, machine
 from dofla.storage.files import write_json
 
@@ -35,8 +33,7 @@ MOST = 3
 """Students of a run that are looked at closely: those that lost least."""
 
 _CONTINUED = {"prompts": 3, "prompt_tokens": 48, "new_tokens": 48}
-_BEFORE_WINDOWS = _POSITION_WINDOWS = 4
-_RECALL_PROMPTS, _RECALL_LENGTHS = 8, (64, 128, 256, 512)
+_BEFORE_WINDOWS = 4
 
 Progress = Callable[[int, int, str], None]
 
@@ -146,16 +143,11 @@ def _of_teacher(model: PreTrainedModel, workshop: Workshop, run: RunRecord, part
 
 
 def _of_student(model: PreTrainedModel, workshop: Workshop, run: RunRecord, parts: _Parts) -> dict[str, Any]:
-    windows, tokenizer = workshop.validation(), workshop.tokenizer
     ids = torch.tensor([run.record(LOOK)["ids"]], device=model.device)
     record: dict[str, Any] = {}
     parts(record, "maps", lambda: _compared(model, ids))
     if model.can_generate():
-        options = run.recipe.evaluate
-        parts(record, "texts", lambda: side_by_side(model, tokenizer, workshop.prompts(**_CONTINUED)))
-        some = windows.take(_POSITION_WINDOWS)
-        parts(record, "positions", lambda: _positions(model, tokenizer, some, options.batch_size))
-        parts(record, "recall", lambda: _recall(model, workshop))
+        parts(record, "texts", lambda: side_by_side(model, workshop.tokenizer, workshop.prompts(**_CONTINUED)))
     return record
 
 
@@ -174,29 +166,3 @@ def _longest_text(windows: TokenWindows) -> Tensor:
 def _compared(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     teacher, student = attention_maps(model, ids)
     return {"tokens": ids.shape[1], "layers": packed(student), "moved": moved(teacher, student)}
-
-
-def _positions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, windows: TokenWindows, batch_size: int
-) -> dict[str, Any]:
-    return probe(model, tokenizer, windows, wanted=["positions"], batch_size=batch_size).to_dict()["positions"]
-
-
-def _recall(model: PreTrainedModel, workshop: Workshop) -> dict[str, Any]:
-    tokenizer, windows = workshop.tokenizer, workshop.validation()
-    if tokenizer is None:
-        raise DoflaError("the model has no tokenizer")
-    # The bundled teacher knows one way of being told facts, and is asked one at a time.
-    own = workshop.recipe.validation.source == "demo"
-    lengths = [n for n in _RECALL_LENGTHS if n <= windows.length] or [windows.length]
-    found = probe(
-        model,
-        tokenizer,
-        windows,
-        wanted=["recall"],
-        recall_text=Villagers(tokenizer) if own else None,
-        lengths=lengths,
-        count=_RECALL_PROMPTS * (2 if own else 1),
-        batch_size=workshop.recipe.evaluate.batch_size,
-    )
-    return found.to_dict()["recall"]

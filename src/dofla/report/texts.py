@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.evaluation.generation import check_room, decode
+from dofla.errors import DoflaError
 from dofla.evaluation.samples import Prompt
 from dofla.evaluation.sides import of_both
+from dofla.integration.positions import positions_of
 from dofla.report.maps import token_texts
-from dofla.serving.prompt_state import read_prompt
 
 
 @torch.inference_mode()
@@ -27,14 +27,15 @@ def side_by_side(
         and ``agree``, the number of tokens before they part.
 
     Raises:
-        DoflaError: the model continues no text, or has too few positions.
+        DoflaError: the model has too few positions.
     """
     end, special = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "all_special_ids", [])
     rows = []
     for ids, new_tokens in prompts:
-        check_room(student, len(ids) + new_tokens)
+        if (most := positions_of(student)) is not None and len(ids) + new_tokens > most:
+            raise DoflaError(f"{len(ids) + new_tokens} tokens, and the model has {most} positions: ask for fewer")
         prompt = ids[None].to(student.device)
-        both = of_both(student, _greedy, prompt, new_tokens)
+        both = of_both(student, _greedy, prompt, new_tokens, getattr(tokenizer, "pad_token_id", None) or 0)
         a, b = (text[: text.index(end)] if end in text else text for text in both)
         agree = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         texts = {who: token_texts(tokenizer, text) for who, text in (("teacher", a), ("student", b))}
@@ -43,5 +44,7 @@ def side_by_side(
     return rows
 
 
-def _greedy(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> list[int]:
-    return decode(model, read_prompt(model, ids[:, :-1]), ids[:, -1:], new_tokens)[0].tolist()
+def _greedy(model: PreTrainedModel, ids: Tensor, new_tokens: int, padding: int) -> list[int]:
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": padding}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator] # of their GenerationMixin
+    return written[0, ids.shape[1] :].tolist()
