@@ -21,7 +21,6 @@ COMMANDS = {
     "distill": f"model --plan plan.json {TEXT} --windows 4 --steps 1 --out NEW",
     "evaluate": f"adapter {TEXT} --windows 2 --out NEW.json",
     "generate": "adapter --prompt w1 --new-tokens 2",
-    "finetune": "model --task quiz.jsonl --items 2 --epochs 1 --keep last --out NEW",
     "run": "recipe.yaml --out NEW",
     "report": "adapter --out NEW.html",
     "reproduce": "--model model --table 1 --seeds 1 --set data.source=text.txt --out NEW",

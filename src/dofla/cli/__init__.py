@@ -17,7 +17,6 @@ from dofla import __version__
 from dofla.cli.chat import chat
 from dofla.cli.check import check
 from dofla.cli.compress import compress
-from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
 from dofla.cli.judging import evaluate
 from dofla.cli.menu import GROUPS, Verb
@@ -51,7 +50,6 @@ VERBS = (
     curves,
     allocate,
     distill,
-    finetune,
     reproduce,
 )
 for verb in VERBS:

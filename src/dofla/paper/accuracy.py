@@ -6,7 +6,7 @@ import copy
 import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.paper import published
 from dofla.paper.bench import Bench
+from dofla.paper.finetune import finetune, settings_for
+from dofla.paper.items import hub_task, train_and_test
 from dofla.paper.methods import baselines, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.demo.tasks import demo_tasks
 from dofla.runs.recipe import StudentSpec
 from dofla.tasks import Task, load_task
 from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
-from dofla.tasks.finetune import finetune, settings_for
-from dofla.tasks.finetune.data import from_hub, train_and_test
-from dofla.tasks.hub import hub_task
 from dofla.tasks.reading import task_file
 from dofla.tasks.scores import TaskScores
 from dofla.tasks.scoring import score
@@ -179,12 +178,10 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:
     wanted = bench.study.finetune
     train, test = _to_learn(bench, name)
-    settings = settings_for(model.config, name, lora=wanted.lora_rank is not None)
-    given = {k: getattr(wanted, k) for k in ("learning_rate", "batch_size", "epochs") if getattr(wanted, k) is not None}
-    settings = replace(settings, **given)
-    options = {k: v for k, v in asdict(settings).items() if k != "source"}
+    settings = settings_for(model, name, lora=wanted.lora_rank is not None)
+    settings |= {key: value for key in settings if (value := getattr(wanted, key)) is not None}
     with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
-        result = finetune(
+        epochs = finetune(
             model,
             bench.workshop.tokenizer,
             train.take(wanted.items, seed=seed),
@@ -192,16 +189,13 @@ def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: st
             lora_rank=wanted.lora_rank,
             seed=seed,
             progress=progress,
-            **options,
+            **settings,
         )
-    epochs = [epoch.accuracy for epoch in result.epochs]
-    return {"accuracy": result.accuracy, "epochs": epochs, "settings": asdict(settings)}
+    return {"accuracy": max(epochs), "epochs": epochs, "settings": settings}
 
 
 def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
     source, workshop = bench.study.tasks.source, bench.workshop
-    if source == "hub":
-        return from_hub(name)[:2]
     if source == "demo":
         count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
 
@@ -210,7 +204,7 @@ def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
             return next(task for task in bench.tasks(split, make) if task.name == name)
 
         return part("train"), part("test")
-    return train_and_test(name, folder=source)[:2]
+    return train_and_test(name, None if source == "hub" else source)
 
 
 def _finetuning_note(bench: Bench) -> list[str]:

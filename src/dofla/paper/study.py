@@ -35,7 +35,7 @@ class TasksSpec:
 class FinetuneSpec:
     """Fine-tuning of teacher and students on ``tasks``, by ``methods``, whose names are those of table 3.
 
-    Rates, batch sizes and epochs are the paper's for its models (:func:`dofla.tasks.finetune.settings_for`), unless
+    Rates, batch sizes and epochs are the paper's for its models (:func:`dofla.paper.finetune.settings_for`), unless
     given.
     """
 

@@ -1,5 +1,5 @@
-"""Multiple-choice tasks: local files, likelihoods, lm-evaluation-harness, teacher and student side by side; and, in
-``finetune``, teaching a model one. Knows models, softmax or linear.
+"""Multiple-choice tasks: local files, likelihoods, lm-evaluation-harness, teacher and student side by side. Knows
+models, softmax or linear.
 
 task    = load_task("piqa.jsonl")
 student = score(model, tokenizer, task)
