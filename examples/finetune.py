@@ -47,7 +47,7 @@ def main(name: str = "demo", train: str | None = None, test: str | None = None) 
     learned, tested = (load_task(train), load_task(test)) if train and test else (made(64, 0), made(32, 1))
 
     def accuracy(model) -> float:
-        return score(model, tokenizer, tested).accuracy()
+        return score(model, tokenizer, [tested])[0].metrics["acc"].value
 
     before = accuracy(model)
     learner = get_peft_model(model.float(), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))

@@ -84,7 +84,7 @@ def _agreement(path: Path) -> float:
     Accuracy says little of a small teacher, near chance on most tasks: it moves either way when answers change.
     """
     found = read_json(path, "an evaluation of tasks")["tasks"]["tasks"]
-    return sum(task["acc"]["agreement"] for task in found) / len(found)
+    return sum(task["agreement"] for task in found) / len(found)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def test_bfloat16_is_no_bound_for_small_steps_and_nothing_is_said(tiny, tokenize
     assert (after != before["model.layers.0.mlp.up_proj.weight"].float()).float().mean() > 0.9
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr() == ("", "")
-    assert len(score(model, tokenizer, TASK)) == 24
+    assert score(model, tokenizer, [TASK])[0].items == 24
 
 
 @pytest.mark.parametrize(

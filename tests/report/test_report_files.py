@@ -165,8 +165,10 @@ def test_larger_samples_take_the_place_of_the_small_ones(copied):
     generation = {"agreed_tokens": 7.5, "new_tokens": 64, "prompts": 32}
     record = {"recall": {"text": "word pairs", "records": [recall]}, "generation": generation}
     (home / "probe.json").write_text(json.dumps(record))
-    acc = {"teacher": 0.4, "student": 0.45, "difference": 0.05, "difference_interval": [0.0, 0.1], "agreement": 0.9}
-    (home / "tasks.json").write_text(json.dumps({"tasks": {"tasks": [{"task": "quiz", "items": 20, "acc": acc}]}}))
+    acc = {"teacher": 0.4, "student": 0.45, "difference": 0.05, "difference_stderr": 0.05}
+    (home / "tasks.json").write_text(
+        json.dumps({"tasks": {"tasks": [{"task": "quiz", "items": 20, "metrics": {"acc": acc}, "agreement": 0.9}]}})
+    )
     students = {student["name"]: student for student in run_data(read_run(copied))["students"]}
     measured = students["Measured"]
     assert measured["recall"]["points"][0] | {"distance": 128, "student": 0.5} == measured["recall"]["points"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from dofla.cli.options import (
     Seed,
     StudentArgument,
     Windows,
+    existing,
     new_file,
     source,
 )
@@ -40,7 +42,7 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Multiple-choice tasks, comma-separated: JSONL files or lm-eval names.", rich_help_panel=TEXT
+            help="Tasks, comma-separated: JSONL files of multiple choice, or lm-eval names.", rich_help_panel=TEXT
         ),
     ] = None,
     out: Figures = None,
@@ -48,6 +50,13 @@ def evaluate(
     length: Length = 512,
     batch_size: BatchSize = 1,
     limit: Annotated[int | None, typer.Option(help="Items per task; default: all.", rich_help_panel=TEXT)] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder of lm-eval tasks (YAML).", rich_help_panel=TEXT, callback=existing("tasks")),
+    ] = None,
+    metadata: Annotated[
+        str | None, typer.Option(help="JSON object for lm-eval tasks that make their items.", rich_help_panel=TEXT)
+    ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Print a row per layer as well.")] = False,
     padded: Padded = False,
     base_model: BaseModel = None,
@@ -57,7 +66,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare a compressed model with its original.
 
-    Reads held-out text, answers multiple-choice tasks, or both.
+    Reads held-out text, does tasks, or both.
     """
     from dofla.evaluation import evaluate as measure
     from dofla.integration.surgery import describe
@@ -81,9 +90,28 @@ def evaluate(
         figures = result.to_dict()
     if names:
         with view.progress("tasks") as progress:
-            found = evaluate_tasks(model, tokenizer, names, limit=limit, seed=seed, progress=progress)
+            found = evaluate_tasks(
+                model,
+                tokenizer,
+                names,
+                limit=limit,
+                seed=seed,
+                include_path=include_path,
+                metadata=_object(metadata),
+                progress=progress,
+            )
         view.show(found)
         figures = {**(figures or {"model": describe(model)}), "tasks": found.to_dict()}
     if out is not None:
         write_json(out, figures)
     return figures
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise DoflaError(f'metadata is {text!r}: give a JSON object, such as {{"max_seq_lengths": [4096]}}')
+    return found

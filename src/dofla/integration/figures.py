@@ -79,8 +79,10 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         yield "spearman", "rank correlation of similarities with the original's", embeddings["spearman"], None, text
     tasks = record.get("tasks", ())  # alone, or beside figures on a text
     for task in tasks.get("tasks", ()) if isinstance(tasks, Mapping) else tasks:
-        both = task["acc"]
-        yield "accuracy", "accuracy", both["student"], both["teacher"], f"{task['task']}, {task['items']} items"
+        asked = f"{task['task']}, {task['items']} items"
+        for name, both in task["metrics"].items():
+            label = "accuracy" if name == "acc" else name
+            yield label.replace(", ", "-"), label, both["student"], both["teacher"], asked
 
 
 _LARGEST = 300.0

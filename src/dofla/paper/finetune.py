@@ -63,7 +63,7 @@ def finetune(
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "right"
     rows = [_row(STYLES[train.style](x)[x.answer], tokenizer, positions_of(model) or 0) for x in train.items]
     part = math.gcd(batch_size, _FORWARD_BATCH)
-    record = _Epochs(lambda: score(model, tokenizer, test).accuracy(), progress)
+    record = _Epochs(lambda: score(model, tokenizer, [test])[0].metrics["acc"].value, progress)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(seed)
         if lora_rank is None:

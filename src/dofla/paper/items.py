@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dofla.errors import DoflaError
 from dofla.storage.extras import extra
 from dofla.tasks import KNOWN, Item, Task, load_task
-from dofla.tasks.reading import task_file
+from dofla.tasks.reading import ENDINGS
 
 Row = Mapping[str, Any]
 
@@ -77,6 +78,11 @@ def hub_task(name: str, split: str = "test") -> Task:
         where = f"task {name} ({source.path})"
         raise DoflaError(f"cannot load {where} from the hub: {reason}; give a folder of JSONL files") from error
     return Task(name, KNOWN[name], [source.item(row, number) for number, row in enumerate(rows)])
+
+
+def task_file(folder: str, stem: str) -> Path | None:
+    """``STEM.jsonl`` or ``STEM.jsonl.gz`` in ``folder``; None if there is neither."""
+    return next((path for ending in ENDINGS if (path := Path(folder) / f"{stem}{ending}").is_file()), None)
 
 
 def train_and_test(name: str, folder: str | None) -> tuple[Task, Task]:

@@ -280,7 +280,9 @@ def _tasks(record: dict[str, Any]) -> dict[str, Any] | None:
         tasks = tasks.get("tasks")
     if not tasks:
         return None
-    rows = [{"task": x["task"], "items": x["items"], **x["acc"]} for x in tasks]
+    rows = [{**x, **x["metrics"]["acc"]} for x in tasks if "acc" in x["metrics"]]
+    if not rows:
+        return None
     return {"rows": rows, **{who: statistics.fmean(row[who] for row in rows) for who in ("teacher", "student")}}
 
 

@@ -109,14 +109,14 @@ function taskCard({ rows }, word) {
     whole(row.items),
     percent(row.teacher, 1),
     percent(row.student, 1),
-    `${signed(row.difference)} (${row.difference_interval.map(signed).join(" to ")})`,
+    `${signed(row.difference)} ± ${(100 * row.difference_stderr).toFixed(1)}`,
     percent(row.agreement),
   ]);
   return el(
     "div",
     { class: "card" },
     el("h3", {}, "Tasks"),
-    aside("Share of right answers; the difference in points with its 95 % interval; how often both choose the same."),
+    aside("Share of right answers; the difference in points with its standard error; how often both choose the same."),
     table(["Task", "Items", "Original", capital(word), "Difference", "Same"], body),
   );
 }
