@@ -81,7 +81,7 @@ def harness_task(task: Task) -> Any:
 def load_tasks(
     tasks: Sequence[str | Task], include_path: str | Path | None = None, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What ``lm_eval.evaluator.evaluate`` takes: local tasks, and those of the harness by name, with their groups.
+    """Tasks for ``lm_eval.evaluator.evaluate``: local ones, and those of the harness by name, with their groups.
 
     Raises:
         DoflaError: lm-eval is not installed; the harness has no such task, or cannot load it.
@@ -129,7 +129,7 @@ def language_model(
 
 
 def _answers(lm: Any, run: Callable[..., list[Any]], progress: Progress | None, requests: Sequence[Any]) -> list[Any]:
-    """What ``run``, a method of the harness's model, makes of its requests."""
+    """Answers of ``run``, a method of the harness's model, to its requests."""
     found: list[Any] = []
     for begin in range(0, len(requests), _PART):
         part = requests[begin : begin + _PART]
@@ -152,7 +152,7 @@ def _answers(lm: Any, run: Callable[..., list[Any]], progress: Progress | None, 
 
 @quiet()
 def scores_of(lm: Any, tasks: Mapping[str, Any], limit: int | None = None) -> list[TaskScores]:
-    """What a model makes of tasks, and of groups of them, with as many examples in a prompt as each says.
+    """Scores of a model on tasks and on groups of them, with as many examples in a prompt as each says.
 
     Args:
         lm: of :func:`language_model`.

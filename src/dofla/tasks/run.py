@@ -83,7 +83,7 @@ def evaluate_tasks(
 def score(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task], *, batch_size: int = 16
 ) -> list[TaskScores]:
-    """What a causal language model makes of local tasks as it stands, softmax or linear; for a student's teacher call
+    """Scores of a causal language model on local tasks as it stands, softmax or linear; for a student's teacher call
     this within ``dofla.softmax(student)``."""
     with evaluation_mode(model):
         return scores_of(language_model(model, tokenizer, batch_size), load_tasks(tasks))

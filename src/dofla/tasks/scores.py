@@ -1,4 +1,4 @@
-"""What one model makes of one task, metric by metric."""
+"""Scores of one model on one task, metric by metric."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class TaskScores:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of values; None for fewer than two."""
+    """The standard error of the mean of values; None for fewer than two."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
