@@ -8,7 +8,6 @@ questions made here, which need no network.
 from __future__ import annotations
 
 import sys
-import tempfile
 
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -16,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from opening import open_student
 
 import dofla
-from dofla.tasks import Item, Task, harness_folder
+from dofla.tasks import Item, Task, harness_task
 
 QUESTIONS = [
     ("Lily was very happy. She had a big smile on her", ("face", "door", "lunch")),
@@ -29,16 +28,13 @@ QUESTIONS = [
 def main(name: str = "demo", tasks: str | None = None) -> dict[str, dict[str, float]]:
     model, tokenizer = open_student(name)
     items = [Item(text, words, answer=0, id=n) for n, (text, words) in enumerate(QUESTIONS)]
-    with tempfile.TemporaryDirectory() as folder:
-        if tasks is None:
-            harness_folder(Task("next_word", "plain", items), folder)
-        manager = TaskManager(include_path=folder, include_defaults=tasks is not None)
-        wanted = (tasks or "next_word").split(",")
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
-        options = {"tasks": wanted, "task_manager": manager, "bootstrap_iters": 0}
-        found = {"student": simple_evaluate(lm, **options)["results"]}
-        with dofla.softmax(model):
-            found["original"] = simple_evaluate(lm, **options)["results"]
+    wanted = tasks.split(",") if tasks else [harness_task(Task("next_word", "plain", items))]
+    manager = TaskManager(include_defaults=tasks is not None)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+    options = {"tasks": wanted, "task_manager": manager, "bootstrap_iters": 0}
+    found = {"student": simple_evaluate(lm, **options)["results"]}
+    with dofla.softmax(model):
+        found["original"] = simple_evaluate(lm, **options)["results"]
     accuracies = {who: {task: row["acc,none"] for task, row in results.items()} for who, results in found.items()}
     for who, row in accuracies.items():
         print(who, *(f"{task} {accuracy:.1%}" for task, accuracy in row.items()))

@@ -21,7 +21,6 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 import dofla
-from dofla.evaluation.probe import probe
 from dofla.integration.checkpoint import load_model
 from dofla.integration.model_card import write_card
 from dofla.integration.student import Student
@@ -54,12 +53,9 @@ def main(
             own = dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
             result = dofla.evaluate(student, replace(own, source=f"{name} (all)"), fidelity_windows=1)
             dofla.note(student, figures=result, command=command)
-    own = dofla.token_windows(text[0], tokenizer, length=512, windows=8, split="all")
-    recalled = probe(student, tokenizer, own, wanted=["recall"])
-    name = f"docs/students/{out.name}"
-    dofla.note(student, figures=recalled, command=f"dofla probe {name} --recall --dtype {dtype} --data {text[0].name}")
     dofla.save_adapter(student.to(torch.bfloat16), out)
-    write_card(out, Student.of(student).plan, Student.of(student).record, adapter=True, name=name)
+    handle = Student.of(student)
+    write_card(out, handle.plan, handle.record, adapter=True, name=f"docs/students/{out.name}")
     Console(width=80).print(f"written to {out}")
 
 

@@ -104,10 +104,10 @@ def test_lm_eval_harness(student, capsys):
 
 
 @pytest.mark.slow
-def test_lora(student, capsys):
-    losses, after = run("lora", student)
-    assert after < losses[-1] < losses[0]
-    assert f"merged, saved and opened: {after:.3f}" in capsys.readouterr().out
+def test_finetune(student, capsys):
+    before, after = run("finetune", student)
+    assert before < 0.5 < 0.9 < after
+    assert f"merged, saved and opened {after:.1%}" in capsys.readouterr().out
 
 
 def test_device_map(student, capsys):

@@ -42,10 +42,10 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.errors import DoflaError
-from dofla.evaluation.generation import check_room
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.compressed import feature_bytes
+from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.runs.teacher import load_teacher
 from dofla.serving.prompt_state import read_prompt
@@ -158,7 +158,8 @@ def main(
     if adapters and retrieval_heads:
         raise typer.BadParameter(f"--retrieval-heads {retrieval_heads}: compress with them, or leave --student out")
     teacher, tokenizer = load_teacher(model, dtype)
-    check_room(teacher, max(lengths))
+    if (most := positions_of(teacher)) is not None and max(lengths) > most:
+        raise DoflaError(f"length {max(lengths)}: {model} has {most} positions, give no more")
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     writer, tasks = Writer(tokenizer, all_tokens(text, tokenizer)), []
     out.mkdir(parents=True, exist_ok=True)

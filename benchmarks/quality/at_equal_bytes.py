@@ -25,14 +25,12 @@ from dofla.data import TokenWindows
 from dofla.distillation.objective import hidden_windows
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
-from dofla.evaluation.probe import probe
 from dofla.feature_maps import feature_map_class
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
-from dofla.paper.bench import Bench, recalled
+from dofla.paper.bench import Bench
 from dofla.paper.study import Study
 from dofla.paper.table import Cell, Figure, Table
-from dofla.runs.demo.recall import Villagers
 from dofla.runs.recipe import DataSpec, StudentSpec, apply_change, read_yaml
 from dofla.runs.run import layer_mean
 from dofla.runs.teacher import windows_of
@@ -80,25 +78,23 @@ def main(
 
 def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
     rows: list[list[Cell]] = []
-    recalled: dict[str, Any] = {}
     for spec in specs:
-        runs, texts, recall = _measures(bench, spec)
+        runs, texts = _measures(bench, spec)
         if not rows:
-            rows.append(["Original", *[None] * 7, *_recall(recall, "teacher"), _kib(runs[0]["softmax_bytes"])])
+            rows.append(["Original", *[None] * 7, _kib(runs[0]["softmax_bytes"])])
         gaps = [Figure.of([run["language"]["loss_increase"] for run in runs])]
         gaps += [
             Figure.of([x[name]["loss_increase"] for x in texts])
             for name in ("other", "long", "no_window", "no_features")
         ]
         kl, error = (_mean_of_layers(runs, key) for key in ("kl", "output_error"))
-        rows.append([spec.name, *gaps, kl, error, *_recall(recall, "student"), _kib(runs[0]["state_bytes"])])
-        recalled[spec.name] = [record["recall"]["records"] for record in recall]
+        rows.append([spec.name, *gaps, kl, error, _kib(runs[0]["state_bytes"])])
     columns = [
         "student",
         "loss increase",
         *(f"loss increase, {x}" for x in ("other text", "long", "window off", "features off")),
     ]
-    columns += ["attention KL", "output error", "recall, chosen", "recall, written", "state"]
+    columns += ["attention KL", "output error", "state"]
     lengths = bench.workshop.validation().length, bench.study.long.length
     return Table(
         "quality",
@@ -109,20 +105,15 @@ def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
             f"loss increase over the original in nats per token, at {lengths[0]} tokens; on text of another kind than "
             f"that trained on; at {lengths[1]} tokens; with window and sinks hidden, and with the features hidden",
             "± half the range over seeds, of features, training order and rows; students trained end to end have one",
-            f"recall of facts told {', '.join(map(str, bench.study.probe.lengths))} tokens before: likeliest of those "
-            "in the context; likeliest of all tokens, so that it would be written",
             "state per sequence; the original's is its key-value cache",
         ],
-        data={"recall": recalled},
     )
 
 
 def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ...]:
-    """Of each seed: the evaluation, other texts and halves, and recall."""
+    """Of each seed: the evaluation, and other texts and halves."""
     seeds = bench.study.seeds[:1] if spec.end_to_end or not spec.trained else bench.study.seeds
     others = {"other": _windows(bench, "other"), "long": _windows(bench, "long")}
-    text = Villagers(bench.workshop.tokenizer) if bench.study.validation.source == "demo" else None
-    sizes = {"lengths": bench.study.probe.lengths, "count": bench.study.probe.count}
 
     def texts(model: PreTrainedModel) -> dict[str, Any]:
         with evaluation_mode(model):
@@ -132,17 +123,7 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
                     found[name] = next_token_figures(model, bench.workshop.validation().take(4))
         return found
 
-    def recall(model: PreTrainedModel) -> dict[str, Any]:
-        windows = bench.workshop.validation()
-        options = {"recall_text": text, "batch_size": bench.study.probe.batch_size, **sizes}
-        return probe(model, bench.workshop.tokenizer, windows, wanted=["recall"], **options).to_dict()
-
-    runs = bench.evaluations(spec, seeds)
-    return (
-        runs,
-        [bench.of_student(spec, seed, "texts", texts) for seed in seeds],
-        [bench.of_student(spec, seed, "recall", recall) for seed in seeds],
-    )
+    return bench.evaluations(spec, seeds), [bench.of_student(spec, seed, "texts", texts) for seed in seeds]
 
 
 def _windows(bench: Bench, name: str) -> TokenWindows:
@@ -186,10 +167,6 @@ def _embeddings(bench: Bench, specs: list[StudentSpec]) -> Table:
 def _mean_of_layers(runs: list[dict[str, Any]], key: str) -> Cell:
     values = [layer_mean(run, key) for run in runs]
     return "∞" if max(values) > 1e3 else Figure.of(values)
-
-
-def _recall(records: list[dict[str, Any]], who: str) -> list[Cell]:
-    return [Figure.of([recalled(record, who, key) for record in records], 2) for key in ("accuracy", "greedy")]
 
 
 def _kib(size: int) -> str:

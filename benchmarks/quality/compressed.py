@@ -12,9 +12,8 @@ whose tokens all go by their age, one whose layers are all of one size, and one 
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
 is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and head budgets are
 measured on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖
-student) of the next-token distributions, which chance moves less. With --recall, how many of the pairs of words that
-are told in a context of so many tokens are found, the right word before all others, by the student and by the original.
-Each loss increase is said as soon as it is known, the table at the end; with --out all is written as JSON too.
+student) of the next-token distributions, which chance moves less. Each loss increase is said as soon as it is known,
+the table at the end; with --out all is written as JSON too.
 """
 
 from __future__ import annotations
@@ -37,14 +36,12 @@ from dofla.attention import tier_bytes
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
-from dofla.evaluation.recall import WordPairs, recall_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.directions import measure_directions
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student
-from dofla.paper.bench import recalled
 from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
@@ -175,7 +172,6 @@ def main(
     ] = None,
     context: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
     retrieval_heads: Annotated[int, typer.Option(help="Of the student of that name, which hold every token.")] = 8,
-    recall: Annotated[bool, typer.Option("--recall", help="Of pairs of words, too.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
@@ -198,12 +194,10 @@ def main(
     pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
     if {"trained", "features"} & set(names):
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
-    asked = WordPairs(tokenizer) if recall else None
-    columns = ["student", "tokens", "state", *texts, "mean, perplexity", *(["pairs"] if asked else []), "made in"]
+    columns = ["student", "tokens", "state", *texts, "mean, perplexity", "made in"]
     shown, rows = table(*columns, gap=2), []
     for each, name in product(budget or [64], names):
         found: dict[tuple[int, str], list[Figures]] = {}
-        pairs: dict[int, list[Figures]] = {}
         for seed in range(1 if name == "window" else seeds):
             started = time.perf_counter()
             made = students[name](each, context)(teacher, *(pool[seed] for pool in pools))
@@ -214,16 +208,11 @@ def main(
                     figures = next_token_figures(made, held_out)
                     typer.echo(f"{name}, {each}, seed {seed}: {kind}, {tokens} tokens: {_cell([figures])}", err=True)
                     found.setdefault((tokens, kind), []).append(figures)
-                for tokens in lengths if asked else ():
-                    pairs.setdefault(tokens, []).append(_pairs(made, asked, tokens))
             dofla.restore(made)
         for tokens in lengths:
             by_kind = {kind: found[tokens, kind] for kind in texts}
             row = {"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind}
             cells = [*map(_cell, by_kind.values()), _mean_cell(by_kind.values())]
-            if asked:
-                row["pairs"] = pairs[tokens]
-                cells.append(_pairs_cell(pairs[tokens]))
             rows.append(row)
             shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")
         if out is not None:
@@ -242,16 +231,6 @@ def _pool(
 def _windows(where: object, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> TokenWindows:
     count = count if length <= 512 else max(1, count // 3)
     return dofla.token_windows(where, tokenizer, length=length, windows=count, split="all")
-
-
-def _pairs(made: PreTrainedModel, asked: WordPairs, length: int) -> Figures:
-    record = {"recall": recall_figures(made, asked, lengths=[length]).to_dict()}
-    return {who: recalled(record, who, "accuracy") for who in ("student", "teacher")}
-
-
-def _pairs_cell(found: list[Figures]) -> str:
-    student, teacher = (sum(x[who] for x in found) / len(found) for who in ("student", "teacher"))
-    return f"{student:.2f} of {teacher:.2f}"
 
 
 def _mean_cell(found: Iterable[list[Figures]]) -> str:

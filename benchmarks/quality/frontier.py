@@ -1,4 +1,4 @@
-"""Quality against bytes of state as a picture: gap, recall and tasks of the rows that at_equal_bytes.py measured.
+"""Quality against bytes of state as a picture: gap and tasks of the rows that at_equal_bytes.py measured.
 
     python benchmarks/quality/frontier.py runs/quality-smollm2-135m --out docs/quality-smollm2-135m.svg
 
@@ -34,37 +34,33 @@ def main(
     out: Annotated[Path, typer.Option(help="SVG file to write.")] = Path("frontier.svg"),
 ) -> None:
     table = read_json(run / "quality.json", "a table of benchmarks/quality/at_equal_bytes.py")
-    original, *rows = table["rows"]
+    rows = table["rows"][1:]
     # Names become those of the students' folders, as dofla.runs.workshop makes them.
     tasks = {path.stem.removeprefix("tasks-"): _agreement(path) for path in run.glob("tasks-*.json")}
-    panels = ["loss_increase", "recall, written"] + (["tasks"] if tasks else [])
-    titles = {
-        "loss_increase": "loss increase, nats per token",
-        "recall, written": "facts recalled, written",
-        "tasks": "tasks, the original's answer",
-    }
+    panels = ["loss increase", *(["tasks"] if tasks else [])]
+    titles = {"loss increase": "loss increase, nats per token", "tasks": "tasks, the original's answer"}
     plt.rcParams |= {"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "loss_increase", tasks))
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.3), layout="constrained")
-    for panel, axis in zip(panels, axes, strict=True):
+    sizes_of_all = sorted(size for size, *_ in _points(rows, "Measured", "loss increase", tasks))
+    size = (3.4 * len(panels), 3.3)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for panel, axis in zip(panels, axes[0], strict=True):
         for method, color in METHODS.items():
             points = sorted(_points(rows, method, panel, tasks))
             if points:
                 sizes, means, spreads = zip(*points, strict=True)
                 axis.errorbar(sizes, means, spreads, marker="o", ms=4, capsize=2, color=color, label=method)
-        teacher = original[panel]["mean"] if panel == "recall, written" else 1.0
-        if panel != "loss_increase":  # whose axis is logarithmic
-            axis.axhline(teacher, ls=":", color="#555")
-            axis.annotate("the original", (sizes_of_all[0], teacher), va="bottom", color="#555")
+        if panel == "tasks":
+            axis.axhline(1.0, ls=":", color="#555")
+            axis.annotate("the original", (sizes_of_all[0], 1.0), va="bottom", color="#555")
         axis.set(xscale="log", xlabel="size per sequence, KiB", title=titles[panel])
         axis.set_xticks(sizes_of_all, [f"{size:.0f}" for size in sizes_of_all])
         axis.set_xlim(sizes_of_all[0] / 1.3, sizes_of_all[-1] * 1.3)
         axis.minorticks_off()
-        if panel == "loss_increase":
+        if panel == "loss increase":
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(True, lw=0.3, color="#ccc")
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(out, metadata={"Date": None})
     print(f"written to {out}")
@@ -88,7 +84,7 @@ def _agreement(path: Path) -> float:
     Accuracy says little of a small teacher, near chance on most tasks: it moves either way when answers change.
     """
     found = read_json(path, "an evaluation of tasks")["tasks"]["tasks"]
-    return sum(task["acc"]["agreement"] for task in found) / len(found)
+    return sum(task["agreement"] for task in found) / len(found)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from command_line import call
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -69,10 +70,6 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     evaluation = ["--data", home / "text.txt", "--length", 16, "--windows", 4, "--out", figures]
     assert call("evaluate", student, *evaluation) == 0
     assert json.loads(figures.read_text())["language"]["teacher_loss"] > 0
-    sizes = ["--windows", 4, "--count", 2, "--new-tokens", 4]
-    probing = ["--positions", "--generation", *sizes, "--out", home / "probe.json"]
-    assert call("probe", student, "--data", home / "text.txt", "--length", 40, *probing) == 0
-    assert json.loads((home / "probe.json").read_text()).keys() >= {"positions", "generation"}
     assert call("generate", student, "--prompt", "w1 w2 w3", "--new-tokens", 5) == 0
     (home / "document.txt").write_text("w4 w5 w6 w7")
     state = ["--prompt-state", home / "document.safetensors"]
@@ -168,7 +165,7 @@ def test_a_plan_whose_heads_differ_is_shown_with_both_ends():
 
 
 def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
-    """A table of local files, and every choice in the file that is written."""
+    """A table of local files, of multiple choice and of generation, and a file."""
     student = home / "student"
     if not student.exists():
         plan = home / "plan-for-tasks.json"
@@ -183,17 +180,23 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
         ]
         tasks.append(tmp_path / f"{name}.jsonl")
         tasks[-1].write_text("\n".join(map(json.dumps, lines)))
-    names = ",".join(map(str, tasks))
+    talk = {"task": "talk", "dataset_path": "json", "test_split": "train", "output_type": "generate_until"}
+    talk |= {"doc_to_text": "question", "doc_to_target": "choices", "metric_list": [{"metric": "exact_match"}]}
+    talk |= {"generation_kwargs": {"max_gen_toks": 2}}
+    talk |= {"dataset_kwargs": {"data_files": str(tasks[0]), "cache_dir": str(tmp_path / "cache")}}
+    (tmp_path / "talk.yaml").write_text(yaml.safe_dump(talk))
+    names = ",".join(map(str, [*tasks, "talk"]))
+    options = ["--limit", 10, "--include-path", tmp_path, "--metadata", "{}"]
     capsys.readouterr()
     out = tmp_path / "figures.json"
-    assert call("evaluate", student / "adapter", "--tasks", names, "--limit", 10, "--out", out) == 0
+    assert call("evaluate", student / "adapter", "--tasks", names, *options, "--out", out) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    for word in ("quiz", "riddles", "±", "acc_norm", "half of 2 tasks", "won or tied"):
+    for word in ("quiz", "riddles", "±", "acc_norm", "talk", "exact_match"):
         assert word in shown
     record = json.loads(out.read_text())["tasks"]
-    assert [task["items"] for task in record["tasks"]] == [10, 10]
-    assert len(record["tasks"][0]["scores"]["student"]["chosen_acc"]) == 10
+    assert [task["items"] for task in record["tasks"]] == [10, 10, 10]
+    assert record["tasks"][2]["metrics"]["exact_match"].keys() >= {"teacher", "student_stderr", "difference_stderr"}
     text = ["--data", home / "text.txt", "--length", 16, "--windows", 4]
     both = tmp_path / "both.json"
     assert call("evaluate", student / "adapter", *text, "--tasks", tasks[0], "--out", both) == 0
@@ -205,6 +208,7 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
         (["--tasks", tmp_path / "bad.jsonl"], ["bad.jsonl, line 1", "choices"]),
         (["--tasks", tmp_path / "none.jsonl"], ["none.jsonl", "does not exist"]),
         (["--tasks", tasks[0], "--limit", 0], ["limit 0"]),
+        (["--tasks", tasks[0], "--metadata", "[4096]"], ["metadata is '[4096]'", "JSON object"]),
     ):
         assert call("evaluate", student / "adapter", *arguments) == 2
         error = capsys.readouterr().err

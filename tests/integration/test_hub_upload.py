@@ -155,23 +155,16 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     hub.repositories["owner/base"] |= {path.name: path.read_bytes() for path in tmp_path.glob("tokenizer*")}
     dofla.push_adapter(student, "me/adapter")
     items = [{"question": f"w{n}", "choices": ["w1", "w2"], "answer": n % 2} for n in range(3, 9)]
-    for name in ("learn", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, items)))
-    (tmp_path / "text.txt").write_text("\n\n".join(f"w{n % 64} w{n // 64} w7" for n in range(1000)))
-    text = ["--data", tmp_path / "text.txt", "--length", 16, "--windows", 2]
-    learn = ["--task", tmp_path / "learn.jsonl", "--test", tmp_path / "test.jsonl", "--out", tmp_path / "out"]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
     if moved:
         hub.repositories["owner/moved"] = hub.repositories.pop("owner/base")
     base = ["--base-model", "owner/moved"] if moved else []
     for verb, *options in (
         ["generate", "--prompt", "w3 w4", "--new-tokens", 4],
         ["evaluate", "--tasks", tmp_path / "test.jsonl"],
-        ["probe", *text, "--positions"],
-        ["finetune", *learn, "--epochs", 1, "--batch-size", 2],
     ):
         done = CliRunner().invoke(app, [verb, "me/adapter", *base, *map(str, options)])
         assert done.exit_code == 0, (verb, done.exception)
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["model"]["attention"] == "linear"
     assert not is_linearized(open_model("owner/moved" if moved else "owner/base")[0])
 
 

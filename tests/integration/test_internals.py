@@ -76,7 +76,6 @@ _name_or_path
 _prepare_position_ids_for_generation
 _process_model_after_weight_loading
 _process_model_before_weight_loading
-_supports_logits_to_keep
 _upload_modified_files
 """
 """Private attributes of its objects."""

@@ -26,7 +26,7 @@ from dofla.runs import workshop
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 from dofla.runs.teacher import load_teacher
-from dofla.tasks import Accuracy, Comparison, TaskResults
+from dofla.tasks import Comparison, Difference, TaskResults
 
 FIGURES = {
     "source": "/home/me/my_text.txt.gz (validation)",
@@ -298,19 +298,19 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     assert weights == {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def test_figures_of_tasks_encoders_and_recall_are_known(tmp_path):
+def test_figures_of_tasks_and_encoders_are_known(tmp_path):
     model = own_student("llama")
     accuracy = {"student": 0.5, "teacher": 0.75}
-    dofla.note(model, figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "acc": accuracy}]}})
-    row = {"length": 128, "teacher": {"accuracy": 1.0}}
-    rows = [row | {"n": n, "student": {"accuracy": share}} for n, share in ((1, 1.0), (3, 0.0))]
-    dofla.note(model, figures={"recall": {"text": "pairs", "records": rows}})
+    dofla.note(
+        model,
+        figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "metrics": {"acc": accuracy, "f1, all": accuracy}}]}},
+    )
     dofla.note(model, figures={"source": "x", "windows": 3, "embeddings": {"cosine": 0.9, "spearman": 0.8}})
     figures = Student.of(model).record.figures
     found = {figure.metric: (figure.student, figure.teacher, figure.source) for figure in figures}
     assert found == {
         "accuracy": (0.5, 0.75, "arc, 40 items"),
-        "recall": (0.25, 1.0, "pairs, 4 questions in 128 tokens"),
+        "f1-all": (0.5, 0.75, "arc, 40 items"),
         "cosine": (0.9, None, "x, 3 windows"),
         "spearman": (0.8, None, "x, 3 windows"),
     }
@@ -405,8 +405,7 @@ def test_only_students_write_cards_and_only_the_first_process(tmp_path):
 
 def test_results_are_taken_as_they_come(base):
     student = student_of(base)
-    both = Accuracy(0.75, 0.1, 0.5, 0.1, -0.25, [-0.5, 0.0], 0.625)
-    tasks = TaskResults([Comparison("piqa", 8, both, both, {})], {})
+    tasks = TaskResults([Comparison("piqa", 8, {"acc": Difference(0.75, 0.1, 0.5, 0.1, -0.25, 0.1)}, 0.625)])
     dofla.note(student, figures=tasks)
     dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
     (accuracy, *others) = Student.of(student).record.figures

@@ -90,7 +90,6 @@ def changes(home, name):
             "finetune.tasks=[piqa]",
             'finetune.methods=[Original, "DoF, softmax"]',
             "finetune.seeds=1",
-            "probe={prompts: 2, prompt_tokens: 4, new_tokens: 4, lengths: [60], count: 2}",
             "finetune.epochs=1",
         ]
     return lines
@@ -128,7 +127,7 @@ def test_every_table_of_a_language_model(home, name):
 
 def test_every_table_of_an_encoder_but_those_that_ask_for_answers(home):
     tables, folder = made(home, "minilm")
-    assert tables.keys() == TABLES.keys() - {"3", "6", "probe"}
+    assert tables.keys() == TABLES.keys() - {"3", "6"}
     assert tables["7"].columns == ["model", "cosine", "Spearman", "attention KL", "state"]
     assert not any("direct" in row[0] for row in tables["7"].rows)
     with pytest.raises(DoflaError, match="table 3 asks for next tokens"):

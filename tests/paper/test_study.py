@@ -8,7 +8,6 @@ from dofla.errors import DoflaError
 from dofla.paper.methods import STRATEGIES, baselines, over_heads, paper_methods
 from dofla.paper.study import SCALES, STUDIES, Study
 from dofla.runs.recipe import StudentSpec
-from dofla.tasks.finetune import settings_for
 
 NAMES = sorted(path.stem for path in STUDIES.glob("*.yaml"))
 
@@ -40,16 +39,6 @@ def test_gpt2_and_pythia_have_the_papers_settings():
         assert len(study.tasks.names) == len(study.finetune.tasks) == 7
         assert study.finetune.learning_rate is None  # the paper's, task by task
         assert study.finetune.epochs is None
-
-
-def test_the_rates_of_the_paper_are_those_of_its_models():
-    from transformers import GPT2Config, GPTNeoXConfig
-
-    settings = settings_for(GPT2Config(), "winogrande")
-    assert (settings.learning_rate, settings.batch_size, settings.epochs) == (5e-4, 128, 3)
-    pythia = GPTNeoXConfig(hidden_size=2048, num_hidden_layers=16)
-    assert settings_for(pythia, "mmlu").learning_rate == 5e-6
-    assert settings_for(pythia, "mmlu").epochs == 1
 
 
 def test_small_overrides_what_it_names_and_leaves_the_rest():

@@ -83,7 +83,6 @@ def test_question():
     first, second = STYLES["question"](Item("Why?", ("so", "not so"), 0))
     assert first == ("Question: Why?\nAnswer:", " so")
     assert second.continuation == " not so"
-    assert second.characters == 6
 
 
 def test_lettered_choices():

@@ -17,9 +17,8 @@ from dofla import __version__
 from dofla.cli.chat import chat
 from dofla.cli.check import check
 from dofla.cli.compress import compress
-from dofla.cli.finetune import finetune
 from dofla.cli.frontier import frontier
-from dofla.cli.judging import evaluate, probe
+from dofla.cli.judging import evaluate
 from dofla.cli.menu import GROUPS, Verb
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
@@ -51,8 +50,6 @@ VERBS = (
     curves,
     allocate,
     distill,
-    probe,
-    finetune,
     reproduce,
 )
 for verb in VERBS:

@@ -26,8 +26,6 @@ GROUPS = {
         "curves": "data out budget windows length steps device",
         "allocate": "out budget strategy curves feature_map context",
         "distill": "plan data out windows length epochs device",
-        "probe": "data positions generation recall passkey out device",
-        "finetune": "task out test epochs learning_rate lora_rank device",
         "reproduce": "model table seeds scale out device",
     },
 }

@@ -11,7 +11,7 @@ import typer
 from dofla.cli.options import OUTPUT, Device
 from dofla.cli.verb import current_view
 
-NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, probe, 3, 6"
+NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, 3, 6"
 """Names of the tables in :data:`dofla.paper.TABLES`."""
 
 

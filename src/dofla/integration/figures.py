@@ -34,7 +34,7 @@ class Figure:
 
 
 def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
-    """The figures in a record of :func:`dofla.evaluate`, of tasks, or of ``dofla probe`` (recall).
+    """The figures in a record of :func:`dofla.evaluate`, or of tasks.
 
     Raises:
         DoflaError: there are none in it, or a part of one is missing or of the wrong kind.
@@ -79,17 +79,11 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         yield "spearman", "rank correlation of similarities with the original's", embeddings["spearman"], None, text
     tasks = record.get("tasks", ())  # alone, or beside figures on a text
     for task in tasks.get("tasks", ()) if isinstance(tasks, Mapping) else tasks:
-        both = task["acc"]
-        yield "accuracy", "accuracy", both["student"], both["teacher"], f"{task['task']}, {task['items']} items"
-    records = record.get("recall", {}).get("records", ())
-    for length in sorted({row["length"] for row in records}):
-        rows = [row for row in records if row["length"] == length]
-        count = sum(row["n"] for row in rows)
-        student, teacher = (sum(row[who]["accuracy"] * row["n"] for row in rows) / count for who in _BOTH)
-        asked = f"{record['recall']['text']}, {count} questions in {length} tokens"
-        yield "recall", f"facts recalled within {length} tokens, share", student, teacher, asked
+        asked = f"{task['task']}, {task['items']} items"
+        for name, both in task["metrics"].items():
+            label = "accuracy" if name == "acc" else name
+            yield label.replace(", ", "-"), label, both["student"], both["teacher"], asked
 
 
-_BOTH = ("student", "teacher")
 _LARGEST = 300.0
 """Nats, whose exponential is still a number."""

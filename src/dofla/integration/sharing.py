@@ -34,7 +34,7 @@ def note(
 
     Args:
         student: a linearized model; or the folder of one, whose card is written anew at once.
-        figures: what :func:`dofla.evaluate`, tasks, or a probe returned; or the JSON file that they were written to.
+        figures: what :func:`dofla.evaluate` or tasks returned; or the JSON file that they were written to.
             They take the place of earlier ones of the same metric on the same text.
         command: that measures them again; default the command line of dofla that this process was started with, or
             the call in Python.

@@ -6,30 +6,28 @@ import copy
 import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.paper import published
 from dofla.paper.bench import Bench
+from dofla.paper.finetune import finetune, settings_for
+from dofla.paper.items import hub_task, task_file, train_and_test
 from dofla.paper.methods import baselines, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.demo.tasks import demo_tasks
 from dofla.runs.recipe import StudentSpec
-from dofla.tasks import Task, load_task
-from dofla.tasks.compare import Pair, agreement, average_gain, win_and_tie
-from dofla.tasks.finetune import finetune, settings_for
-from dofla.tasks.finetune.data import from_hub, train_and_test
-from dofla.tasks.hub import hub_task
-from dofla.tasks.reading import task_file
-from dofla.tasks.scores import TaskScores
-from dofla.tasks.scoring import score
+from dofla.tasks import Metric, Task, TaskScores, compare, load_task, score
 
-_METRIC = "acc"
+_DRAWS = 2000  # of a bootstrap
 
 
 def task_accuracy(bench: Bench) -> Table:
@@ -39,16 +37,12 @@ def task_accuracy(bench: Bench) -> Table:
     finetuned = bench.study.finetune.tasks
     columns = ["model", "average", *names, "critical τ", "agreement", *(f"fine-tuned {name}" for name in finetuned)]
     rows: list[list[Cell]] = [["Original", *_accuracies([teacher]), None, None, *_finetuned(bench, None)]]
-    curves = {}
     for spec in _methods(bench):
         several = [_student_scores(bench, spec, seed) for seed in _seeds(bench)]
-        pairs = [_pairs(teacher, scores) for scores in several]
-        measured = [win_and_tie(pair, _METRIC) for pair in pairs]
-        curves[spec.name] = [rates.to_dict() for rates in measured]
-        alike = [statistics.fmean(agreement(p, _METRIC) for p in pair) for pair in pairs]
-        figures = [Figure.of([rates.critical for rates in measured]), Figure.of(alike, spread=False)]
-        rows.append([spec.name, *_accuracies(several), *figures, *_finetuned(bench, spec)])
-    items = [len(scores) for scores in teacher]
+        critical = Figure.of([_critical(teacher, scores) for scores in several])
+        alike = Figure.of([_agreement(teacher, scores) for scores in several], spread=False)
+        rows.append([spec.name, *_accuracies(several), critical, alike, *_finetuned(bench, spec)])
+    items = [scores.items for scores in teacher]
     return Table(
         "3",
         "Table 3: accuracy on multiple-choice tasks",
@@ -58,12 +52,12 @@ def task_accuracy(bench: Bench) -> Table:
         [list(row) for row in published.ACCURACY.items()],
         [
             f"zero-shot likelihood of each choice, {min(items)} to {max(items)} items a task; the standard error of "
-            f"a task is up to {max(scores.stderr(_METRIC) for scores in teacher):.3f}",
-            "critical τ: the tolerance at which half the tasks are won or tied against the original, paired by item "
-            "(curves and 95 % intervals in the JSON); agreement: how often the same choice is made",
+            f"a task is up to {max(_acc(scores).stderr or 0 for scores in teacher):.3f}",
+            "critical τ: the tolerance at which half the tasks are won or tied against the original; agreement: how "
+            "often the same choice is made",
             *_finetuning_note(bench),
         ],
-        data={"win_and_tie": curves, "tasks": names, "items": items},
+        data={"tasks": names, "items": items},
     )
 
 
@@ -90,9 +84,34 @@ def dof_against_fixed(bench: Bench) -> Table:
 def _difference(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) -> list[Cell]:
     """The gain in accuracy over the equal split, paired by seed, and its interval."""
     several = several * len(fixed) if len(several) == 1 else several
-    pairs = [pair for a, b in zip(fixed, several, strict=True) for pair in _pairs(a, b)]
-    gain, interval = average_gain(pairs, _METRIC)
-    return [Figure.of(gain), f"{interval[0]:+.3f} to {interval[1]:+.3f}"]
+    gains = [_tensor(b) - _tensor(a) for a, b in zip(chain(*fixed), chain(*several), strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([_resampled(gain, generator) for gain in gains]).mean(dim=0)
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=drawn.dtype)).tolist()
+    return [Figure.of(statistics.fmean(gain.mean().item() for gain in gains)), f"{low:+.3f} to {high:+.3f}"]
+
+
+def _resampled(gains: Tensor, generator: torch.Generator) -> Tensor:
+    """Means [draws] over as many items drawn with replacement. They hold 1, -1 and 0 only, so it is enough to draw how
+    often each comes, which costs nothing for ten thousand items."""
+    count = torch.full((_DRAWS,), float(len(gains)), dtype=gains.dtype)
+    share_won, share_lost = ((gains == value).to(gains.dtype).mean() for value in (1, -1))
+    won = torch.binomial(count, share_won.expand(_DRAWS).contiguous(), generator=generator)
+    of_others = share_lost / (1 - share_won) if share_won < 1 else torch.zeros_like(share_lost)
+    lost = torch.binomial(count - won, of_others.clamp(max=1).expand(_DRAWS).contiguous(), generator=generator)
+    return (won - lost) / len(gains)
+
+
+def _critical(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
+    """The smallest tolerance at which half the tasks are won or tied (α* of arXiv 2603.15590): the loss of accuracy
+    that half of them, rounded up, do not exceed, or 0."""
+    losses = sorted(_acc(a).value - _acc(b).value for a, b in zip(teacher, student, strict=True))
+    return max(0.0, losses[(len(losses) + 1) // 2 - 1])
+
+
+def _agreement(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
+    """Share of items where both choose the same, mean over tasks."""
+    return statistics.fmean(compare(*pair).agreement or 0.0 for pair in zip(teacher, student, strict=True))
 
 
 def _methods(bench: Bench) -> list[StudentSpec]:
@@ -105,13 +124,18 @@ def _methods(bench: Bench) -> list[StudentSpec]:
 
 def _accuracies(several: Sequence[Sequence[TaskScores]]) -> list[Cell]:
     """The average over tasks, and each task."""
-    each = [[scores.accuracy(_METRIC) for scores in run] for run in several]
+    each = [[_acc(scores).value for scores in run] for run in several]
     by_task = [Figure.of(list(values), spread=False) for values in zip(*each, strict=True)]
     return [Figure.of([statistics.fmean(run) for run in each]), *by_task]
 
 
-def _pairs(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> list[Pair]:
-    return [Pair(a, b) for a, b in zip(teacher, student, strict=True)]
+def _acc(scores: TaskScores) -> Metric:
+    return scores.metrics["acc"]
+
+
+def _tensor(scores: TaskScores) -> Tensor:
+    """Per item [N]: 1 if it is answered rightly, else 0."""
+    return torch.tensor(_acc(scores).values, dtype=torch.float64)
 
 
 def _seeds(bench: Bench) -> list[int]:
@@ -128,11 +152,14 @@ def _student_scores(bench: Bench, spec: StudentSpec, seed: int) -> list[TaskScor
 
 def _scored(bench: Bench, model: PreTrainedModel) -> dict[str, Any]:
     tasks, size = bench.tasks("scored", lambda: _tasks(bench)), bench.study.tasks.batch_size
-    return {"tasks": [asdict(score(model, bench.workshop.tokenizer, task, batch_size=size)) for task in tasks]}
+    return {"tasks": [asdict(scores) for scores in score(model, bench.workshop.tokenizer, tasks, batch_size=size)]}
 
 
 def _from_record(record: dict[str, Any]) -> list[TaskScores]:
-    return [TaskScores(**scores) for scores in record["tasks"]]
+    return [
+        TaskScores(**scores | {"metrics": {name: Metric(**x) for name, x in scores["metrics"].items()}})
+        for scores in record["tasks"]
+    ]
 
 
 def _tasks(bench: Bench) -> list[Task]:
@@ -179,12 +206,10 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:
     wanted = bench.study.finetune
     train, test = _to_learn(bench, name)
-    settings = settings_for(model.config, name, lora=wanted.lora_rank is not None)
-    given = {k: getattr(wanted, k) for k in ("learning_rate", "batch_size", "epochs") if getattr(wanted, k) is not None}
-    settings = replace(settings, **given)
-    options = {k: v for k, v in asdict(settings).items() if k != "source"}
+    settings = settings_for(model, name, lora=wanted.lora_rank is not None)
+    settings |= {key: value for key in settings if (value := getattr(wanted, key)) is not None}
     with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
-        result = finetune(
+        epochs = finetune(
             model,
             bench.workshop.tokenizer,
             train.take(wanted.items, seed=seed),
@@ -192,16 +217,13 @@ def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: st
             lora_rank=wanted.lora_rank,
             seed=seed,
             progress=progress,
-            **options,
+            **settings,
         )
-    epochs = [epoch.accuracy for epoch in result.epochs]
-    return {"accuracy": result.accuracy, "epochs": epochs, "settings": asdict(settings)}
+    return {"accuracy": max(epochs), "epochs": epochs, "settings": settings}
 
 
 def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
     source, workshop = bench.study.tasks.source, bench.workshop
-    if source == "hub":
-        return from_hub(name)[:2]
     if source == "demo":
         count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
 
@@ -210,7 +232,7 @@ def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
             return next(task for task in bench.tasks(split, make) if task.name == name)
 
         return part("train"), part("test")
-    return train_and_test(name, folder=source)[:2]
+    return train_and_test(name, None if source == "hub" else source)
 
 
 def _finetuning_note(bench: Bench) -> list[str]:

@@ -136,13 +136,6 @@ class Bench:
         self.spent["profile"] = self.workshop.profile_seconds()
 
 
-def recalled(record: dict[str, Any], who: str, key: str) -> float:
-    """Share of the facts that a probe asked for which ``who`` (teacher or student) recalled; ``key`` is accuracy
-    (chosen) or greedy (written)."""
-    asked = record["recall"]["records"]
-    return sum(x[who][key] * x["n"] for x in asked) / sum(x["n"] for x in asked)
-
-
 def per_seed(runs: Sequence[dict[str, Any]], *keys: str, digits: int = 3, spread: bool = True) -> Figure:
     """The figure at ``keys`` of every run."""
     values = []

@@ -66,3 +66,13 @@ TRAINING_TIME = {
 
 ALGORITHM_1 = {"GPT-2": "105 s", "Pythia-1B": "477 s"}
 """Table 12: choosing the dimensions."""
+
+TASKS = ("piqa", "logiqa", "arc_easy", "arc_challenge", "winogrande", "mmlu", "wsc273")
+"""The tasks of tables 3 and 6."""
+
+FINETUNING = {
+    ("gpt2", 768, 12): ((1e-4, 5e-5, 1e-4, 1e-5, 5e-4, 1e-6, 1e-6), (128, 64, 64, 64, 128, 64, 128)),
+    ("gpt_neox", 2048, 16): ((1e-5, 5e-5, 5e-5, 5e-5, 5e-5, 5e-6, 5e-5), (64, 32, 32, 32, 64, 32, 64)),
+}
+"""Type, width and depth of GPT-2 and Pythia-1B: learning rates, the best for the original, and batch sizes (Table 9) of
+fine-tuning, for each of :data:`TASKS`."""

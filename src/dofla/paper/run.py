@@ -11,7 +11,6 @@ from dofla.paper.bench import Bench
 from dofla.paper.cost import generation_time, sample_time, training_time
 from dofla.paper.curve import errors_against_size
 from dofla.paper.dimensions import dof_per_head, scale_of_dof, selected_dimensions
-from dofla.paper.probing import likelihood_and_generation
 from dofla.paper.quality import heads, kernel_error, next_token_loss
 from dofla.paper.study import Study
 from dofla.paper.table import Table
@@ -31,13 +30,12 @@ TABLES: dict[str, Callable[[Bench], Table]] = {
     "11": kernel_error,
     "12": training_time,
     "heads": heads,
-    "probe": likelihood_and_generation,
     "3": task_accuracy,
     "6": dof_against_fixed,
 }
 """Functions that make the tables, by name, in the order in which they build on one another's students."""
 
-_LANGUAGE_ONLY = ("3", "6", "probe")
+_LANGUAGE_ONLY = ("3", "6")
 
 
 def reproduce(

@@ -35,7 +35,7 @@ class TasksSpec:
 class FinetuneSpec:
     """Fine-tuning of teacher and students on ``tasks``, by ``methods``, whose names are those of table 3.
 
-    Rates, batch sizes and epochs are the paper's for its models (:func:`dofla.tasks.finetune.settings_for`), unless
+    Rates, batch sizes and epochs are the paper's for its models (:func:`dofla.paper.finetune.settings_for`), unless
     given.
     """
 
@@ -69,19 +69,6 @@ class CostSpec:
 
 
 @dataclass
-class ProbeSpec:
-    """Options of :func:`dofla.evaluation.probe.probe`, for the first ``seeds`` of the study."""
-
-    prompts: int = 16
-    prompt_tokens: int = 32
-    new_tokens: int = 32
-    lengths: list[int] = field(default_factory=lambda: [128, 256])
-    count: int = 16
-    batch_size: int = 4
-    seeds: int | None = None
-
-
-@dataclass
 class Study(Recipe):
     """A recipe (of model, budget, text, training), and the measures that only the tables ask for."""
 
@@ -89,7 +76,6 @@ class Study(Recipe):
     finetune: FinetuneSpec = field(default_factory=FinetuneSpec)
     curve: CurveSpec = field(default_factory=CurveSpec)
     cost: CostSpec = field(default_factory=CostSpec)
-    probe: ProbeSpec = field(default_factory=ProbeSpec)
 
     sections: ClassVar[dict[str, type]] = {
         **Recipe.sections,
@@ -97,7 +83,6 @@ class Study(Recipe):
         "finetune": FinetuneSpec,
         "curve": CurveSpec,
         "cost": CostSpec,
-        "probe": ProbeSpec,
     }
 
     @classmethod

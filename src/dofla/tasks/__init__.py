@@ -1,41 +1,32 @@
-"""Multiple-choice tasks: local files, likelihoods, lm-evaluation-harness, teacher and student side by side; and, in
-``finetune``, teaching a model one. Knows models, softmax or linear.
+"""Tasks by lm-evaluation-harness: its own, and multiple-choice items of local files; teacher and student side by side.
 
-task    = load_task("piqa.jsonl")
-student = score(model, tokenizer, task)
-with dofla.softmax(model):
-    teacher = score(model, tokenizer, task)
-compare(teacher, student)
+task = load_task("piqa.jsonl")
+(scores,) = score(model, tokenizer, [task])
+results = evaluate_tasks(student, tokenizer, [task, "gsm8k"])
 """
 
-from dofla.tasks.compare import Pair, compare, win_and_tie
-from dofla.tasks.harness import harness_folder, run_harness
+from dofla.tasks.harness import harness_task
 from dofla.tasks.items import Item, Task
 from dofla.tasks.reading import load_task
-from dofla.tasks.results import Accuracy, Comparison, TaskResults, WinAndTie
-from dofla.tasks.run import evaluate_tasks
-from dofla.tasks.scores import METRICS, TaskScores
-from dofla.tasks.scoring import score
+from dofla.tasks.results import Comparison, Difference, TaskResults, compare
+from dofla.tasks.run import evaluate_tasks, score
+from dofla.tasks.scores import Metric, TaskScores
 from dofla.tasks.styles import KNOWN, STYLES, Request
 
 __all__ = [
     "KNOWN",
-    "METRICS",
     "STYLES",
-    "Accuracy",
     "Comparison",
+    "Difference",
     "Item",
-    "Pair",
+    "Metric",
     "Request",
     "Task",
     "TaskResults",
     "TaskScores",
-    "WinAndTie",
     "compare",
     "evaluate_tasks",
-    "harness_folder",
+    "harness_task",
     "load_task",
-    "run_harness",
     "score",
-    "win_and_tie",
 ]

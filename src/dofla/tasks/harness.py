@@ -1,149 +1,202 @@
-"""Tasks of lm-evaluation-harness: its own, and local ones written down for it."""
+"""lm-evaluation-harness on a model in memory: its tasks, and local ones put into its form."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+import copy
+import io
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from numbers import Real
 from pathlib import Path
+from statistics import fmean
+from types import ModuleType
 from typing import Any
 
-import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
-from dofla.integration.recorder import evaluation_mode
-from dofla.integration.surgery import softmax
-from dofla.tasks.compare import Pair
+from dofla.integration.positions import positions_of
+from dofla.storage.extras import extra
 from dofla.tasks.items import Task
-from dofla.tasks.scores import TaskScores
-from dofla.tasks.scoring import language_model, lm_eval, quiet
-from dofla.tasks.styles import STYLES, Request
+from dofla.tasks.scores import Metric, TaskScores, standard_error
+from dofla.tasks.styles import STYLES
+
+_PART = 256  # requests between two reports of progress; of like length they share a forward pass
+_BOOTSTRAP = 1000  # draws, for the standard error of metrics that are no mean
+_SHOTS_SEED = 1234  # the harness's own, of the examples in a prompt
+
+Progress = Callable[[int, int], None]
 
 
-def harness_folder(task: Task, folder: str | Path) -> Path:
-    """Write ``NAME.yaml`` and ``NAME.jsonl``, with which the harness asks exactly what :func:`dofla.tasks.score` does.
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block the harness prints, logs and shows nothing, and starts no processes."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # which would share out the draws for a standard error
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
 
-    The prompts are written out, so that no template stands between the two. ``folder`` is what ``--include_path`` of
-    the harness, or ``include`` of :func:`run_harness`, takes; it is made if need be. The YAML names the JSONL by its
-    absolute path.
 
-    Returns:
-        The YAML file.
+@quiet()
+def harness_task(task: Task) -> Any:
+    """A task of the harness (``lm_eval.api.task.ConfigurableTask``) that asks what a local one does.
 
-    Raises:
-        DoflaError: if the task's style changes both context and continuation from choice to choice.
+    Prompts are written out, so that no template stands between the two. ``lm_eval.simple_evaluate`` takes it among its
+    ``tasks``.
     """
-    folder = Path(folder).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    lines, blank = [], task.style == "blank"
+    blank, rows = task.style == "blank", []
     for item in task.items:
-        requests = STYLES[task.style](item)
-        lines.append(json.dumps({"gold": item.answer, **(_inputs(requests) if blank else _outputs(requests))}))
-    data = folder / f"{task.name}.jsonl"
-    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    # Of several contexts with one continuation the harness takes the right one's index for the text, and divides by
-    # the length of a context: only plain accuracy means anything then.
+        contexts, endings = zip(*STYLES[task.style](item), strict=True)
+        # Of several contexts with one continuation the harness takes the right one's index for the text.
+        text = {"choices": list(contexts), "rest": endings[0][1:]}
+        if not blank:
+            text = {"text": contexts[0] if contexts[0].strip() else "", "choices": [ending[1:] for ending in endings]}
+        rows.append({"gold": item.answer, **text})
+    data = {"test": lm_eval("datasets").Dataset.from_list(rows)}
+    # It divides by the length of a context, if that is what is chosen: only plain accuracy means anything then.
     metrics = ["acc"] if blank else ["acc", "acc_norm"]
     config = {
         "task": task.name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
+        "custom_dataset": lambda **_: data,
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": "gold" if blank else "text",
         "doc_to_choice": "choices",
-        "doc_to_target": "continuation" if blank else "gold",
+        "doc_to_target": "rest" if blank else "gold",
         "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
-        "metadata": {"version": 1.0},
     }
-    path = folder / f"{task.name}.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    return path
+    return lm_eval("lm_eval.api.task").ConfigurableTask(config=config)
 
 
-def run_harness(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
-    *,
-    include: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 16,
-) -> list[Pair]:
-    """Multiple-choice tasks of the harness, zero-shot as each says itself, for a student and its teacher.
-
-    Args:
-        model: a linearized model.
-        tasks: names; a group's or a tag's stands for all its tasks.
-        include: folder with further tasks, as :func:`harness_folder` writes them.
-        limit: items per task, the first ones.
-        batch_size: choices per forward pass.
-
-    Returns:
-        Per task, in the harness's order, what teacher and student made of the same items.
+@quiet()
+def load_tasks(
+    tasks: Sequence[str | Task], include_path: str | Path | None = None, metadata: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Tasks for ``lm_eval.evaluator.evaluate``: local ones, and those of the harness by name, with their groups.
 
     Raises:
-        DoflaError: if lm-eval is not installed, or a task is unknown, is no multiple-choice task or cannot be loaded.
+        DoflaError: lm-eval is not installed; the harness has no such task, or cannot load it.
     """
-    names: dict[str, Any] = {}
-    # The harness has ten thousand tasks of its own: they are listed only if one of them is wanted.
-    own = include is None or any(not (Path(include) / f"{name}.yaml").exists() for name in tasks)
-    manager = lm_eval("tasks").TaskManager(include_path=None if include is None else str(include), include_defaults=own)
-    for name in tasks:
-        names |= _load(manager, name)
-    with evaluation_mode(model):
-        lm = language_model(model, tokenizer, batch_size)
-        with softmax(model):
-            teacher = _evaluate(lm, names, limit)
-        student = _evaluate(lm, names, limit)
-    return [Pair(a, b) for a, b in zip(teacher, student, strict=True)]
+    found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    names = [task for task in tasks if isinstance(task, str)]
+    options = {"include_path": include_path and str(include_path), "metadata": dict(metadata or {})}
+    manager = lm_eval("lm_eval.tasks").TaskManager(include_defaults=False, **options)
+    if any(name not in manager.task_index for name in names):  # its own are ten thousand, and take seconds to list
+        manager = lm_eval("lm_eval.tasks").TaskManager(**options)
+    for task in tasks:
+        loaded = _named(manager, task) if isinstance(task, str) else {"tasks": {task.name: harness_task(task)}}
+        for kind, entries in loaded.items():
+            found[kind] |= entries
+    return found
 
 
-def _outputs(requests: Sequence[Request]) -> dict[str, Any]:
-    contexts, choices = {request.context for request in requests}, [request.continuation for request in requests]
-    if len(contexts) > 1 or not all(choice.startswith(" ") for choice in choices):
-        raise DoflaError("the harness asks for choices after one context, parted by a space: this style does not")
-    return {"text": contexts.pop(), "choices": [choice[1:] for choice in choices]}
-
-
-def _inputs(requests: Sequence[Request]) -> dict[str, Any]:
-    return {"choices": [request.context for request in requests], "continuation": requests[0].continuation[1:]}
-
-
-def _load(manager: Any, name: str) -> dict[str, Any]:
-    """The tasks ``name`` stands for."""
+def _named(manager: Any, name: str) -> dict[str, Any]:
     if name not in manager.task_index:
-        raise DoflaError(f"lm-evaluation-harness has no task {name!r}: see lm_eval ls tasks, or give a local task file")
+        raise DoflaError(f"lm-evaluation-harness has no task {name!r}: see lm_eval ls tasks, or give a JSONL file")
     try:
-        loaded = manager.load([name])["tasks"]
+        return manager.load([name])
     except Exception as error:  # whatever its datasets raise: no network, no such file, no permission, ...
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DoflaError(
-            f"task {name!r} cannot be loaded ({reason}): without the hub, give a local file: --tasks {name}.jsonl"
+            f"task {name!r} cannot be loaded ({reason}): without the hub, give a JSONL file: --tasks {name}.jsonl"
         ) from error
-    for task in loaded.values():
-        if task.OUTPUT_TYPE != "multiple_choice":
-            raise DoflaError(
-                f"task {task.config.task!r} is {task.OUTPUT_TYPE}: only multiple-choice tasks compare here"
-            )
-    return loaded
 
 
-def _evaluate(lm: Any, tasks: dict[str, Any], limit: int | None) -> list[TaskScores]:
-    asked = {"tasks": tasks, "groups": {}, "group_map": {}}
-    with quiet():
-        found = lm_eval("evaluator").evaluate(lm, task_dict=asked, limit=limit, bootstrap_iters=0, log_samples=True)
-    return [_scores(name, task, found["samples"][name]) for name, task in tasks.items()]
+@quiet()
+def language_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: Progress | None = None
+) -> Any:
+    """The harness's HFLM of a model, which it puts into evaluation mode; its tokenizer is a copy that can pad."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise DoflaError(f"{type(model).__name__} cannot do tasks: give a causal language model")
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise DoflaError("the tokenizer has no bos or eos token to start an empty question from: set one")
+    hflm = lm_eval("lm_eval.models.huggingface").HFLM
+    options = {"batch_size": batch_size, "max_length": positions_of(model), "softmax_dtype": "float32"}
+    lm = hflm(pretrained=model, backend="causal", tokenizer=copy.deepcopy(tokenizer), **options)
+    for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(lm, kind, partial(_answers, lm, getattr(lm, kind), progress))
+    return lm
 
 
-def _scores(name: str, task: Any, samples: Iterable[dict[str, Any]]) -> TaskScores:
-    samples = sorted(samples, key=lambda sample: sample["doc_id"])
-    answers, lengths = [], []
-    for sample in samples:
-        choices = task.doc_to_choice(sample["doc"])
-        answer = task.doc_to_text(sample["doc"]) if task.multiple_input else task.doc_to_target(sample["doc"])
-        answers.append(choices.index(answer) if isinstance(answer, str) else int(answer))
-        asked = [Request(*arguments[:2]) for arguments in sample["arguments"]]
-        lengths.append([request.characters for request in asked] if task.multiple_input else [*map(len, choices)])
-    logprobs = [[float(value) for value, _ in sample["filtered_resps"]] for sample in samples]
-    return TaskScores(name, [sample["doc_id"] for sample in samples], answers, logprobs, lengths)
+def _answers(lm: Any, run: Callable[..., list[Any]], progress: Progress | None, requests: Sequence[Any]) -> list[Any]:
+    """Answers of ``run``, a method of the harness's model, to its requests."""
+    found: list[Any] = []
+    for begin in range(0, len(requests), _PART):
+        part = requests[begin : begin + _PART]
+        chooses = part[0].request_type == "loglikelihood"
+        for request in part if chooses else ():
+            context, choice, *_ = request.args
+            length = len(lm.tok_encode(context + choice)) - len(lm.tok_encode(context.rstrip()))
+            if not 0 < length <= lm.max_length:
+                what = f"the choice {choice[:40]!r} has {length} tokens of its own"
+                raise DoflaError(f"task {request.task_name}: {what}: give one of 1 to {lm.max_length}")
+        answers = run(part, disable_tqdm=True)
+        if chooses and not all(math.isfinite(value) for value, _ in answers):
+            what = "a log-likelihood is NaN or infinite: check the model's dtype and its feature maps"
+            raise DoflaError(f"task {part[0].task_name}: {what}")
+        found += answers
+        if progress:
+            progress(len(found), len(requests))
+    return found
+
+
+@quiet()
+def scores_of(lm: Any, tasks: Mapping[str, Any], limit: int | None = None) -> list[TaskScores]:
+    """Scores of a model on tasks and on groups of them, with as many examples in a prompt as each says.
+
+    Args:
+        lm: of :func:`language_model`.
+        tasks: of :func:`load_tasks`.
+        limit: items per task, the first ones.
+
+    Raises:
+        DoflaError: a choice has no tokens, or more than the model reads; a likelihood is not finite; what the harness
+            refuses, such as answers longer than the model.
+    """
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(_SHOTS_SEED)
+    options = {"limit": limit, "bootstrap_iters": _BOOTSTRAP, "log_samples": True}
+    try:
+        found = lm_eval("lm_eval.evaluator").evaluate(lm, task_dict=tasks, **options)
+    except DoflaError:
+        raise
+    except (AssertionError, ValueError) as error:
+        raise DoflaError(f"lm-evaluation-harness, tasks {', '.join(tasks['tasks'])}: {error}") from error
+    scores = (_scores(name, row, found["samples"], tasks) for name, row in found["results"].items())
+    return [each for each in scores if each.metrics]
+
+
+def _scores(name: str, row: Mapping[str, Any], all_samples: Mapping[str, Any], tasks: Mapping[str, Any]) -> TaskScores:
+    group = tasks["groups"].get(name)
+    members = [name] if group is None else [task.task_name for task in group.get_all_tasks()]
+    samples = [sample for member in members for sample in all_samples[member]]
+    metrics, logprobs = {}, []
+    for key, value in row.items():
+        metric, _, kind = key.rpartition(",")  # what is kept of an answer: a task may have several such filters
+        if metric and not metric.endswith("_stderr"):
+            values = [sample.get(metric) for sample in samples if sample["filter"] == kind]
+            numbers = [float(x) for x in values if isinstance(x, Real)]
+            if not numbers or len(numbers) < len(values) or not math.isclose(fmean(numbers), value, abs_tol=1e-9):
+                numbers = []  # the metric is no mean over items
+            stderr, error = standard_error(numbers), row.get(f"{metric}_stderr,{kind}")
+            if stderr is None and isinstance(error, Real):
+                stderr = float(error)
+            metrics[metric if kind == "none" else f"{metric}, {kind}"] = Metric(float(value), stderr, numbers)
+    if all(tasks["tasks"][member].OUTPUT_TYPE == "multiple_choice" for member in members):
+        logprobs = [[float(x) for x, _ in sample["filtered_resps"]] for sample in samples]
+    return TaskScores(name, row.get("sample_len", 0), metrics, logprobs)
+
+
+def lm_eval(module: str) -> ModuleType:
+    """A module that lm-evaluation-harness brings; DoflaError if that is not installed."""
+    return extra(module, "eval", "evaluating on tasks")

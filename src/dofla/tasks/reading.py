@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dofla.errors import DoflaError, check_choice
 from dofla.tasks.items import Item, Task
 from dofla.tasks.styles import STYLES, style_of
 
-ENDINGS = (".jsonl", ".jsonl.gz")
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 """Endings of a task's file."""
 
 
@@ -30,7 +31,7 @@ def load_task(path: str | Path, *, name: str | None = None, style: str | None = 
         DoflaError: naming the file and the line.
     """
     path = Path(path)
-    name = name or name_of(path)
+    name = name or re.sub(r"(-test|-train|-validation)?(\.jsonl?)?(\.gz)?$", "", path.name)
     if style is not None:
         check_choice("style", style, STYLES)
     opener = gzip.open if path.suffix == ".gz" else open
@@ -47,19 +48,6 @@ def load_task(path: str | Path, *, name: str | None = None, style: str | None = 
     if not items:
         raise DoflaError(f"task file {path} holds no items: it needs one JSON object a line")
     return Task(name, style or style_of(name, [item.question for item in items]), items)
-
-
-def task_file(folder: str | Path, stem: str) -> Path | None:
-    """``STEM.jsonl`` or ``STEM.jsonl.gz`` in ``folder``; None if there is neither."""
-    return next((path for ending in ENDINGS if (path := Path(folder) / f"{stem}{ending}").is_file()), None)
-
-
-def name_of(path: str | Path) -> str:
-    """``arc_easy`` for ``.../arc_easy-test.jsonl.gz``."""
-    name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
-    for split in ("-test", "-train", "-validation"):
-        name = name.removesuffix(split)
-    return name
 
 
 def _item(line: str, where: str, number: int) -> Item:

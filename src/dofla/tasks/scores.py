@@ -1,60 +1,50 @@
-"""Scores of a model on a task: log-likelihoods per choice, and the accuracies that follow from them."""
+"""Scores of one model on one task, metric by metric."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from dofla.errors import check_choice
 
-METRICS = ("acc", "acc_norm")
-"""Choose the likeliest continuation, or the one with the largest log-likelihood per character."""
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a task.
+
+    Attributes:
+        value: over all items.
+        stderr: its standard error; None of a single item, or where lm-evaluation-harness gives none.
+        values: of the items, if ``value`` is their mean; else empty.
+    """
+
+    value: float
+    stderr: float | None
+    values: list[float] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The choices of N items, scored by one model.
+    """The metrics of one model on one task, or on a group of tasks.
 
     Attributes:
         task: its name.
-        ids: of the items [N].
-        answers: index of the right choice of each item [N].
-        logprobs: natural log-likelihood of each choice, summed over its tokens; one list per item.
-        lengths: characters of each choice, the space in front of it not counted.
+        items: how many.
+        metrics: by name, as lm-evaluation-harness reports them: ``acc``, ``acc_norm``, ``exact_match``, ...
+        logprobs: of a multiple-choice task, natural log-likelihood of each choice of each item; else empty.
     """
 
     task: str
-    ids: list[int | str]
-    answers: list[int]
-    logprobs: list[list[float]]
-    lengths: list[list[int]]
+    items: int
+    metrics: dict[str, Metric]
+    logprobs: list[list[float]] = field(default_factory=list, repr=False)
 
-    def __len__(self) -> int:
-        return len(self.answers)
+    @property
+    def chosen(self) -> list[int]:
+        """The likeliest choice of each item, the first of equals."""
+        return [max(range(len(values)), key=values.__getitem__) for values in self.logprobs]
 
-    def chosen(self, metric: str = "acc") -> list[int]:
-        """The index of the choice the model makes for each item, the first of equals."""
-        check_choice("metric", metric, METRICS)
-        picks = []
-        for values, lengths in zip(self.logprobs, self.lengths, strict=True):
-            ranked = values if metric == "acc" else [v / n for v, n in zip(values, lengths, strict=True)]
-            picks.append(max(range(len(ranked)), key=ranked.__getitem__))
-        return picks
 
-    def correct(self, metric: str = "acc") -> list[bool]:
-        """True if each choice made is the right one."""
-        return [pick == answer for pick, answer in zip(self.chosen(metric), self.answers, strict=True)]
-
-    def accuracy(self, metric: str = "acc") -> float:
-        """Share of items answered rightly."""
-        return sum(self.correct(metric)) / len(self)
-
-    def stderr(self, metric: str = "acc") -> float:
-        """Standard error of :meth:`accuracy`, √(p (1 − p) / (N − 1)); NaN for one item."""
-        share = self.accuracy(metric)
-        return math.sqrt(share * (1 - share) / (len(self) - 1)) if len(self) > 1 else math.nan
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return asdict(self) | {f"chosen_{metric}": self.chosen(metric) for metric in METRICS}
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of values; None for fewer than two."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -18,11 +18,6 @@ class Request(NamedTuple):
     context: str
     continuation: str
 
-    @property
-    def characters(self) -> int:
-        """Length of the continuation, less the space that parts it from the context."""
-        return max(1, len(self.continuation.removeprefix(" ")))
-
 
 def question(item: Item) -> list[Request]:
     """Question and answer; the choices are not shown."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import datasets
 import pytest
 
 from dofla.errors import DoflaError
+from dofla.paper.items import HUB, hub_task, train_and_test
 from dofla.tasks import KNOWN, STYLES
-from dofla.tasks.hub import HUB, hub_task
 
 ROWS = {
     "piqa": {"goal": "Open a jar", "sol1": "Turn the lid.", "sol2": "Shake it.", "label": 0},
@@ -63,14 +65,51 @@ def test_a_row_becomes_an_item_that_asks_what_the_harness_asks(name, monkeypatch
     assert (request.context, request.continuation) == FIRST_AND_ANSWER[name]
 
 
-def test_what_the_hub_does_not_have_or_give_is_named(monkeypatch):
+def test_what_the_hub_does_not_have_or_give_is_named(monkeypatch, tmp_path):
     def fail(*args, **kwargs):
         raise ConnectionError("no way\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DoflaError, match=r"cannot load task piqa \(baber/piqa\) from the hub: no way; give a JSONL"):
-        hub_task("piqa")
-    with pytest.raises(DoflaError, match="task wsc273 has no train split"):
-        hub_task("wsc273", "train")
-    with pytest.raises(DoflaError, match="unknown task 'boolq': choose one of piqa"):
-        hub_task("boolq")
+    for name, folder, message in [
+        ("piqa", None, r"piqa \(baber/piqa\) from the hub: no way; give a folder"),
+        ("sums", str(tmp_path), "has no sums-train.jsonl or sums-test.jsonl"),
+        ("one", str(written(tmp_path / "one-test.jsonl", 1).parent), "task one: 1 items are too few"),
+    ]:
+        with pytest.raises(DoflaError, match=message):
+            train_and_test(name, folder)
+    with pytest.raises(DoflaError, match=r"unknown task 'sums': choose one of piqa"):
+        hub_task("sums")
+
+
+def written(path, count: int):
+    lines = [json.dumps({"question": f"w{n} _", "choices": ["a", "b"], "answer": 0, "id": n}) for n in range(count)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_items_to_train_and_to_test_on(tmp_path):
+    for stem, count in (("both-train", 24), ("both-test", 12), ("learn-train", 40), ("ask-test", 40)):
+        written(tmp_path / f"{stem}.jsonl", count)
+    train, test = train_and_test("both", str(tmp_path))
+    assert [(part.name, part.style, len(part.items)) for part in (train, test)] == [
+        ("both", "blank", 24),
+        ("both", "blank", 12),
+    ]
+    splits = [train_and_test(name, str(tmp_path)) for name in ("learn", "ask")]
+    for train, test in splits:
+        assert len(train.items) + len(test.items) == 40
+        assert 0.1 < len(test.items) / 40 < 0.4
+    assert splits[0][1].items == splits[1][1].items  # by their ids alone
+
+
+def test_of_the_hub_as_well(monkeypatch):
+    asked = []
+
+    def load_dataset(path, config, split):
+        asked.append((path, split))
+        return [ROWS["wsc273" if path.endswith("wsc") else "winogrande"]] * 40
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [len(part.items) for part in train_and_test("winogrande", None)] == [40, 40]
+    assert asked == [("allenai/winogrande", "train"), ("allenai/winogrande", "validation")]
+    assert sum(len(part.items) for part in train_and_test("wsc273", None)) == 40

@@ -1,13 +1,17 @@
-"""The paper's seven tasks from the hub, through ``datasets``: the sets that lm-evaluation-harness takes."""
+"""Items of the paper's seven tasks: from JSONL files, or from the hub, of the sets that lm-evaluation-harness takes."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dofla.errors import DoflaError
-from dofla.tasks.items import Item, Task
-from dofla.tasks.styles import KNOWN
+from dofla.storage.extras import extra
+from dofla.tasks import KNOWN, Item, Task, load_task
+from dofla.tasks.reading import ENDINGS
 
 Row = Mapping[str, Any]
 
@@ -62,28 +66,41 @@ HUB: dict[str, _Set] = {
 
 
 def hub_task(name: str, split: str = "test") -> Task:
-    """One of the paper's tasks.
-
-    Args:
-        name: in :data:`HUB`.
-        split: ``test`` (the validation set, where the test set has no answers) or ``train``.
-
-    Raises:
-        DoflaError: another name, a split the task does not have, no ``datasets``, or no way to the hub.
-    """
+    """One of the paper's tasks, its ``test`` items (of the validation set, where the test set has no answers) or its
+    ``train`` items; DoflaError for another name, without ``datasets``, or without a way to the hub."""
     if name not in HUB:
-        raise DoflaError(f"unknown task {name!r}: choose one of {', '.join(HUB)}, or give a JSONL file")
-    source = HUB[name]
-    if split not in source.splits:
-        raise DoflaError(f"task {name} has no {split} split on the hub: it has {', '.join(source.splits)}")
-    try:
-        import datasets
-    except ImportError as error:
-        raise DoflaError(f'task {name} comes from the hub through datasets: pip install "dofla[data]"') from error
+        raise DoflaError(f"unknown task {name!r}: choose one of {', '.join(HUB)}, or give a folder of JSONL files")
+    source, datasets = HUB[name], extra("datasets", "data", f"task {name} of the hub")
     try:
         rows: Iterable[Row] = datasets.load_dataset(source.path, source.config, split=source.splits[split])
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         where = f"task {name} ({source.path})"
-        raise DoflaError(f"cannot load {where} from the hub: {reason}; give a JSONL file instead") from error
+        raise DoflaError(f"cannot load {where} from the hub: {reason}; give a folder of JSONL files") from error
     return Task(name, KNOWN[name], [source.item(row, number) for number, row in enumerate(rows)])
+
+
+def task_file(folder: str, stem: str) -> Path | None:
+    """``STEM.jsonl`` or ``STEM.jsonl.gz`` in ``folder``; None if there is neither."""
+    return next((path for ending in ENDINGS if (path := Path(folder) / f"{stem}{ending}").is_file()), None)
+
+
+def train_and_test(name: str, folder: str | None) -> tuple[Task, Task]:
+    """Items to fine-tune on and to test on: ``NAME-train.jsonl`` and ``NAME-test.jsonl`` (or .gz) of a folder; of the
+    hub without one. Of a single set, the items whose id has a hash divisible by 5 are the test, in every run."""
+    if folder is None:
+        sets = [hub_task(name, split) for split in HUB[name].splits]
+    else:
+        files = [task_file(folder, f"{name}-{split}") for split in ("train", "test")]
+        sets = [load_task(path, name=name) for path in files if path]
+    if not sets:
+        raise DoflaError(f"{folder} has no {name}-train.jsonl or {name}-test.jsonl (or .gz)")
+    if len(sets) == 2:
+        return sets[0], replace(sets[1], style=sets[0].style)
+    parts: tuple[list[Item], list[Item]] = [], []
+    for item in sets[0].items:
+        digest = hashlib.blake2b(str(item.id).encode(), digest_size=8).digest()
+        parts[int.from_bytes(digest, "big") % 5 == 0].append(item)
+    if not all(parts):
+        raise DoflaError(f"task {name}: {len(sets[0].items)} items are too few to hold some out")
+    return replace(sets[0], items=parts[0]), replace(sets[0], items=parts[1])
