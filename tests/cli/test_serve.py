@@ -22,7 +22,6 @@ from served_models import SIZES, Client, chat_tokenizer
 from students import reader_of
 from transformers import AutoTokenizer
 
-import dofla
 from dofla.runs.demo import teacher_path
 from dofla.serving.server import _AtOnce
 
@@ -114,11 +113,6 @@ def test_requests_at_once_are_all_answered(client):
         assert 1 <= usage.completion_tokens <= 6
 
 
-def test_nothing_at_once_is_refused(capsys, tmp_path):
-    assert call("serve", tmp_path, "--at-once", 0) == 2
-    assert "at_once is 0" in capsys.readouterr().err
-
-
 def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -170,10 +164,7 @@ def test_what_is_no_student_is_refused(capsys, tmp_path):
     assert str(Path(tmp_path / "none")) in capsys.readouterr().err
 
 
-def test_sessions_are_kept_by_those_who_ask_for_some(tiny, capsys, tmp_path):
-    folder = tmp_path / "student"
-    reader_of(tiny, **SIZES).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(teacher_path()).save_pretrained(folder)
-    assert dofla.load(folder)
-    assert call("serve", folder, "--port", 0, "--sessions", 0) == 2
-    assert "sessions: 0; remember 1 or more" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["at_once", "sessions"])
+def test_nothing_at_once_and_no_sessions_are_refused(capsys, tmp_path, option):
+    assert call("serve", tmp_path, f"--{option.replace('_', '-')}", 0) == 2
+    assert f"{option} is 0: give 1 or more" in capsys.readouterr().err

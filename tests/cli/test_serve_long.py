@@ -17,6 +17,8 @@ import torch
 from served_models import SIZES, Client, chat_tokenizer, served
 
 import dofla
+from dofla.serving import ContinuousBatching
+from dofla.serving.server import conversing
 
 pytestmark = pytest.mark.long
 
@@ -43,9 +45,10 @@ def serve(pipe):
 
     tokenizer = chat_tokenizer()
     student = student_of(Tiny(), tokenizer)
-    dofla.continuous_batching(student)
-    dofla.keep_sessions(student, most=8)
-    with served(student, tokenizer, at_once=8, most=MOST, key="secret") as port:
+    with (
+        ContinuousBatching(student) as batching,
+        served(conversing(batching, most=8), tokenizer, at_once=8, most=MOST, key="secret") as port,
+    ):
         pipe.send(port)
         pipe.poll(3 * SECONDS)
 

@@ -24,6 +24,8 @@ from transformers import (
 import dofla
 from dofla.runs.demo import teacher_path
 from dofla.runs.teacher import reader_of as processor_of
+from dofla.serving import ContinuousBatching
+from dofla.serving.server import conversing
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +36,7 @@ CHAT = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 4
 @pytest.fixture(scope="module")
 def client(tiny):
     student = reader_of(tiny, **SIZES)
-    dofla.continuous_batching(student)
-    dofla.keep_sessions(student)
-    with served(student, chat_tokenizer(), most=10_000) as port:
+    with ContinuousBatching(student) as batching, served(conversing(batching), chat_tokenizer(), most=10_000) as port:
         yield Client(port)
 
 
@@ -167,10 +167,10 @@ def test_pictures_are_seen_and_conversations_about_them_go_on(tiny, tmp_path):
 
     answers = {}
     for kept in (False, True):
-        if kept:
-            dofla.continuous_batching(student)
-            dofla.keep_sessions(student)
-        with served(student, processor) as port:
+        with (
+            ContinuousBatching(student) as batching,
+            served(conversing(batching) if kept else student, processor) as port,
+        ):
             client = Client(port)
             for _ in range(2):
                 for asked in (about(picture("red")), about(picture("white")), {**CHAT, **message("What?")}):

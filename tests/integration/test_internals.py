@@ -42,6 +42,7 @@ transformers.cli.serving.server.build_server
 transformers.cli.serving.utils.BaseHandler
 transformers.cli.serving.utils.GenerateManager
 transformers.cli.serving.utils.GenerationState
+transformers.generation.GenerationMode
 transformers.generation.streamers.BaseStreamer
 transformers.integrations.sdpa_attention.sdpa_attention_forward
 transformers.masking_utils.AttentionMaskInterface

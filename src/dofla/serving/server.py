@@ -16,8 +16,13 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from dofla.errors import DoflaError
+from dofla.integration.reading import keeps_states
+from dofla.serving.compiled_model import CompiledModel
+from dofla.serving.continuous_batching import ContinuousBatching
 from dofla.serving.guard import Guard
 from dofla.serving.handlers import Chats, Completions, NotServed, Responses, check_request
+from dofla.serving.models import view
+from dofla.serving.session import NotOneText, Session
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +71,23 @@ class _AtOnce(GenerateManager):
             raise HTTPException(500, "the server failed") from error
 
 
+def conversing(writer: ContinuousBatching | CompiledModel, most: int = 32) -> PreTrainedModel:
+    """The model as the server is to call it: what continues one text goes through a :class:`Session` of so many
+    conversations, all else (pictures, beams) to the writer."""
+    if not keeps_states(writer.model):
+        logger.warning("%s keeps no states of texts: each prompt is read as a whole", type(writer.model).__name__)
+        return view(writer.model, generate=writer.generate)
+    session = Session(writer, most)
+
+    def generate(**options: Any) -> Any:
+        try:
+            return session.generate(**options)
+        except NotOneText:
+            return writer.generate(**options)
+
+    return view(writer.model, generate=generate)
+
+
 def listening(host: str, port: int) -> socket.socket:
     """A socket that nobody else has; DoflaError if that cannot be."""
     try:
@@ -91,7 +113,7 @@ def server(
     """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`.
 
     Args:
-        model: of that name.
+        model: of :func:`conversing`, or any other.
         reader: the model's tokenizer, or processor if it sees pictures.
         key: that clients must send, if any.
         most: bytes of a request.
