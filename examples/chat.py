@@ -10,6 +10,8 @@ import sys
 
 from opening import open_student
 
+import dofla
+
 TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role.capitalize() }}: {{ message.content }}
@@ -21,12 +23,12 @@ def main(name: str = "demo", message: str = "Tell me a story about a dog.") -> l
     model, tokenizer = open_student(name)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = TEMPLATE
-    messages = []
+    session, messages = dofla.serving.Session(model), []  # each turn reads only what is new
     for said in (message, "And then?"):
         messages.append({"role": "user", "content": said})
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(messages, **options).to(model.device)
-        out = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        out = session.generate(**inputs, max_new_tokens=40, do_sample=False)
         answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
         messages.append({"role": "assistant", "content": answer})
         print(f"> {said}\n{answer}")

@@ -23,10 +23,10 @@ def main(name: str = "demo") -> list[str]:
     document, answers = some_text(tokenizer, windows=1, length=1500), []
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "document.safetensors"
-        dofla.save_state(dofla.read_prompt(model, document), document, state, model)
+        dofla.serving.save_state(dofla.serving.read_prompt(model, document), document, state, model)
         print(f"{document.shape[1]} tokens read; their state takes {state.stat().st_size / 1024:.0f} KiB")
         for question in ("Who came to help? It was the", "Who laughed? It was the", "Then the"):
-            prompt, cache = dofla.load_state(state, model)
+            prompt, cache = dofla.serving.load_state(state, model)
             ids = torch.cat([prompt, tokenizer(" " + question, return_tensors="pt")["input_ids"]], dim=1)
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE_ARGUMENT: cache}, max_new_tokens=8)
             answers.append(tokenizer.decode(out[0, ids.shape[1] :]))

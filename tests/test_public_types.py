@@ -2,13 +2,15 @@
 
 import inspect
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import dofla
 
-NAMES = [name for name in dofla.__all__ if name != "DoflaError"]
+NAMES = [name for name in dofla.__all__ if name not in ("DoflaError", "serving")]
+NAMES += [f"serving.{name}" for name in dofla.serving.__all__]
 RESULTS = """
 model, tokenizer, text = dofla.demo()
 windows = dofla.token_windows("sample", tokenizer, windows=12)
@@ -47,7 +49,7 @@ def said(tmp_path, monkeypatch, pytestconfig) -> dict[int, str]:
 def test_every_parameter_is_known_and_a_wrong_one_is_an_error(said):
     for number, name in enumerate(NAMES, start=2):
         revealed, misused = said.pop(number), said.pop(number + len(NAMES), "")
-        known = inspect.signature(getattr(dofla, name)).parameters.values()
+        known = inspect.signature(attrgetter(name)(dofla)).parameters.values()
         assert not re.search(r"\*(\w+: )?Any, \*\*", revealed), f"{name}: {revealed}"
         assert [x.name for x in known if f"{x.name}: " not in revealed] == [], f"{name}: {revealed}"
         takes_all = any(x.kind is x.VAR_KEYWORD for x in known)

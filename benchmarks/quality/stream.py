@@ -10,7 +10,8 @@ token; the change is against the first block. Bytes are the most that was held i
 
 - on: one state, positions going on past those that the model has;
 - wrapped: one state, positions beginning anew at 0 when they are used up;
-- again: when positions are used up, a new state, into which the last ``--overlap`` tokens are read again: dofla.Stream.
+- again: when positions are used up, a new state, into which the last ``--overlap`` tokens are read again, as
+  dofla.serving.Stream does.
 
 With --out all losses by piece are written as JSON.
 """
@@ -65,8 +66,8 @@ def wrapping(model: PreTrainedModel, ids: Tensor, positions: int, overlap: int) 
 
 
 def beginning_again(model: PreTrainedModel, ids: Tensor, positions: int, overlap: int) -> Read:
-    """A new state when positions are used up: :class:`dofla.Stream`."""
-    stream = dofla.Stream(model, overlap, positions)
+    """A new state when positions are used up: :class:`dofla.serving.Stream`."""
+    stream = dofla.serving.Stream(model, overlap, positions)
     for first in range(0, len(ids) - 1, PIECE):
         logits = stream.read(ids[None, first : first + PIECE])[0]
         yield loss(logits, ids, first), cache_bytes(stream.cache)

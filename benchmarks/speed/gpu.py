@@ -29,6 +29,7 @@ from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.compressed import feature_bytes
 from dofla.integration.student import Student
+from dofla.serving import CompiledModel
 
 _SMALL = {"head_dim": 64, "num_key_value_heads": 3, "hidden_size": 576, "num_attention_heads": 9}
 SHAPES = {
@@ -155,15 +156,14 @@ class Bench:
         self._call(self.ids(batch, prompt), cache)
         return cache
 
-    def generated(self, batch: int, prompt: int, tokens: int, **options: Any) -> float | None:
-        """Milliseconds of a token in ``generate``."""
+    def generated(self, batch: int, prompt: int, tokens: int, writer: Any = None, **options: Any) -> float | None:
+        """Milliseconds of a token in ``generate`` of the model, or of what writes with it."""
         ids = self.ids(batch, prompt)
         options |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
 
         def write(count: int) -> float | None:
-            return self._least(
-                lambda: self.model.generate(ids, min_new_tokens=count, max_new_tokens=count, **options), 2
-            )
+            limits = {"min_new_tokens": count, "max_new_tokens": count}
+            return self._least(lambda: (writer or self.model).generate(ids, **limits, **options), 2)
 
         many, few = write(3 * tokens), write(tokens)  # the long one first: static caches keep its size
         return None if few is None or many is None else (many - few) / (2 * tokens)
@@ -221,8 +221,7 @@ def main(
     ours["generate"]["eager"] = bench.generated(1, short, tokens)
     ours["generate"]["compiled"] = None
     if compiled:
-        dofla.compile_generate(model)
-        ours["generate"]["compiled"] = bench.generated(1, short, tokens)
+        ours["generate"]["compiled"] = bench.generated(1, short, tokens, CompiledModel(model))
     for layer in Student.of(model).layers.values():
         layer.prefill = "stream"
     stream = bench.prefill(prompts[0])

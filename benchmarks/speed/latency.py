@@ -14,10 +14,10 @@ timed anew in turns with every other, as a machine is not as quick one minute as
 ``--int8`` both models stand there once more with their weights in eight bits (optimum-quanto), as
 examples/int8_weights.py has it, but the output layer's as well. With ``--batch`` a token is one of each sequence. With
 ``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
-``dofla.compile_generate`` has it; for softmax attention that is as long as the context and the tokens decoded, and each
-length is compiled anew. Softmax attention does not take part in contexts beyond ``--longest``. Beside a prompt stands
-what the model's linear layers take for it alone, one after the other. KV heads have the head budgets of the student in
-docs/students, or those of another ``--plan``; with ``--even``, and in models of other shapes, all the same.
+``dofla.serving.CompiledModel`` has it; for softmax attention that is as long as the context and the tokens decoded, and
+each length is compiled anew. Softmax attention does not take part in contexts beyond ``--longest``. Beside a prompt
+stands what the model's linear layers take for it alone, one after the other. KV heads have the head budgets of the
+student in docs/students, or those of another ``--plan``; with ``--even``, and in models of other shapes, all the same.
 """
 
 from __future__ import annotations

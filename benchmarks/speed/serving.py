@@ -26,8 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 import dofla
 from dofla.display import table
 from dofla.runs.teacher import load_teacher, open_student
-from dofla.serving.server import listening, server
-from dofla.serving.sessions import keep_sessions
+from dofla.serving import ContinuousBatching
+from dofla.serving.server import conversing, listening, server
 
 
 def main(
@@ -43,12 +43,11 @@ def main(
     counts = clients or [1, 4, 16]
     softmax, tokenizer = load_teacher(base_model, dtype)
     linear, _ = open_student(student, dtype, base_model)
-    dofla.continuous_batching(linear)
-    keep_sessions(linear)
     texts = _texts(tokenizer, prompt)
     shown = table("clients", "softmax", "in turn", "side by side", "over softmax", "over in turn", gap=2)
     with ExitStack() as stack:
-        ways = [(softmax, 1), (linear, 1), (linear, max(counts))]
+        compressed = conversing(stack.enter_context(ContinuousBatching(linear)))
+        ways = [(softmax, 1), (compressed, 1), (compressed, max(counts))]
         addresses = [stack.enter_context(_served(model, tokenizer, at_once)) for model, at_once in ways]
         for count in counts:
             speeds = [0.0] * len(ways)

@@ -3,6 +3,7 @@ from .compression.calibrate import calibrate
 from .compression.calibration import Calibration
 from .compression.compress import compress
 from .compression.config import CacheConfig
+from . import serving
 from .data.windows import TokenWindows
 from .distillation.end_to_end import distill_end_to_end
 from .distillation.loop import distill
@@ -22,11 +23,6 @@ from .profiles.profile import Profile
 from .runs.bundled import demo
 from .runs.check import check
 from .runs.frontier import frontier
-from .serving.compiling import compile_generate
-from .serving.continuous_batching import continuous_batching
-from .serving.prompt_state import load_state, read_prompt, save_state
-from .serving.sessions import keep_sessions
-from .serving.stream import Stream
 
 __version__: str
 
@@ -38,32 +34,26 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "Profile",
-    "Stream",
     "TokenWindows",
     "allocate",
     "calibrate",
     "check",
-    "compile_generate",
     "compress",
-    "continuous_batching",
     "demo",
     "distill",
     "distill_end_to_end",
     "evaluate",
     "frontier",
-    "keep_sessions",
     "linearize",
     "load",
-    "load_state",
     "measure_curves",
     "merge_lora",
     "note",
     "profile",
     "push_adapter",
-    "read_prompt",
     "restore",
     "save_adapter",
-    "save_state",
+    "serving",
     "softmax",
     "token_windows",
     "tracked",

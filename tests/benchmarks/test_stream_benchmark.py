@@ -90,6 +90,6 @@ def test_the_command_prints_a_row_of_each_block(stream, student, tiny, tokenizer
     printed = capsys.readouterr().out
     assert printed.count("50 to 100") == len(stream.WAYS)
     assert out.exists()
-    held = dofla.Stream(student)
+    held = dofla.serving.Stream(student)
     held.read(tiny.tokens(1, 10))
     assert f"{cache_bytes(held.cache) / 1024:.1f} KiB" in printed

@@ -70,17 +70,17 @@ def test_lines_of_a_pipe_are_turns(student, monkeypatch, capsys, plain):
     assert (cache == full) == plain
 
 
-def test_what_was_said_is_read_once_and_the_answer_is_the_models(student, tokenizer):
-    model = dofla.load(student)
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_was_said_is_read_once_and_the_answer_is_the_models(student, tokenizer, plain):
+    model = dofla.demo()[0] if plain else dofla.load(student)
     conversation = Conversation(model, tokenizer, new_tokens=5)
     pieces = []
     first, stopped = conversation.answer("Once upon a time", pieces.append)
     assert ("".join(pieces), stopped) == (first, False)
     conversation.answer("Then", pieces.append)
-    assert model._dofla_sessions.read <= len(tokenizer("\nThen")["input_ids"]) + 1
-    other = dofla.load(student)
+    assert conversation.writer.read <= len(tokenizer("\nThen")["input_ids"]) + 1
     ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
-    assert tokenizer.decode(other.generate(ids, max_new_tokens=5)[0, ids.shape[1] :], skip_special_tokens=True) == first
+    assert tokenizer.decode(model.generate(ids, max_new_tokens=5)[0, ids.shape[1] :], skip_special_tokens=True) == first
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -93,16 +93,6 @@ def test_turns_go_through_the_chat_template(tiny, tokenizer, student, compressed
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     written = model.generate(ids, max_new_tokens=4, use_cache=True)[0, ids.shape[1] :]
     assert tokenizer.decode(written, skip_special_tokens=True) == answers[1]
-
-
-def test_a_plain_models_cache_goes_on_where_turns_stay_as_they_were(tokenizer):
-    model, _, _ = dofla.demo()
-    conversation = Conversation(model, tokenizer, new_tokens=4)
-    conversation.answer("Once upon a time", lambda _: None)
-    cache = conversation._cache
-    conversation.answer("Then", lambda _: None)
-    assert conversation._cache is cache
-    assert cache.get_seq_length() == conversation.stats().tokens - 1
 
 
 def test_a_terminal_is_told_the_commands_and_left_by_exit_or_the_end(student, typed, capsys):

@@ -98,9 +98,10 @@ def test_constants_are_numbers_where_the_first_model_is_made_without_any():
 
 
 def test_all_that_dofla_exports_is_there():
-    assert set(dofla.__all__) <= set(dir(dofla))
-    for name in dofla.__all__:
-        assert getattr(dofla, name).__name__ == name
+    for module in (dofla, dofla.serving):
+        assert set(module.__all__) <= set(dir(module))
+        for name in module.__all__:
+            assert getattr(module, name).__name__.rpartition(".")[2] == name
 
 
 def test_help_names_the_tables_that_there_are():

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import random
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,10 +16,12 @@ import torch
 from served_models import SIZES, Client, chat_tokenizer, served
 
 import dofla
+from dofla.serving import ContinuousBatching
+from dofla.serving.server import conversing
 
 pytestmark = pytest.mark.long
 
-CLIENTS, REQUESTS, WARM_UP, SECONDS = 16, 500, 120, 120
+CLIENTS, WARM_UP, REQUESTS = 16, 8, 24  # of each client
 MOST = 100_000
 TOKENS = 6
 WORDS = ("the old dog", "went home and", "the sun was warm", "who came to", "the door", "with a cat")
@@ -43,11 +44,12 @@ def serve(pipe):
 
     tokenizer = chat_tokenizer()
     student = student_of(Tiny(), tokenizer)
-    dofla.continuous_batching(student)
-    dofla.keep_sessions(student, most=8)
-    with served(student, tokenizer, at_once=8, most=MOST, key="secret") as port:
+    with (
+        ContinuousBatching(student) as batching,
+        served(conversing(batching, most=8), tokenizer, at_once=8, most=MOST, key="secret") as port,
+    ):
         pipe.send(port)
-        pipe.poll(3 * SECONDS)
+        pipe.poll(3600)
 
 
 @contextmanager
@@ -58,7 +60,7 @@ def running():
     process = context.Process(target=serve, args=(there,))
     process.start()
     try:
-        assert here.poll(SECONDS), "the server did not start"
+        assert here.poll(600), "the server did not start"
         yield here.recv(), psutil.Process(process.pid)
         here.send("stop")
         process.join(30)
@@ -139,28 +141,17 @@ class Person:
 
 
 def test_sixteen_clients_get_what_each_would_get_alone_in_the_same_memory(tiny):
-    ends = time.monotonic() + SECONDS
     with running() as (port, process), ThreadPoolExecutor(CLIENTS) as threads:
         people = [Person(port, number) for number in range(CLIENTS)]
 
-        def all_act(requests):
-            """So many requests of all together, a share each; how many there was time for."""
+        def act(person, count):
+            person.rests()
+            for _ in range(count):
+                person.act()
 
-            def acts(person, count):
-                done = 0
-                person.rests()
-                while done < count and time.monotonic() < ends:
-                    person.act()
-                    done += 1
-                return done
-
-            shares = [requests // CLIENTS + (n < requests % CLIENTS) for n in range(CLIENTS)]
-            return sum(threads.map(acts, people, shares))
-
-        done = all_act(WARM_UP)
+        list(threads.map(act, people, [WARM_UP] * CLIENTS))
         before = process.memory_info().rss
-        done += all_act(REQUESTS - WARM_UP)
-        assert done == REQUESTS, f"{done} of {REQUESTS} requests in {SECONDS} seconds"
+        list(threads.map(act, people, [REQUESTS] * CLIENTS))
         for person in people:  # nobody who left is in the way
             person.rests()
             person.talk()

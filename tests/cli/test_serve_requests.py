@@ -24,6 +24,8 @@ from transformers import (
 import dofla
 from dofla.runs.demo import teacher_path
 from dofla.runs.teacher import reader_of as processor_of
+from dofla.serving import ContinuousBatching
+from dofla.serving.server import conversing
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +36,7 @@ CHAT = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 4
 @pytest.fixture(scope="module")
 def client(tiny):
     student = reader_of(tiny, **SIZES)
-    dofla.continuous_batching(student)
-    dofla.keep_sessions(student)
-    tokenizer = chat_tokenizer()
-    with served(student, tokenizer, most=10_000) as port:
+    with ContinuousBatching(student) as batching, served(conversing(batching), chat_tokenizer(), most=10_000) as port:
         yield Client(port)
 
 
@@ -49,9 +48,9 @@ def message(content):
     ("path", "body", "reason"),
     [
         ("completions", {"prompt": ""}, "the prompt has no tokens: give a text"),
-        ("completions", {"max_tokens": 0}, "max_tokens is 0: ask for 1 or more"),
-        ("completions", {"max_tokens": 0, "stream": True}, "max_tokens is 0: ask for 1 or more"),
-        ("completions", {"max_tokens": -3}, "max_tokens is -3: ask for 1 or more"),
+        ("completions", {"max_tokens": 0}, "max_tokens: give 1 or more; max_new_tokens is 0"),
+        ("completions", {"max_tokens": 0, "stream": True}, "max_tokens: give 1 or more; max_new_tokens is 0"),
+        ("completions", {"max_tokens": -3}, "max_tokens: give 1 or more; max_new_tokens is -3"),
         ("completions", {"max_tokens": "many"}, "invalid literal for int"),
         ("completions", {"temperature": -1}, "temperature: give 0 or more; temperature is -1"),
         ("completions", {"temperature": float("nan")}, "temperature: give 0 or more"),
@@ -63,12 +62,12 @@ def message(content):
         ("completions", {"generation_config": '{"num_beams": 0}'}, "num_beams: give 1 or more"),
         ("completions", {"prompt": ["a"]}, "prompt must be a string"),
         ("completions", {"model": "another"}, "Server is pinned"),
-        ("chat/completions", {"max_tokens": 0}, "max_tokens is 0"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens: give 1 or more"),
         ("chat/completions", {"messages": []}, "empty conversation"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "the request lacks 'role'"),
         ("chat/completions", {"messages": "a"}, "string indices"),
         ("chat/completions", {"logit_bias": {"99999": 1}}, "logit_bias: token 99999, and there are 0 to 2047"),
-        ("responses", {"input": "a", "max_output_tokens": 0}, "max_tokens is 0"),
+        ("responses", {"input": "a", "max_output_tokens": 0}, "max_tokens: give 1 or more"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said_in_one_line(client, path, body, reason):
@@ -87,10 +86,11 @@ def test_what_is_no_json_is_refused(client, body):
     assert client.ask("/v1/completions", TEXT)[0] == 200
 
 
-@pytest.mark.parametrize("size", [10_001, 1_000_000])
-def test_a_body_that_is_too_large_is_refused(client, size):
+@pytest.mark.parametrize("size", [10_001, 1_000_000, 30_000_000])
+def test_a_body_that_is_too_large_is_refused_and_the_client_hears_why(client, size):
     status, said = client.ask("/v1/completions", json.dumps({**TEXT, "prompt": "a" * size}).encode())
-    assert (status, said) == (413, {"detail": "the body has more than 10000 bytes: send less"})
+    assert (status, said) == (413, b"Content Too Large")
+    assert client.ask("/v1/completions", TEXT)[0] == 200
 
 
 def test_a_bias_is_a_whole_number_as_well(client):
@@ -106,7 +106,8 @@ def test_without_a_chat_template_texts_are_completed_alone(tiny, tokenizer):
         assert status == 400
         assert "has no chat template: ask /v1/completions" in said["detail"]
         assert client.ask("/v1/completions", TEXT)[0] == 200
-        assert client.ask("/v1/audio/transcriptions", {})[0] == 404
+        for kind in ("audio/transcriptions", "systemone"):
+            assert client.ask(f"/v1/{kind}", {})[0] == 404
 
 
 def test_the_key_is_asked_for_everywhere(tiny, tokenizer):
@@ -116,6 +117,7 @@ def test_the_key_is_asked_for_everywhere(tiny, tokenizer):
             assert client.ask(path)[0] == 401
         for path in ("/v1/completions", "/v1/chat/completions", "/reset", "/load_model"):
             assert client.ask(path, TEXT, authorization="Bearer wrong")[0] == 401
+        assert client.ask("/v1/completions", b"a" * 30_000_000)[0] == 401
         assert client.ask("/v1/completions", TEXT, authorization="Bearer secret")[0] == 200
         assert client.ask("/health")[0] == 200
 
@@ -165,10 +167,10 @@ def test_pictures_are_seen_and_conversations_about_them_go_on(tiny, tmp_path):
 
     answers = {}
     for kept in (False, True):
-        if kept:
-            dofla.continuous_batching(student)
-            dofla.keep_sessions(student)
-        with served(student, processor) as port:
+        with (
+            ContinuousBatching(student) as batching,
+            served(conversing(batching) if kept else student, processor) as port,
+        ):
             client = Client(port)
             for _ in range(2):
                 for asked in (about(picture("red")), about(picture("white")), {**CHAT, **message("What?")}):

@@ -110,8 +110,10 @@ def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
 @torch.no_grad()
 def test_a_saved_prompt_goes_on(model, tmp_path):
     student, document = compressed(model), tokens(1, 100)
-    dofla.save_state(dofla.read_prompt(student, document, chunk=17), document, tmp_path / "state", student)
-    prompt, cache = dofla.load_state(tmp_path / "state", student)
+    dofla.serving.save_state(
+        dofla.serving.read_prompt(student, document, chunk=17), document, tmp_path / "state", student
+    )
+    prompt, cache = dofla.serving.load_state(tmp_path / "state", student)
     whole = torch.cat([prompt, tokens(1, 5, seed=3)], 1)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(whole), "pad_token_id": 0}
     assert torch.equal(student.generate(whole, past_key_values=cache, **options), student.generate(whole, **options))

@@ -39,12 +39,10 @@ transformers.cli.serving.completion.CompletionHandler
 transformers.cli.serving.model_manager.ModelManager
 transformers.cli.serving.response.ResponseHandler
 transformers.cli.serving.server.build_server
-transformers.cli.serving.systemone.SystemOneHandler
-transformers.cli.serving.transcription.TranscriptionHandler
 transformers.cli.serving.utils.BaseHandler
 transformers.cli.serving.utils.GenerateManager
 transformers.cli.serving.utils.GenerationState
-transformers.cli.serving.utils.InferenceThread
+transformers.generation.GenerationMode
 transformers.generation.streamers.BaseStreamer
 transformers.integrations.sdpa_attention.sdpa_attention_forward
 transformers.masking_utils.AttentionMaskInterface

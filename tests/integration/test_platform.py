@@ -136,12 +136,10 @@ def test_a_cache_is_a_list_of_layers_that_attention_modules_get(tiny):
 def test_models_are_called_by_the_names_of_the_installed_transformers(tiny):
     text, options = tiny.tokens(1, 9), {"max_new_tokens": 2, "do_sample": False}
     student = dofla.linearize(tiny.llama(), budget=16)
-    student(text[:, :2], use_cache=True, **{CACHE_ARGUMENT: dofla.read_prompt(student, text)})
-    dofla.Stream(student).read(text)
-    dofla.keep_sessions(student)
-    student.generate(text, **options)
-    dofla.continuous_batching(student)
-    student.generate(text, **options)
+    student(text[:, :2], use_cache=True, **{CACHE_ARGUMENT: dofla.serving.read_prompt(student, text)})
+    dofla.serving.Stream(student).read(text)
+    with dofla.serving.ContinuousBatching(student) as batching:
+        dofla.serving.Session(batching).generate(text, **options)
 
 
 def test_quantizers_are_asked_before_and_after_weights_load(tiny, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def judged(model, samples):
 def written(model, samples):
     student = compress(model, samples, budget=24, head_budgets="even")
     options = {"attention_mask": torch.ones_like(samples), "max_new_tokens": 4, "do_sample": False}
-    return student.generate(samples, **options).tolist(), dofla.Stream(student).read(samples).tolist()
+    return student.generate(samples, **options).tolist(), dofla.serving.Stream(student).read(samples).tolist()
 
 
 @pytest.mark.slow

@@ -95,7 +95,9 @@ def make(folder: Path, tiny: Any) -> None:
     dofla.save_adapter(model, folder / "adapter")
     model.save_pretrained(folder / "standalone")
     document = torch.arange(1, 11).unsqueeze(0)
-    dofla.save_state(dofla.read_prompt(model, document), document, folder / "document.safetensors", model)
+    dofla.serving.save_state(
+        dofla.serving.read_prompt(model, document), document, folder / "document.safetensors", model
+    )
     recipe = Recipe.load(folder / "recipe.yaml", ["students=[{name: Even, strategy: hybrid}]"])
     run(recipe, folder / "run")
 
@@ -157,7 +159,7 @@ def _curves(folder: Path) -> Any:
 
 
 def _prompt_state(folder: Path) -> Any:
-    ids, cache = dofla.load_state(folder / "document.safetensors", dofla.load(folder / "adapter"))
+    ids, cache = dofla.serving.load_state(folder / "document.safetensors", dofla.load(folder / "adapter"))
     states = [state for entry in cache.layers for state in entry.states]
     return ids.tolist(), repr(states)
 

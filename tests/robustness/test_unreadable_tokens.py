@@ -105,15 +105,15 @@ def test_a_document_and_a_prompt_longer_than_the_positions(made, tmp_path, capsy
 def test_read_prompt_without_tokens(made, shape):
     student = dofla.load(made / "adapter")
     with pytest.raises(dofla.DoflaError, match="the prompt: expected tokens"):
-        dofla.read_prompt(student, torch.zeros(shape, dtype=torch.int64))
+        dofla.serving.read_prompt(student, torch.zeros(shape, dtype=torch.int64))
 
 
 def test_read_prompt_in_chunks_of_nothing(made):
     with pytest.raises(dofla.DoflaError, match="chunk: 0"):
-        dofla.read_prompt(dofla.load(made / "adapter"), torch.ones(1, 4, dtype=torch.int64), chunk=0)
+        dofla.serving.read_prompt(dofla.load(made / "adapter"), torch.ones(1, 4, dtype=torch.int64), chunk=0)
 
 
 def test_an_empty_cache_is_not_saved(made, tmp_path):
     student = dofla.load(made / "adapter")
     with pytest.raises(dofla.DoflaError, match="cache is empty"):
-        dofla.save_state(DynamicCache(), torch.ones(1, 4, dtype=torch.int64), tmp_path / "x", student)
+        dofla.serving.save_state(DynamicCache(), torch.ones(1, 4, dtype=torch.int64), tmp_path / "x", student)

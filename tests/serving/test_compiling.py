@@ -23,6 +23,7 @@ from transformers import (
 import dofla
 from dofla.attention import compiled
 from dofla.errors import DoflaError
+from dofla.serving import CompiledModel, Session
 
 needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
@@ -72,8 +73,16 @@ def leaves(states):
     return found
 
 
-def assert_equal(ours, theirs):
-    assert all(torch.equal(a, b) for a, b in zip(leaves(ours), leaves(theirs), strict=True))
+def compiled_as_eager(model, kind, ids, cuts, mask=None, *, fullgraph=True):
+    """The compiled model, and its graphs, once it has read to the bit what the model reads uncompiled."""
+    wanted, before = read(model, model, kind, ids, cuts, mask)
+    backend = Graphs()
+    step = torch.compile(model, fullgraph=fullgraph, backend=backend)
+    logits, states = read(step, model, kind, ids, cuts, mask)
+    real = slice(None) if mask is None else mask[:, : sum(cuts)].bool()
+    assert torch.equal(logits[real], wanted[real])  # the same operations in the same order
+    assert all(torch.equal(a, b) for a, b in zip(leaves(states), leaves(before), strict=True))
+    return step, backend.calls
 
 
 @pytest.mark.slow
@@ -83,61 +92,34 @@ def assert_equal(ours, theirs):
 @torch.no_grad()
 def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, graphs):
     # A dynamic cache counts in a number, which becomes a symbol when the second token is compiled.
-    student, ids, cuts = compressed(family, dtype), tokens(2, 40), [20, *[1] * 20]
-    wanted, before = read(student, student, kind, ids, cuts)
-    backend = Graphs()
-    step = torch.compile(student, fullgraph=True, backend=backend)
-    logits, states = read(step, student, kind, ids, cuts)
-    assert backend.calls == [["dofla.attend_and_code.default"] * 2] * graphs
-    assert torch.equal(logits, wanted)  # the same operations in the same order
-    assert_equal(states, before)
+    model, ids, cuts = compressed(family, dtype), tokens(2, 40), [20, *[1] * 20]
+    step, calls = compiled_as_eager(model, kind, ids, cuts)
+    assert calls == [["dofla.attend_and_code.default"] * 2] * graphs
     with torch._dynamo.config.patch(error_on_recompile=True):  # nor for other texts, in a cache of their own
-        assert torch.equal(read(step, student, kind, ids.flip(0), cuts)[0], logits.flip(0))
+        found, wanted = (read(x, model, kind, ids.flip(0), cuts)[0] for x in (step, model))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.slow
 @needs_kernels
+@pytest.mark.parametrize(("head_budgets", "cuts"), [("measured", [20, 1, 1, 1]), ("even", [20, 1, 19])])
 @torch.no_grad()
-def test_padding_and_heads_of_several_sizes_go_through():
-    student, ids = compressed(head_budgets="measured"), tokens(3, 40)
+def test_padding_goes_through_and_is_done_outside_the_graph_among_tokens_that_go_on(head_budgets, cuts):
     mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
-    mask[0, 5:9], mask[1, 21] = 0, 0
-    wanted, before = read(student, student, "static", ids, [20, 1, 1, 1], mask)
-    backend = Graphs()
-    step = torch.compile(student, fullgraph=True, backend=backend)
-    logits, states = read(step, student, "static", ids, [20, 1, 1, 1], mask)
-    real = mask[:, :23].bool()
-    assert torch.equal(logits[real], wanted[real])
-    assert_equal(states, before)
-
-
-@pytest.mark.slow
-@needs_kernels
-@torch.no_grad()
-def test_padding_among_tokens_that_go_on_is_done_outside_the_graph():
-    student, ids, cuts = compressed(), tokens(3, 40), [20, 1, 19]
-    mask = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).long()
-    mask[0, 25:31] = 0
-    wanted, before = read(student, student, "static", ids, cuts, mask)
-    logits, states = read(torch.compile(student, backend=Graphs()), student, "static", ids, cuts, mask)
-    assert torch.equal(logits[mask.bool()], wanted[mask.bool()])
-    assert_equal(states, before)
+    mask[0, 5:9], mask[1, 21], mask[0, 25:31] = 0, 0, 0
+    model, fullgraph = compressed(head_budgets=head_budgets), cuts[-1] == 1
+    compiled_as_eager(model, "static", tokens(3, 40), cuts, mask, fullgraph=fullgraph)
 
 
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("kind", ["plain", "ragged", "default"])
 @torch.no_grad()
-def test_students_with_features_are_one_graph_as_well(kind):
-    student = dofla.linearize(teacher("llama"), budget=24) if kind == "default" else own_student("llama", kind)
-    ids, backend = tokens(2, 24), Graphs()
-    wanted, before = read(student, student, "static", ids, [20, 1, 1, 1, 1])
-    step = torch.compile(student, fullgraph=True, backend=backend)
-    logits, states = read(step, student, "static", ids, [20, 1, 1, 1, 1])
-    assert len(backend.calls) <= 3  # a window may have other strides after a prompt than after a token
-    assert all(set(names) == {"dofla.linear_attention"} for names in backend.calls)
-    assert torch.equal(logits, wanted)
-    assert_equal(states, before)
+def test_layers_with_features_are_one_graph_as_well(kind):
+    model = dofla.linearize(teacher("llama"), budget=24) if kind == "default" else own_student("llama", kind)
+    _, calls = compiled_as_eager(model, "static", tokens(2, 24), [20, 1, 1, 1, 1])
+    assert len(calls) <= 3  # a window may have other strides after a prompt than after a token
+    assert all(set(names) == {"dofla.linear_attention"} for names in calls)
 
 
 @pytest.mark.slow
@@ -145,13 +127,17 @@ def test_students_with_features_are_one_graph_as_well(kind):
 @torch.no_grad()
 def test_a_window_as_long_as_all_positions_is_no_pattern_in_a_graph():
     config = MistralConfig(**teacher("llama").config.to_dict() | {"sliding_window": 512, "model_type": "mistral"})
-    student = compress(MistralForCausalLM(config).eval(), tokens(4, 48), budget=24, head_budgets="even")
-    ids, cuts = tokens(2, 40), [20, *[1] * 6]
-    wanted, before = read(student, student, "dynamic", ids, cuts)
-    step = torch.compile(student, fullgraph=True, backend=Graphs())
-    logits, states = read(step, student, "dynamic", ids, cuts)
-    assert torch.equal(logits, wanted)
-    assert_equal(states, before)
+    model = compress(MistralForCausalLM(config).eval(), tokens(4, 48), budget=24, head_budgets="even")
+    compiled_as_eager(model, "dynamic", tokens(2, 40), [20, *[1] * 6])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
+    monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
+    _, calls = compiled_as_eager(compressed(), "dynamic", tokens(2, 30), [20, 1, 1, 8], fullgraph=False)
+    assert calls
+    assert not any(calls)
 
 
 @needs_kernels
@@ -179,54 +165,80 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         assert torch.equal(student.generate(other, **options, **static), student.generate(other, **options))
 
 
+def of(backend):
+    return CompileConfig(fullgraph=True, backend=backend)
+
+
 @pytest.mark.slow
 @needs_kernels
-def test_compiled_generate_writes_the_same_and_goes_on_with_sessions():
-    student, plain, backend = compressed(), compressed(), Graphs()
-    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True
-    assert dofla.compile_generate(student, config) is student
-    sessions, _ = dofla.keep_sessions(student, static=True), dofla.keep_sessions(plain)
+def test_a_compiled_model_writes_the_same_alone_in_batches_and_in_sessions():
+    model, backend = compressed(), Graphs()
+    compiled = CompiledModel(model, of(backend))
+    before, session = dict(vars(model)), Session(compiled)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    # Alone it goes on from its session, a batch has a static cache made for it; a cache that grows is left uncompiled.
-    text = tokens(1, 40)
+    # A session has a static cache of its own, a batch has one made for it; a cache that grows is left uncompiled.
+    text = tokens(1, 40) % 95 + 1
     for turn in range(3):
-        said = student.generate(text, **options)
-        assert torch.equal(said, plain.generate(text, **options))
-        assert sessions.read == (39 if turn == 0 else 5)
-        text = torch.cat([said, tokens(1, 5, seed=turn)], 1)
+        said = session.generate(text, **options)
+        assert torch.equal(said, model.generate(text, **options))
+        assert session.read == (39 if turn == 0 else 5)
+        text = torch.cat([said, tokens(1, 5, seed=turn) % 95 + 1], 1)
     assert backend.calls == [["dofla.attend_and_code.default"] * 2]
     assert backend.weights_given == 0
     batch = tokens(2, 33)
-    assert torch.equal(student.generate(batch, **options), plain.generate(batch, **options))
+    assert torch.equal(compiled.generate(batch, **options), model.generate(batch, **options))
     made = len(backend.calls)
-    cache = DynamicCache(config=student.config)
-    assert torch.equal(student.generate(batch, past_key_values=cache, **options), plain.generate(batch, **options))
+    cache = DynamicCache(config=model.config)
+    assert torch.equal(compiled.generate(batch, past_key_values=cache, **options), model.generate(batch, **options))
     assert len(backend.calls) == made
+    assert vars(model) == before
 
 
-def test_generate_beside_softmax_layers_is_not_compiled():
-    student = compress(teacher("llama"), tokens(4, 48), budget=24, keep_softmax=["model.layers.0.self_attn"])
-    with pytest.raises(DoflaError, match="some layers are softmax"):
-        dofla.compile_generate(student)
+def in_place(model):
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
 
 
-@pytest.mark.parametrize("wrap", [dofla.compile_generate, dofla.keep_sessions])
-def test_an_encoder_is_told_that_it_writes_no_text(tiny, wrap):
-    with pytest.raises(DoflaError, match="BertModel writes no text"):
-        wrap(dofla.linearize(tiny.bert()))
+def replaced(model):
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+
+
+def moved(model):
+    model.lm_head.weight.data = -model.lm_head.weight.data
+
+
+def trained(model):
+    model(tokens(1, 8), labels=tokens(1, 8)).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def loaded(model):
+    model.load_state_dict({"lm_head.weight": -model.lm_head.weight}, strict=False)
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_without_kernels_attention_stays_outside_the_graph(monkeypatch):
-    monkeypatch.setattr(compiled, "obstacle", lambda: "switched off")
-    student, ids, backend = compressed(), tokens(2, 30), Graphs()
-    wanted, _ = read(student, student, "dynamic", ids, [20, 1, 1, 8])
-    logits, _ = read(torch.compile(student, backend=backend), student, "dynamic", ids, [20, 1, 1, 8])
-    assert torch.equal(logits, wanted)
-    assert backend.calls
-    assert not any(backend.calls)
+@pytest.mark.parametrize("change", [in_place, replaced, moved, trained, loaded])
+def test_other_weights_are_compiled_again(change):
+    model, backend = compressed(), Graphs("eager")
+    compiled = CompiledModel(model, CompileConfig(backend=backend))
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    for graphs in (1, 1, 2):
+        if graphs == 2:
+            change(model)
+        assert torch.equal(compiled.generate(tokens(1, 20), **options), model.generate(tokens(1, 20), **options))
+        assert len(backend.calls) == graphs
+    CompiledModel(model, CompileConfig(backend=backend)).generate(tokens(1, 20), **options)
+    assert len(backend.calls) == 3
+
+
+def test_generate_beside_softmax_layers_is_not_compiled(tiny):
+    model = compress(teacher("llama"), tokens(4, 48), budget=24, keep_softmax=["model.layers.0.self_attn"])
+    with pytest.raises(DoflaError, match="some layers are softmax"):
+        CompiledModel(model)
+    with pytest.raises(DoflaError, match="BertModel writes no text"):
+        CompiledModel(dofla.linearize(tiny.bert()))
+    with pytest.raises(DoflaError, match="not linearized"):
+        CompiledModel(tiny.llama())
 
 
 @pytest.mark.slow
@@ -261,4 +273,11 @@ def test_machine_code_gives_the_logits_and_the_text_of_eager():
     config._compile_all_devices = True
     written = student.generate(ids, cache_implementation="static", compile_config=config, **options)
     assert torch.equal(written, student.generate(ids, **options))
-    assert torch.equal(dofla.compile_generate(student).generate(ids, **options), written)
+    compiled = CompiledModel(student)
+    assert torch.equal(compiled.generate(ids, **options), written)
+    with torch.no_grad():
+        student.lm_head.weight.neg_()
+    changed = student.generate(ids, **options)
+    assert not torch.equal(changed, written)
+    for again in (compiled, CompiledModel(student)):
+        assert torch.equal(again.generate(ids, **options), changed)

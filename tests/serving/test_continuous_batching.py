@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
+from dofla.serving import ContinuousBatching, Session, read_prompt
 
 COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8"}
 SIZES = {
@@ -24,15 +28,15 @@ SIZES = {
 }
 
 
-def students(tiny, sizes, count=2, family="llama"):
-    """The same student several times, in float64: sums in another order change no token."""
-    models = [getattr(tiny, family)().double().eval() for _ in range(count)]
-    return [dofla.linearize(model, tiny.plan(model, **sizes)) for model in models]
+def model_of(tiny, sizes=SIZES["coded_tiers"], family="llama"):
+    """In float64: sums in another order change no token."""
+    model = getattr(tiny, family)().double().eval()
+    return dofla.linearize(model, tiny.plan(model, **sizes))
 
 
-def written(student, ids, tokens, **options):
+def written(writer, ids, tokens, **options):
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False} | options
-    return student.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return writer.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def all_at_once(calls):
@@ -61,25 +65,24 @@ def meeting(calls):
 
 @pytest.mark.parametrize(("kind", "family"), [*((kind, "llama") for kind in SIZES), ("features", "gpt2")])
 def test_each_call_writes_what_it_would_write_alone(tiny, kind, family):
-    student, plain = students(tiny, SIZES[kind], family=family)
-    batching = dofla.continuous_batching(student)
+    model = model_of(tiny, SIZES[kind], family)
     prompts = [tiny.tokens(1, length, seed=length) for length in (3, 11, 40)]
     lengths = [12, 5, 9]  # they end at different times
+    wanted = [written(model, ids, n) for ids, n in zip(prompts, lengths, strict=True)]
     options = {"logits_processor": meeting(len(prompts)), "tokenizer": object()}  # which forward gets to see as well
     seen = []
-    own = student.model.layers[0] if family == "llama" else student.transformer.h[0]
+    own = model.model.layers[0] if family == "llama" else model.transformer.h[0]
     own.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
-    found = all_at_once([partial(written, student, *each, **options) for each in zip(prompts, lengths, strict=True)])
-    for ids, n, sequence in zip(prompts, lengths, found, strict=True):
-        assert torch.equal(sequence, written(plain, ids, n))
+    with ContinuousBatching(model) as batching:
+        calls = [partial(written, batching, *each, **options) for each in zip(prompts, lengths, strict=True)]
+        assert all(map(torch.equal, all_at_once(calls), wanted))
     # Three prompts, then tokens: 4 of all three (the last one written is not read), 4 of two, 3 of the longest answer.
     assert sorted(seen) == sorted([(1, len(ids[0])) for ids in prompts] + [(3, 1)] * 4 + [(2, 1)] * 4 + [(1, 1)] * 3)
     assert batching.rows == 2
 
 
 def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
-    student, plain = students(tiny, SIZES["coded_tiers"])
-    dofla.continuous_batching(student)
+    model = model_of(tiny)
     first, second = (tiny.tokens(1, length, seed=length) for length in (20, 9))
     started, joined = threading.Event(), threading.Event()
 
@@ -92,18 +95,20 @@ def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
                 assert joined.wait(60)
             return scores
 
-    def late():
-        assert started.wait(60)
-        joined.set()
-        cache = dofla.read_prompt(student, second[:, :-1])
-        return written(student, second, 4, past_key_values=cache), cache
+    with ContinuousBatching(model) as batching:
 
-    early, (after, cache) = all_at_once(
-        [lambda: written(student, first, 30, logits_processor=LogitsProcessorList([Waiting()])), late]
-    )
-    assert torch.equal(early, written(plain, first, 30))
-    alone = dofla.read_prompt(plain, second[:, :-1])
-    assert torch.equal(after, written(plain, second, 4, past_key_values=alone))
+        def late():
+            assert started.wait(60)
+            joined.set()
+            cache = read_prompt(batching.model, second[:, :-1])
+            return written(batching, second, 4, past_key_values=cache), cache
+
+        early, (after, cache) = all_at_once(
+            [lambda: written(batching, first, 30, logits_processor=LogitsProcessorList([Waiting()])), late]
+        )
+    assert torch.equal(early, written(model, first, 30))
+    alone = read_prompt(model, second[:, :-1])
+    assert torch.equal(after, written(model, second, 4, past_key_values=alone))
     assert cache_bytes(cache) == cache_bytes(alone)
     assert cache.get_seq_length() == alone.get_seq_length() == 12
     for own, other in zip(cache.layers, alone.layers, strict=True):
@@ -111,44 +116,40 @@ def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
             assert torch.equal(state.tokens, expected.tokens)  # codes, bit for bit
 
 
-def test_sessions_go_on_side_by_side(tiny):
-    student, plain = students(tiny, SIZES["coded_tiers"])
-    dofla.continuous_batching(student)
-    sessions = dofla.keep_sessions(student)
-    texts = [tiny.tokens(1, 20 + n, seed=n) for n in range(3)]
-    for turn in range(2):
-        said = all_at_once([partial(written, student, ids, 8) for ids in texts])
-        for ids, sequence in zip(texts, said, strict=True):
-            assert torch.equal(sequence, written(plain, ids, 8))
-        assert sessions.read == 4 if turn else sessions.read >= 19
-        texts = [torch.cat([x, tiny.tokens(1, 4, seed=10 * turn + n)], 1) for n, x in enumerate(said)]
+def test_conversations_go_on_side_by_side(tiny):
+    model, texts = model_of(tiny), [tiny.tokens(1, 20 + n, seed=n) for n in range(3)]
+    with ContinuousBatching(model) as batching:
+        session = Session(batching)
+        for turn in range(2):
+            said = all_at_once([partial(written, session, ids, 8) for ids in texts])
+            for ids, sequence in zip(texts, said, strict=True):
+                assert torch.equal(sequence, written(model, ids, 8))
+            assert session.read == 4 if turn else session.read >= 19
+            texts = [torch.cat([x, tiny.tokens(1, 4, seed=10 * turn + n)], 1) for n, x in enumerate(said)]
 
 
 @pytest.mark.parametrize(
     "options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"padded": True}]
 )
 def test_what_is_no_single_text_is_written_beside_the_others(tiny, options):
-    student, plain = students(tiny, SIZES["coded_tiers"])
-    dofla.continuous_batching(student)
-    ids, other = tiny.tokens(2, 12), tiny.tokens(1, 7)
+    model, ids, other = model_of(tiny), tiny.tokens(2, 12), tiny.tokens(1, 7)
     mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    padded = {"attention_mask": mask} if options.pop("padded", False) else {"attention_mask": torch.ones_like(ids)}
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0} | padded | options
+    mask[0, :3] = 1 - options.pop("padded", False)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0} | options
 
-    def several(model):
+    def several(writer):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return model.generate(ids, **options)
+            return writer.generate(ids, attention_mask=mask, **options)
 
-    found, alone = all_at_once([lambda: several(student), lambda: written(student, other, 8)])
-    assert torch.equal(alone, written(plain, other, 8))
-    assert torch.equal(found, several(plain)) or options["do_sample"]
+    with ContinuousBatching(model) as batching:
+        found, alone = all_at_once([lambda: several(batching), lambda: written(batching, other, 8)])
+    assert torch.equal(alone, written(model, other, 8))
+    assert torch.equal(found, several(model)) or options["do_sample"]
 
 
 def test_what_one_call_raises_leaves_the_others_alone(tiny):
-    student, plain = students(tiny, SIZES["coded_tiers"])
-    dofla.continuous_batching(student)
+    model, ids, together = model_of(tiny), tiny.tokens(1, 8), Meeting(2)
 
     class Stumbling(LogitsProcessor):
         def __call__(self, input_ids, scores):
@@ -156,52 +157,60 @@ def test_what_one_call_raises_leaves_the_others_alone(tiny):
                 raise KeyError("stumbled")
             return scores
 
-    ids, together = tiny.tokens(1, 8), Meeting(2)
-    calls = [
-        lambda: written(student, ids, 9, logits_processor=LogitsProcessorList([together, Stumbling()])),
-        lambda: written(student, ids, 9, logits_processor=LogitsProcessorList([together])),
-    ]
-    with ThreadPoolExecutor(2) as threads:
-        stumbles, goes_on = (threads.submit(call) for call in calls)
+    processors = [together, Stumbling()], [together]
+    with ContinuousBatching(model) as batching, ThreadPoolExecutor(2) as threads:
+        stumbles, goes_on = (
+            threads.submit(written, batching, ids, 9, logits_processor=LogitsProcessorList(own)) for own in processors
+        )
         with pytest.raises(KeyError, match="stumbled"):
             stumbles.result(60)
-        assert torch.equal(goes_on.result(60), written(plain, ids, 9))
+        assert torch.equal(goes_on.result(60), written(model, ids, 9))
 
 
 def test_what_a_pass_raises_all_its_calls_hear(tiny):
-    student, plain = students(tiny, SIZES["coded_tiers"])
-    dofla.continuous_batching(student)
-    ids, together = tiny.tokens(1, 8), meeting(2)
+    model, ids, together = model_of(tiny), tiny.tokens(1, 8), meeting(2)
 
     def refuse(_, args):
         if args[0].shape[0] == 2:
             raise MemoryError("no room")
 
-    handle = student.model.layers[1].register_forward_pre_hook(refuse)
-    with ThreadPoolExecutor(2) as threads:
-        for future in [threads.submit(written, student, ids, 9, logits_processor=together) for _ in range(2)]:
+    model.model.layers[1].register_forward_pre_hook(refuse)
+    with ContinuousBatching(model) as batching, ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(written, batching, ids, 9, logits_processor=together) for _ in range(2)]:
             with pytest.raises(MemoryError, match="no room"):
                 future.result(60)
-    handle.remove()
-    assert torch.equal(written(student, ids, 9), written(plain, ids, 9))
+        assert torch.equal(written(batching, ids, 9), written(model, ids, 9))
 
 
-def test_gradients_pass_as_ever(tiny):
-    student, plain = students(tiny, {"features": 4})
-    dofla.continuous_batching(student)
-    ids = tiny.tokens(2, 12)
-    losses = [model(ids, labels=ids).loss for model in (student, plain)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    own, other = (model.model.layers[0].mlp.up_proj.weight.grad for model in (student, plain))
-    assert torch.equal(own, other)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_the_model_and_its_copies_stay_as_they_are(tiny, copied):
+    model, ids = model_of(tiny), tiny.tokens(2, 12)
+    before = [dict(vars(module)) for module in (model, model.model)]
+    with ContinuousBatching(model) as batching:
+        wanted = written(batching, ids[:1], 5)
+        other = copied(model)
+        assert torch.equal(written(other, ids[:1], 5), wanted)
+        with torch.no_grad():
+            other.lm_head.weight.neg_()
+        assert torch.equal(written(batching, ids[:1], 5), wanted)
+        assert not torch.equal(written(other, ids[:1], 5), wanted)
+        model(ids, labels=ids).loss.backward()
+    assert [dict(vars(module)) for module in (model, model.model)] == before
+    with pytest.raises(DoflaError, match="the block of this ContinuousBatching has ended"):
+        batching.generate(ids)
+
+
+def test_peft_is_looked_into(tiny):
+    model, ids = model_of(tiny), tiny.tokens(1, 12)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    with ContinuousBatching(wrapped) as batching:
+        for writer in (batching, Session(wrapped), Session(batching)):
+            assert torch.equal(written(writer, ids, 5), wrapped.generate(input_ids=ids, max_new_tokens=5))
 
 
 def test_what_writes_nothing_is_refused(tiny):
     with pytest.raises(DoflaError, match="linearize"):
-        dofla.continuous_batching(tiny.llama())
-    encoder = tiny.bert()
-    dofla.linearize(encoder, tiny.plan(encoder, features=4))
+        ContinuousBatching(tiny.llama())
     with pytest.raises(DoflaError, match="writes no text"):
-        dofla.continuous_batching(encoder)
+        ContinuousBatching(dofla.linearize(tiny.bert()))

@@ -5,39 +5,36 @@ from __future__ import annotations
 import pytest
 import torch
 from students import COMPRESSED
-from transformers import GenerationConfig
+from test_session import ANSWER, SHORT, SIZES, answer, model_of
+from transformers import CompileConfig, GenerationConfig
 
 import dofla
 from dofla.integration.cache import cache_bytes
 from dofla.integration.positions import restart_index
+from dofla.integration.student import is_linearized
+from dofla.serving import CompiledModel, Session
 
 pytestmark = pytest.mark.slow
 
-POSITIONS, AGAIN, ANSWER = 64, 16, 6
-SIZES = {"hybrid": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED}
+POSITIONS, AGAIN = 64, 16
 
 
 @pytest.fixture(params=SIZES)
-def pair(tiny, request):
-    """A student twice, in float64, where reading in two calls is the same to the token."""
-    models = [tiny.llama(max_position_embeddings=POSITIONS).double() for _ in range(2)]
-    return [dofla.linearize(model, tiny.plan(model, **SIZES[request.param])) for model in models]
+def model(tiny, request):
+    return model_of(tiny, SIZES[request.param], max_position_embeddings=POSITIONS)
 
 
-def answer(student, ids, tokens=ANSWER, **options):
-    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False} | options
-    return student.generate(ids, attention_mask=torch.ones_like(ids), **options)
+def several(tokens):
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens}
 
 
-def of_the_end(plain, text, begun, tokens=ANSWER):
-    """The text, and what a student writes that knows it from ``begun`` on."""
-    return torch.cat([text[:, :begun], answer(plain, text[:, begun:], tokens)], 1)
+def of_the_end(model, text, begun, tokens=ANSWER):
+    """The text, and what a model writes that knows it from ``begun`` on."""
+    return torch.cat([text[:, :begun], answer(model, text[:, begun:], **several(tokens))], 1)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_a_conversation_begins_a_state_anew_before_positions_end(pair, tiny, static):
-    student, plain = pair
-    sessions = dofla.keep_sessions(student, static=static)
+def conversation(session, model, tiny):
+    """Many turns, in which a state begins anew before positions end; the sizes of caches."""
     text, known, begun, sizes, anew = tiny.tokens(1, 30), 0, 0, set(), 0
     for turn in range(14):
         length = text.shape[1]
@@ -46,71 +43,65 @@ def test_a_conversation_begins_a_state_anew_before_positions_end(pair, tiny, sta
             read = length - 1 - begun
         else:
             read = length - 1 - known
-        said = answer(student, text)
-        assert torch.equal(said, of_the_end(plain, text, begun))
-        assert sessions.read == read
-        sizes |= {cache_bytes(cache) for _, cache in sessions._known.values()}
+        said = answer(session, text)
+        assert torch.equal(said, of_the_end(model, text, begun))
+        assert session.read == read
+        sizes |= {cache_bytes(cache) for _, cache in session._known.values()}
         known = said.shape[1] - 1  # the last token of an answer is written and not read
         text = torch.cat([said, tiny.tokens(1, 5, seed=turn)], 1)
     assert text.shape[1] > 2 * POSITIONS
     assert anew > 2
-    assert len(sizes) == 1
+    return sizes
+
+
+def test_a_conversation_begins_a_state_anew_before_positions_end(model, tiny):
+    sizes = conversation(Session(model), model, tiny)
+    assert (len(sizes) == 1) == is_linearized(model)
+
+
+def test_a_compiled_model_does_as_well(tiny):
+    model = model_of(tiny, max_position_embeddings=POSITIONS)
+    compiled = CompiledModel(model, CompileConfig(backend="eager"))
+    assert len(conversation(Session(compiled), model, tiny)) == 1
 
 
 @pytest.mark.parametrize("length", [59, 64, 65, 200])
-def test_of_a_prompt_that_is_too_long_the_end_is_read(pair, tiny, length):
-    student, plain = pair
-    sessions, text = dofla.keep_sessions(student), tiny.tokens(1, length)
+def test_of_a_prompt_that_is_too_long_the_end_is_read(model, tiny, length):
+    session, text = Session(model), tiny.tokens(1, length)
     for read in (POSITIONS - ANSWER - 1, 0):
-        assert torch.equal(answer(student, text), of_the_end(plain, text, length + ANSWER - POSITIONS))
-        assert sessions.read == read
+        assert torch.equal(answer(session, text), of_the_end(model, text, length + ANSWER - POSITIONS))
+        assert session.read == read
 
 
-def test_as_long_as_positions_last_nothing_is_read_again(pair, tiny):
-    student, plain = pair
-    sessions, text = dofla.keep_sessions(student), tiny.tokens(1, POSITIONS - ANSWER)
-    assert torch.equal(answer(student, text), answer(plain, text))
-    assert sessions.read == POSITIONS - ANSWER - 1
-
-
-def test_an_answer_has_half_the_positions_and_ends_with_them(pair, tiny, caplog):
-    student, plain = pair
-    dofla.keep_sessions(student)
-    short, long = tiny.tokens(1, 20), tiny.tokens(1, 50)
-    assert torch.equal(answer(student, short, 100), answer(plain, short, POSITIONS - 20))
-    assert torch.equal(answer(student, long, 100), of_the_end(plain, long, 50 - POSITIONS // 2, POSITIONS // 2))
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("dofla")]
+def test_an_answer_has_half_the_positions_and_ends_with_them(model, tiny, caplog):
+    session, short, long = Session(model), tiny.tokens(1, 20), tiny.tokens(1, 50)
+    assert torch.equal(answer(session, short, **several(100)), answer(model, short, **several(POSITIONS - 20)))
+    half = POSITIONS // 2
+    assert torch.equal(answer(session, long, **several(100)), of_the_end(model, long, 50 - half, half))
+    said = [record.getMessage() for record in caplog.records if record.name == "dofla.serving.session"]
     assert said == [f"max_new_tokens: 100, and positions end after {room}: so will the answer" for room in (44, 32)]
 
 
-def test_lengths_are_given_in_every_way_that_generate_takes(pair, tiny):
-    student, plain = pair
-    dofla.keep_sessions(student)
-    text = tiny.tokens(1, 90)
-    wanted = of_the_end(plain, text, 90 + ANSWER - POSITIONS)
-    own = {"do_sample": False, "min_new_tokens": ANSWER}
-    config = GenerationConfig(max_new_tokens=ANSWER, **own)
-    for options in (
-        {"inputs": text, "max_length": 90 + ANSWER, **own},
-        {"input_ids": text, "generation_config": config},
-        {"inputs": text, "generation_config": GenerationConfig(max_length=90 + ANSWER, **own)},
-    ):
-        assert torch.equal(student.generate(**options), wanted)
-        result = student.generate(**options, return_dict_in_generate=True, output_scores=True)
-        assert torch.equal(result.sequences, wanted)
-        assert len(result.scores) == ANSWER
+def test_lengths_are_given_in_every_way_that_generate_takes(model, tiny):
+    session, text, config = Session(model), tiny.tokens(1, 90), GenerationConfig(**SHORT)
+    wanted = of_the_end(model, text, 90 + ANSWER - POSITIONS)
+    for options in ({"max_length": 90 + ANSWER, "min_length": 90 + ANSWER}, {"generation_config": config}):
+        assert torch.equal(session.generate(text, **options), wanted)
     assert config.max_new_tokens == ANSWER
-    assert student.generate(text, do_sample=False, min_new_tokens=20).shape == (1, 110)  # transformers' own number
+    assert session.generate(text, min_new_tokens=20).shape == (1, 110)  # transformers' own number
 
 
 def test_a_model_with_learned_positions_goes_on_as_well(tiny):
     model = tiny.gpt2(n_positions=POSITIONS).double()
-    student = dofla.linearize(model, tiny.plan(model, 4, window=3, sinks=2))
-    dofla.keep_sessions(student)
+    session = Session(dofla.linearize(model, tiny.plan(model, 4, window=3, sinks=2)))
     text = tiny.tokens(1, 100)
     for turn in range(4):
-        text = torch.cat([answer(student, text), tiny.tokens(1, 10, seed=turn)], 1)
+        text = torch.cat([answer(session, text), tiny.tokens(1, 10, seed=turn)], 1)
     assert text.shape == (1, 164)
+
+
+def said_by(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("dofla")]
 
 
 @pytest.mark.parametrize("softmax", [False, True])
@@ -118,28 +109,25 @@ def test_generate_alone_warns_when_positions_end(tiny, caplog, softmax):
     model = tiny.llama(max_position_embeddings=POSITIONS)
     plan = tiny.plan(model, 4)
     plan.layers[0].keep_softmax = softmax
-    student = dofla.linearize(model, plan)
-    answer(student, tiny.tokens(1, POSITIONS - 1), 2)  # its last token is not read
-    assert not [record for record in caplog.records if record.name.startswith("dofla")]
-    answer(student, tiny.tokens(2, POSITIONS - 2), 6)
-    (record,) = (record for record in caplog.records if record.name.startswith("dofla"))
-    assert f"past the {POSITIONS} positions" in record.getMessage()
-    assert "dofla.keep_sessions" in record.getMessage()
+    dofla.linearize(model, plan)
+    answer(model, tiny.tokens(1, POSITIONS - 1), **several(2))  # its last token is not read
+    assert not said_by(caplog)
+    answer(model, tiny.tokens(2, POSITIONS - 2))
+    (said,) = said_by(caplog)
+    assert f"past the {POSITIONS} positions" in said
+    assert "dofla.serving.Session" in said
 
 
 def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     """As one of a model that has no more."""
     few, more = tiny.llama(max_position_embeddings=POSITIONS), tiny.llama(max_position_embeddings=4 * POSITIONS)
-    plan = tiny.plan(more, **SIZES["compressed"])
+    plan = tiny.plan(more, **COMPRESSED)
     plan.context = POSITIONS
-    plain, student = dofla.linearize(few, tiny.plan(few, **SIZES["compressed"])), dofla.linearize(more, plan)
-    answer(student, tiny.tokens(1, POSITIONS - 1), 6)
-    (record,) = (record for record in caplog.records if record.name.startswith("dofla"))
-    assert f"past the {POSITIONS} positions" in record.getMessage()
-    text = tiny.tokens(1, 100)
-    for model in (plain, student):
-        dofla.keep_sessions(model)
-    assert torch.equal(answer(student, text), answer(plain, text))
+    models = dofla.linearize(few, tiny.plan(few, **COMPRESSED)), dofla.linearize(more, plan)
+    answer(models[1], tiny.tokens(1, POSITIONS - 1))
+    (said,) = said_by(caplog)
+    assert f"past the {POSITIONS} positions" in said
+    assert torch.equal(*(answer(Session(model), tiny.tokens(1, 100)) for model in models))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import torch
 from safetensors import safe_open
 
 import dofla
+from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
+from dofla.serving import load_state, read_prompt, save_state
 from dofla.storage.tensors import read_tensors, write_tensors
 
 SIZES = {
@@ -30,10 +32,10 @@ def test_questions_about_a_saved_document_are_answered_as_with_the_document_befo
     vocabulary = student.config.vocab_size
     document = torch.randint(1, vocabulary, (1, 90), generator=generator)
     path = tmp_path / "document.safetensors"
-    dofla.save_state(dofla.read_prompt(student, document, chunk=16), document, path, student)
+    save_state(read_prompt(student, document, chunk=16), document, path, student)
     for _ in range(3):
         question = torch.randint(1, vocabulary, (1, 7), generator=generator)
-        prompt, cache = dofla.load_state(path, student)
+        prompt, cache = load_state(path, student)
         whole = torch.cat([prompt, question], dim=1)
         options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(whole)}
         size = cache_bytes(cache)
@@ -46,8 +48,8 @@ def test_questions_about_a_saved_document_are_answered_as_with_the_document_befo
 def test_a_saved_state_holds_tokens_as_the_cache_does(tiny, tmp_path, token_dtype):
     model, document = tiny.llama(), tiny.tokens(2, 30)
     dofla.linearize(model, tiny.plan(model, features=3, window=[20, 4], sinks=[1, 0], token_dtype=token_dtype))
-    cache = dofla.read_prompt(model, document)
-    dofla.save_state(cache, document, tmp_path / "state", model)
+    cache = read_prompt(model, document)
+    save_state(cache, document, tmp_path / "state", model)
     kept_in = torch.int8 if token_dtype == "int8" else torch.float32
     with safe_open(tmp_path / "state", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -56,37 +58,34 @@ def test_a_saved_state_holds_tokens_as_the_cache_does(tiny, tmp_path, token_dtyp
         if name.split(".")[2] in ("window", "sinks") and "log_weight" not in name:
             assert tensor.dtype == kept_in
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) == cache_bytes(cache)
-    _, opened = dofla.load_state(tmp_path / "state", model)
+    _, opened = load_state(tmp_path / "state", model)
     with torch.no_grad():
         step = tiny.tokens(2, 1, seed=5)
         found, expected = (model(step, past_key_values=each).logits for each in (opened, cache))
     assert torch.equal(found, expected)
 
 
-def test_a_state_of_tokens_kept_otherwise_is_refused(tiny, tmp_path):
-    document, students = tiny.tokens(1, 10), {}
-    for token_dtype in ("int8", "model"):
-        model = students[token_dtype] = tiny.llama()
-        dofla.linearize(model, tiny.plan(model, features=3, window=4, token_dtype=token_dtype))
-        dofla.save_state(dofla.read_prompt(model, document), document, tmp_path / token_dtype, model)
-    for one, other in (("int8", "model"), ("model", "int8")):
-        with pytest.raises(dofla.DoflaError, match=f"{one} was written by a student of another plan"):
-            dofla.load_state(tmp_path / one, students[other])
-
-
-def test_a_state_of_another_plan_or_a_damaged_one_is_refused_by_name(student, tiny, tmp_path):
-    document = torch.arange(1, 11).unsqueeze(0)
-    path = tmp_path / "document.safetensors"
-    dofla.save_state(dofla.read_prompt(student, document), document, path, student)
-    other = tiny.llama()
-    dofla.linearize(other, tiny.plan(other, features=4))
-    with pytest.raises(dofla.DoflaError, match=r"document\.safetensors was written by a student of another plan"):
-        dofla.load_state(path, other)
+def test_a_state_of_another_form_or_a_damaged_one_is_refused_by_name(tiny, tmp_path, monkeypatch):
+    model, document, path = tiny.llama(), tiny.tokens(1, 10), tmp_path / "document.safetensors"
+    dofla.linearize(model, tiny.plan(model, features=3, window=4, token_dtype="int8"))
+    cache = read_prompt(model, document)
+    save_state(cache, document, path, model)
+    for sizes in ({"features": 4}, {"features": 3, "window": 4, "token_dtype": "model"}):
+        other = tiny.llama()
+        dofla.linearize(other, tiny.plan(other, **sizes))
+        with pytest.raises(
+            DoflaError, match=r"document\.safetensors is no state of this version and of a model of this"
+        ):
+            load_state(path, other)
+    with monkeypatch.context() as later:
+        later.setattr("dofla.serving.prompt_state._FORMAT", "9")
+        with pytest.raises(DoflaError, match=r"document\.safetensors is no state of this version"):
+            load_state(path, model)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(dofla.DoflaError, match=r"document\.safetensors is damaged"):
-        dofla.load_state(path, student)
-    with pytest.raises(dofla.DoflaError, match="does not exist"):
-        dofla.load_state(tmp_path / "missing", student)
+    with pytest.raises(DoflaError, match=r"document\.safetensors is damaged"):
+        load_state(path, model)
+    with pytest.raises(DoflaError, match="does not exist"):
+        load_state(tmp_path / "missing", model)
 
 
 @pytest.mark.parametrize(
@@ -101,23 +100,14 @@ def test_a_state_of_another_plan_or_a_damaged_one_is_refused_by_name(student, ti
         (lambda t: t.update({"1.0.features.mean": t["1.0.features.mean"].mT}), "1.0.features.mean has another form"),
     ],
 )
-def test_a_state_of_another_form_is_refused(student, tmp_path, change, words):
+def test_a_state_whose_tensors_have_another_form_is_refused(student, tmp_path, change, words):
     document, path = torch.arange(1, 11).unsqueeze(0), tmp_path / "document.safetensors"
-    dofla.save_state(dofla.read_prompt(student, document), document, path, student)
+    save_state(read_prompt(student, document), document, path, student)
     tensors, metadata = read_tensors(path, finite=False)
     change(tensors)
     write_tensors(path, tensors, metadata)
-    with pytest.raises(dofla.DoflaError, match=rf"document\.safetensors is damaged.*{words}"):
-        dofla.load_state(path, student)
-
-
-def test_a_state_of_an_earlier_version_is_refused(student, tmp_path, monkeypatch):
-    document, path = torch.arange(1, 11).unsqueeze(0), tmp_path / "document.safetensors"
-    with monkeypatch.context() as earlier:
-        earlier.setattr("dofla.serving.prompt_state._FORMAT", "2")
-        dofla.save_state(dofla.read_prompt(student, document), document, path, student)
-    with pytest.raises(dofla.DoflaError, match=r"document\.safetensors was written by an earlier version: read the"):
-        dofla.load_state(path, student)
+    with pytest.raises(DoflaError, match=rf"document\.safetensors is damaged.*{words}"):
+        load_state(path, student)
 
 
 def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
@@ -126,16 +116,16 @@ def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
     plan.layers[0].keep_softmax = True
     dofla.linearize(model, plan)
     document = torch.arange(1, 11).unsqueeze(0)
-    with pytest.raises(dofla.DoflaError, match="layer 0 has no linear-attention state"):
-        dofla.save_state(dofla.read_prompt(model, document), document, tmp_path / "state", model)
+    with pytest.raises(DoflaError, match="layer 0 has no linear-attention state"):
+        save_state(read_prompt(model, document), document, tmp_path / "state", model)
 
 
 def test_reading_past_the_positions_is_warned_of_once(tiny, caplog):
     model = tiny.llama(max_position_embeddings=32)
     student = dofla.linearize(model, tiny.plan(model, 4))
-    cache = dofla.read_prompt(student, tiny.tokens(1, 32))
+    cache = read_prompt(student, tiny.tokens(1, 32))
     assert not caplog.records
     for _ in range(2):
-        dofla.read_prompt(student, tiny.tokens(1, 5), cache=cache)
+        read_prompt(student, tiny.tokens(1, 5), cache=cache)
     (record,) = caplog.records
     assert "past the 32 positions" in record.getMessage()

@@ -33,6 +33,7 @@ def chat(
     """
     import torch
 
+    from dofla.display import size
     from dofla.errors import check_numbers
     from dofla.runs.teacher import open_model
     from dofla.serving.chat import Conversation
@@ -53,7 +54,8 @@ def chat(
         if line.strip() == "/reset":
             conversation.reset()
         elif line.strip() == "/stats":
-            view.answer(str(conversation.stats()))
+            tokens, cache, full = conversation.stats().values()
+            view.answer(f"{tokens:,} tokens read; cache {size(cache)}, full cache {size(full)}")
         elif line.startswith("/") and asked:
             view.note(_HELP)
         else:
@@ -66,7 +68,7 @@ def chat(
                 continue
             view.answer(" [stopped]" if interrupted else "")
             turns.append({"prompt": line, "text": text, "interrupted": interrupted})
-    return {"model": model, "turns": turns, **vars(conversation.stats())}
+    return {"model": model, "turns": turns, **conversation.stats()}
 
 
 def _lines(asked: bool) -> Iterator[str]:

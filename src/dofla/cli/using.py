@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,33 +108,27 @@ def serve(
     """
     from dofla.errors import check_numbers
     from dofla.runs.teacher import open_student, reader_of
-    from dofla.serving.continuous_batching import continuous_batching
-    from dofla.serving.sessions import keep_sessions
+    from dofla.serving.compiled_model import CompiledModel
+    from dofla.serving.continuous_batching import ContinuousBatching
     from dofla.storage.extras import extra
 
     for name in ("fastapi", "uvicorn", "openai"):
         extra(name, "serve", "serving")
     from dofla.serving.guard import check_key
-    from dofla.serving.server import is_open, listening, server
+    from dofla.serving.server import conversing, is_open, listening, server
 
-    check_numbers(at_once=at_once, max_body=max_body)
+    check_numbers(sessions=sessions, at_once=at_once, max_body=max_body)
     check_key(api_key)
-    at_once = 1 if compile else at_once
-    with listening(host, port) as place:
+    with listening(host, port) as place, ExitStack() as stack:
         model, tokenizer = open_student(student, dtype, base_model, device, offload)
-        if compile:
-            from dofla.serving.compiling import compile_generate
-
-            compile_generate(model)
-        if at_once > 1:
-            continuous_batching(model)
-        keep_sessions(model, sessions, static=compile)
+        writer = CompiledModel(model) if compile else stack.enter_context(ContinuousBatching(model))
         name = Path(student).name
         if api_key is None and is_open(place):
             logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
         current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
-        reader = reader_of(student, model, tokenizer)
-        server(name, model, reader, at_once, key=api_key, most=max_body * 2**20).run(sockets=[place])
+        answering, reader = conversing(writer, sessions), reader_of(student, model, tokenizer)
+        at_once, bound = 1 if compile else at_once, max_body * 2**20
+        server(name, answering, reader, at_once, key=api_key, most=bound).run(sockets=[place])
     return {"student": name}
 
 

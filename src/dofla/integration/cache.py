@@ -80,7 +80,7 @@ class LinearCacheLayer(CacheLayerMixin):
         if self.positions is not None and not torch.compiler.is_compiling() and before <= self.positions < self.tokens:
             logger.warning(
                 "read past the %d positions that the model has, or its memory was made for, where it fails: "
-                "dofla.keep_sessions and dofla.Stream begin anew before that",
+                "dofla.serving.Session and dofla.serving.Stream begin anew before that",
                 self.positions,
             )
 

@@ -70,12 +70,13 @@ def restart_index(begun: int, read: int, length: int, positions: int, overlap: i
     return max(read - overlap, length - positions)
 
 
-def text_positions(model: PreTrainedModel, length: int, batch: int = 1) -> dict[str, Any]:
-    """Arguments with the positions of a text [batch, length] without pictures: none, unless the model otherwise takes
-    them from the last picture that it saw, in any call."""
+def text_positions(model: PreTrainedModel, length: int, batch: int = 1, first: int = 0) -> dict[str, Any]:
+    """Arguments with the positions, from the ``first`` on, of a text [batch, length] without pictures: none, unless the
+    model otherwise takes them from the last picture that it saw, in any call."""
     known = hasattr(model, "_prepare_position_ids_for_generation")  # not of a model without a head
     if not known or not any("rope_deltas" in vars(module) for module in model.modules()):
         return {}
     ids = torch.zeros(batch, length, dtype=torch.int64, device=model.device)
     prepare = model._prepare_position_ids_for_generation
-    return {"position_ids": prepare(ids, {"input_ids": ids})}  # type: ignore[operator] # of their GenerationMixin
+    places = prepare(ids, {"input_ids": ids})  # type: ignore[operator] # of their GenerationMixin
+    return {"position_ids": places[..., first:]}

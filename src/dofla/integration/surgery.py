@@ -22,7 +22,6 @@ from dofla.integration.attaching import (
     switch_on,
 )
 from dofla.integration.consistency import check_consistency
-from dofla.integration.extending import withdraw
 from dofla.integration.hub import origin
 from dofla.integration.interface import attention_implementation, dofla_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
@@ -176,7 +175,6 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         layer.hook.remove()
         del module.dofla
     put_back(model)
-    withdraw(model)
     model.set_attn_implementation(getattr(model, SOFTMAX))
     of_weights = model.config.quantization_config.of_weights
     delattr(model, SOFTMAX)

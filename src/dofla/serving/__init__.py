@@ -1,5 +1,7 @@
-"""Using a compressed model beyond ``generate``: conversations that remember, requests in one batch, texts without end,
-prompts that are read once and saved, compiled decoding, and the server of ``dofla serve``.
+"""Text from a compressed model beyond ``generate``: conversations that are read once, calls of several threads in one
+batch, texts without end, saved prompts, compiled decoding, and the server of ``dofla serve``."""
 
-Knows the models and caches of :mod:`dofla.integration`, and nothing of training or evaluation.
-"""
+import lazy_loader
+
+# What is exported stands in __init__.pyi, and is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

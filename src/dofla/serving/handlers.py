@@ -1,10 +1,9 @@
-"""transformers' handlers of requests, with what is wrong with a request said as such: status 400 and one line."""
+"""transformers' handlers of requests, and the check of what they ask for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import inf
 from typing import Any, NoReturn
 
@@ -14,8 +13,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.systemone import SystemOneHandler
-from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import BaseHandler
 
 from dofla.errors import DoflaError
@@ -24,6 +21,7 @@ from dofla.integration.reading import check_readable
 logger = logging.getLogger(__name__)
 
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("max_new_tokens", lambda x: x >= 1, "max_tokens: give 1 or more"),
     ("temperature", lambda x: 0 <= x < inf, "temperature: give 0 or more"),
     ("top_p", lambda x: 0 < x <= 1, "top_p: give more than 0, and 1 at most"),
     ("repetition_penalty", lambda x: 0 < x < inf, "frequency_penalty: give more than -1"),
@@ -34,33 +32,17 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 class _Answers(BaseHandler):
-    """Base of handlers that read a request as a whole before they answer: what fails in reading is the request's fault,
-    what fails in answering the server's."""
+    """Base of handlers, with what is wrong with a request said as such: status 400, and one line."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         try:
-            answer = await super().handle_request(body, request_id)  # type: ignore[misc] # all have it but their base
+            return await super().handle_request(body, request_id)  # type: ignore[misc] # all have it but their base
         except (HTTPException, ImportError):  # a package that is missing is no fault of the request
             raise
         except Exception as error:  # a chat template is a program, and fails in any way, as do fields of any type
             logger.info("a request was refused", exc_info=True)
-            raise HTTPException(400, reason(error)) from error
-        return await answer()
-
-    # transformers calls these two with all that was read; the answer waits for handle_request.
-
-    def _streaming(self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any) -> Any:
-        _check(model, *read)
-        begin = partial(super()._streaming, request_id, model, *read, **more)  # type: ignore[misc] # as above
-
-        async def answer() -> Any:
-            return begin()
-
-        return answer
-
-    async def _non_streaming(self, request_id: str, model: PreTrainedModel, *read: Any, **more: Any) -> Any:
-        _check(model, *read)
-        return partial(super()._non_streaming, request_id, model, *read, **more)  # type: ignore[misc] # as above
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise HTTPException(400, f"the request lacks {said}" if isinstance(error, KeyError) else said) from error
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> GenerationConfig:
         if body.get("logit_bias") is not None:  # clients send whole numbers, which generate refuses
@@ -102,29 +84,19 @@ class Responses(_Answers, ResponseHandler):
     """/v1/responses"""
 
 
-class Decisions(SystemOneHandler):
-    """/v1/systemone, without pictures."""
+class NotServed(BaseHandler):
+    """Answers of other kinds than text."""
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        if body.get("assets"):
-            raise HTTPException(400, "pictures are served by /v1/chat/completions: leave assets out")
-        return await super().handle_request(body, request_id)
+    async def handle_request(self, *_: Any) -> NoReturn:
+        raise HTTPException(404, "the model writes text: ask /v1/chat/completions, /v1/completions or /v1/responses")
 
 
-class NoTranscriptions(TranscriptionHandler):
-    """/v1/audio/transcriptions, which no student answers."""
-
-    async def handle_request(self, request: Any) -> NoReturn:
-        raise HTTPException(404, "a student transcribes nothing: ask /v1/chat/completions or /v1/completions")
-
-
-def _check(model: PreTrainedModel, *read: Any) -> None:
+def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor], settings: GenerationConfig) -> None:
     """DoflaError for a prompt that the model cannot read, or settings that it cannot write by."""
-    place = next(n for n, part in enumerate(read) if isinstance(part, GenerationConfig))
-    inputs, settings = read[place - 1], read[place]
-    _check_prompt(model, inputs)
-    if (most := settings.max_new_tokens) is not None and most < 1:
-        raise DoflaError(f"max_tokens is {most}: ask for 1 or more")
+    ids = inputs["input_ids"]
+    if not ids.numel():
+        raise DoflaError("the prompt has no tokens: give a text")
+    check_readable(model, ids.reshape(-1, 1), "the prompt")  # whatever its length: sessions go on past positions
     for name, fits, wanted in _RANGES:
         if (value := getattr(settings, name)) is not None and not fits(value):
             raise DoflaError(f"{wanted}; {name} is {value}")
@@ -135,18 +107,3 @@ def _check(model: PreTrainedModel, *read: Any) -> None:
     for (token,) in settings.sequence_bias or ():
         if not 0 <= token < known:
             raise DoflaError(f"logit_bias: token {token}, and there are 0 to {known - 1}")
-
-
-def _check_prompt(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
-    ids = inputs["input_ids"]
-    if not ids.numel():
-        raise DoflaError("the prompt has no tokens: give a text")
-    check_readable(model, ids.reshape(-1, 1), "the prompt")  # whatever its length: sessions go on past positions
-
-
-def reason(error: Exception) -> str:
-    """The message of an error, in one line."""
-    said = " ".join(str(error).split())
-    if isinstance(error, KeyError):
-        return f"the request lacks {said}"
-    return said or type(error).__name__

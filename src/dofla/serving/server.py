@@ -1,7 +1,8 @@
-"""Students in transformers' own server, whose requests and answers are OpenAI's."""
+"""A compressed model in transformers' own server, whose requests and answers are OpenAI's."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from ipaddress import ip_address
@@ -12,68 +13,79 @@ from fastapi import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerateManager, GenerationState, InferenceThread
+from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from dofla.errors import DoflaError
+from dofla.integration.reading import keeps_states
+from dofla.serving.compiled_model import CompiledModel
+from dofla.serving.continuous_batching import ContinuousBatching
 from dofla.serving.guard import Guard
-from dofla.serving.handlers import Chats, Completions, Decisions, NoTranscriptions, Responses, reason
+from dofla.serving.handlers import Chats, Completions, NotServed, Responses, check_request
+from dofla.serving.models import view
+from dofla.serving.session import NotOneText, Session
 
-MOST = 2**25
-"""Bytes of a request, if nothing is said."""
+logger = logging.getLogger(__name__)
 
 
-class _OneStudent(ModelManager):
-    """Hands out a student that is open already, and no other model."""
+class _OneModel(ModelManager):
+    """Hands out a model that is open already, and no other."""
 
-    def __init__(self, name: str, student: PreTrainedModel, reader: PreTrainedTokenizerBase | ProcessorMixin) -> None:
+    def __init__(self, name: str, model: PreTrainedModel, reader: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         super().__init__(model_timeout=-1)
-        self.force_model, self.student, self.reader = name, student, reader
+        self.force_model, self.model, self.reader = name, model, reader
 
     def load_model_and_processor(
         self, model_id_and_revision: str, progress_callback: Any = None, *_: Any, **__: Any
     ) -> tuple:
         if progress_callback is not None:
             progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
-        return self.student, self.reader
+        return self.model, self.reader
 
     def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override] # theirs is a cached function
         return [{"id": self.force_model, "object": "model", "owned_by": "", "created": 0}]
 
     def shutdown(self) -> None:
-        """The student stays open."""
+        """The model stays open."""
 
 
-class _Threads(InferenceThread):
-    """Several that answer requests, one each; who comes when all are busy waits."""
+class _AtOnce(GenerateManager):
+    """Calls ``generate`` for several requests at once, in a thread for each; who comes when all are busy waits."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         for _ in range(count - 1):
-            threading.Thread(target=self._run, daemon=True).start()
+            threading.Thread(target=self._thread._run, daemon=True).start()
 
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any):
+        check_request(model, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
 
-class _AtOnce(GenerateManager):
-    """Calls ``generate`` for several requests at once."""
-
-    def __init__(self, count: int) -> None:
-        self._thread = _Threads(count)
-
-    async def generate_non_streaming(self, *args: Any, **options: Any) -> tuple:
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args, **kwargs):
+        check_request(model, inputs, gen_config)
         try:
-            return await super().generate_non_streaming(*args, **options)
-        except ValueError as error:  # so generate says what is wrong with settings
-            raise HTTPException(400, reason(error)) from error
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        except ValueError:  # so generate says what is wrong with settings
+            raise
+        except Exception as error:
+            logger.exception("a request failed")
+            raise HTTPException(500, "the server failed") from error
 
 
-class _OneManager(GenerationState):
-    """All requests are for one student."""
+def conversing(writer: ContinuousBatching | CompiledModel, most: int = 32) -> PreTrainedModel:
+    """The model as the server is to call it: what continues one text goes through a :class:`Session` of so many
+    conversations, all else (pictures, beams) to the writer."""
+    if not keeps_states(writer.model):
+        logger.warning("%s keeps no states of texts: each prompt is read as a whole", type(writer.model).__name__)
+        return view(writer.model, generate=writer.generate)
+    session = Session(writer, most)
 
-    def __init__(self, manager: GenerateManager) -> None:
-        super().__init__()
-        self._manager = manager
+    def generate(**options: Any) -> Any:
+        try:
+            return session.generate(**options)
+        except NotOneText:
+            return writer.generate(**options)
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
-        return self._manager
+    return view(writer.model, generate=generate)
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -91,28 +103,31 @@ def is_open(place: socket.socket) -> bool:
 
 def server(
     name: str,
-    student: PreTrainedModel,
+    model: PreTrainedModel,
     reader: PreTrainedTokenizerBase | ProcessorMixin,
     at_once: int = 1,
     *,
     key: str | None = None,
-    most: int = MOST,
+    most: int = 2**25,
 ) -> uvicorn.Server:
     """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`.
 
     Args:
-        reader: the student's tokenizer, or processor if it sees pictures.
+        model: of :func:`conversing`, or any other.
+        reader: the model's tokenizer, or processor if it sees pictures.
         key: that clients must send, if any.
         most: bytes of a request.
     """
-    students, state = _OneStudent(name, student, reader), _OneManager(_AtOnce(at_once))
+    models, state, manager = _OneModel(name, model, reader), GenerationState(), _AtOnce(at_once)
+    state.get_manager = lambda *_, **__: manager  # type: ignore[method-assign] # all requests are for one model
     app = build_server(
-        students,
-        Chats(students, state),
-        completion_handler=Completions(students, state),
-        response_handler=Responses(students, state),
-        transcription_handler=NoTranscriptions(students, state),
-        systemone_handler=Decisions(students, state),
+        models,
+        Chats(models, state),
+        completion_handler=Completions(models, state),
+        response_handler=Responses(models, state),
+        transcription_handler=NotServed(models, state),  # type: ignore[arg-type] # it has all that is asked of one
+        systemone_handler=NotServed(models, state),  # type: ignore[arg-type] # as above
         generation_state=state,
     )
-    return uvicorn.Server(uvicorn.Config(Guard(app, key, most), log_level="warning"))
+    app.max_body_size = most
+    return uvicorn.Server(uvicorn.Config(Guard(app, key), log_level="warning"))
