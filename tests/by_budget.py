@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dofla
 from dofla.integration.compressed import feature_bytes
+
+import dofla
 from dofla.integration.wrapped import unwrapped
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from dofla.attention.features import causal_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import dofla
 from dofla.attention import compiled
-from dofla.attention.features import causal_attention
 from dofla.data import TokenWindows
 from dofla.integration.cache import cache_bytes
 from dofla.runs.demo.documents import recall_documents

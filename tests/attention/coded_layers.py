@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 from arithmetic import sum_error
+from dofla.feature_maps.layer import LinearAttention
 from forms import KernelCalls
 from hypothesis import strategies as st
 
 from dofla.attention import Moments, compiled
 from dofla.attention.coding.operations import PLAIN
-from dofla.feature_maps.layer import LinearAttention
 
 SCALING = 0.3
 SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 80, 128, 256])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from coded_layers import LAYERS, SCALING, TIERS, WIDE, assert_same_codes, error_of, layer_of, run, vectors
+from dofla.feature_maps.layer import LinearAttention
 from forms import KernelCalls, everything, needs_kernels, padding, threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import compiled
-from dofla.feature_maps.layer import LinearAttention
 
 
 # A number next to the middle between two whole ones: it is the rounding of a root that says to which it goes.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from arithmetic import sum_error
+from dofla.feature_maps.layer import LinearAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import LOG_ZERO, Moments
 from dofla.attention.constants import DECAY
 from dofla.attention.drawn import LATELY, NEIGHBORS
-from dofla.feature_maps.layer import LinearAttention
 
 SCALING, DIM = 0.25, 16
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 import pytest
 import torch
 from coded_layers import LAYERS, SCALING, TIERS, layer_of, vectors
+from dofla.feature_maps.pages import read_pages
 from forms import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import compiled
-from dofla.feature_maps.pages import read_pages
 
 PAGES, GAP, LENGTHS = 7, 16, st.sampled_from([1, 1, 1, 2, 9, 20])
 """Pages of a pool, the bytes between them, and tokens that a sequence reads at once."""

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from dofla.feature_maps.layer import LinearAttention
 from forms import KernelCalls, needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import KeySmoothing, Moments, compiled, naive_attention
-from dofla.feature_maps.layer import LinearAttention
 
 SCALING, HEADS, GROUPS, DIM = 0.125, 2, 3, 64
 

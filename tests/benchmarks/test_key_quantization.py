@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from benches import scripts
+from dofla.integration.directions import directions_of
 
 import dofla
-from dofla.integration.directions import directions_of
 from dofla.integration.sites import attention_sites
 
 

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 from by_budget import compress, measure_head_budgets
-
-import dofla
 from dofla.distillation.compressor import COPY_WEIGHT, Compressor, _repeated
-from dofla.distillation.objective import Objective
-from dofla.errors import DoflaError
 from dofla.integration.compressed import compressed_plan
 from dofla.integration.directions import measure_directions
+from dofla.plans.head_budgets import HeadBudgets
+
+import dofla
+from dofla.distillation.objective import Objective
+from dofla.errors import DoflaError
 from dofla.integration.interface import linear_attention, softmax_attention, visiting
 from dofla.integration.placement import placed_over
 from dofla.integration.student import Student
-from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
 
 BUDGET = 16

@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
+from dofla.feature_maps.layer import LinearAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import rounded
 from dofla.distillation import LOSSES
 from dofla.distillation.losses import attention_kl, l2_loss, output_loss, softmax_loss
-from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.recorder import AttentionCall
 
 HEAD_DIM, SHARE, SCALING = 4, 2, 0.7

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from by_budget import compress, measure_head_budgets
+from dofla.integration.compressed import compressed_plan
+from dofla.plans.head_budgets import HeadBudgets
 
 import dofla
 from dofla.data.facts import Facts
 from dofla.distillation import retrieval
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
-from dofla.integration.compressed import compressed_plan
 from dofla.integration.student import Student
-from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost
 
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
+from dofla.feature_maps.layer import LinearAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import PackedTokens, naive_attention, rounded
 from dofla.feature_maps import FEATURE_MAPS
-from dofla.feature_maps.layer import LinearAttention
 
 HEAD_DIM, VALUE_DIM, SCALING = 5, 3, 0.6
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from arithmetic import LOGITS
+from dofla.feature_maps.layer import LinearAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import make, vectors
@@ -15,7 +16,6 @@ from torch.testing import assert_close
 import dofla
 from dofla.attention import LOG_ZERO
 from dofla.errors import DoflaError
-from dofla.feature_maps.layer import LinearAttention
 from dofla.integration.student import Student
 from dofla.plans.plan import LayerPlan
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from dofla.feature_maps.layer import LinearAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.feature_maps import FEATURE_MAPS
-from dofla.feature_maps.layer import LinearAttention
 
 DIM, SCALING, LENGTH = 8, 0.6, 36
 TIER, SMALL = [(5, 3.0)], [(2, 3.0)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from dofla.plans.compressed import BITS, budget_for, even_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import tier_bytes
 from dofla.errors import DoflaError
-from dofla.plans.compressed import BITS, budget_for, even_counts
 from dofla.plans.hybrid import HeadCost
 
 quick = settings(max_examples=200, deadline=None, derandomize=True)

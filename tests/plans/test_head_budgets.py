@@ -7,11 +7,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from dofla.plans.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
-from dofla.plans.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide
 
 COST = st.floats(-1, 1) | st.floats(-1e-6, 1e-6)
 LAYERS = st.lists(st.tuples(st.lists(COST, min_size=1, max_size=8), st.integers(100, 9_000)), min_size=1, max_size=12)

@@ -6,12 +6,12 @@ import re
 
 import pytest
 from by_budget import size_of
+from dofla.integration.compressed import budget_of, compressed_plan
+from dofla.plans.size import parse_size, size_or_ratio
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.integration.compressed import budget_of, compressed_plan
 from dofla.integration.student import Student
-from dofla.plans.size import parse_size, size_or_ratio
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from by_budget import measure_head_budgets
+from dofla.plans.head_budgets import HeadBudgets
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +27,6 @@ from dofla.integration.checkpoint import ADAPTER, LORA, WEIGHTS, feature_map_ten
 from dofla.integration.record import RECORD
 from dofla.integration.student import Student
 from dofla.plans.curves import Curves
-from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.report import write_report

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 from by_budget import compress, frontier, size_of
+from dofla.integration.compressed import feature_bytes
 
 import dofla
 from dofla.distillation import compressor
 from dofla.errors import DoflaError
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.student import Student
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from by_budget import compress, size_of
+from dofla.plans.head_budgets import HeadBudgets
 
 import dofla
 from dofla.data import TokenWindows
@@ -16,7 +17,6 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.student import Student, is_linearized
 from dofla.plans.curves import Curves
-from dofla.plans.head_budgets import HeadBudgets
 from dofla.plans.hybrid import HeadCost, split
 from dofla.plans.plan import Plan
 from dofla.runs import workshop

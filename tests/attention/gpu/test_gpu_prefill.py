@@ -8,11 +8,11 @@ import pytest
 import torch
 from arithmetic import sum_error
 from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
+from dofla.feature_maps.layer import LinearAttention
 
 from dofla.attention import Coder, Moments
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.drawn import Line, exact_causal
-from dofla.feature_maps.layer import LinearAttention
 
 pytestmark = [needs_device, pytest.mark.interpreter]
 SCALING, DIM, HEADS, GROUPS = 0.2, 32, 2, 2

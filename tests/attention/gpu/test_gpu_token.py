@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
+from dofla.attention.carried import State
+from dofla.feature_maps.layer import LinearAttention
+from dofla.feature_maps.pages import read_pages
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dofla.attention import LOG_ZERO, Moments
-from dofla.attention.carried import State
 from dofla.attention.gpu.operators import _DECODERS, decode, decoders_of
-from dofla.feature_maps.layer import LinearAttention
-from dofla.feature_maps.pages import read_pages
 
 pytestmark = needs_device
 
