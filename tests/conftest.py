@@ -28,9 +28,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dofla import LayerPlan, Plan
+from dofla import Plan
 from dofla.attention import compiled
 from dofla.integration.sites import attention_sites
+from dofla.integration.surgery import convert
+from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan
 from dofla.runs.demo import teacher_path
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -81,12 +83,21 @@ class Tiny:
 
     def plan(self, model: PreTrainedModel, features: int | list[int] = 8, **options) -> Plan:
         """The same features, window, sinks, ... in every layer."""
-        return Plan(
-            [
-                LayerPlan(site.name, site.kv_heads, site.head_dim, site.value_dim, features, **options)
-                for site in attention_sites(model).values()
-            ]
-        )
+        return self._plan(model, FeatureLayer, features=features, **options)
+
+    def compressed_plan(self, model: PreTrainedModel, **sizes) -> Plan:
+        """The same compressed cache of a few tokens in every layer."""
+        few = {"window": 4, "sinks": 2, "newest": 5, "heavy_hitters": 6}
+        return self._plan(model, CompressedLayer, **few | sizes)
+
+    def compressed(self, model: PreTrainedModel, **sizes) -> PreTrainedModel:
+        """The model with such caches, which are not calibrated."""
+        return convert(model, self.compressed_plan(model, **sizes))
+
+    @staticmethod
+    def _plan(model: PreTrainedModel, kind: type[LayerPlan], **fields) -> Plan:
+        sites = attention_sites(model).values()
+        return Plan([kind(x.name, x.kv_heads, x.head_dim, x.value_dim, **fields) for x in sites])
 
     @staticmethod
     def _make(kind: type[PreTrainedModel], config, seed: int) -> PreTrainedModel:

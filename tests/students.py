@@ -5,10 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 import dofla
-
-COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8", "heavy_hitters": 6}
-COMPRESSED |= {"tiers": [[5, 4.0], [4, 3.0]]}
-"""Layers with a compressed cache of a few tokens."""
+from dofla.plans.layers import SoftmaxLayer
+from dofla.plans.plan import Plan
 
 
 def student_of(tiny, kind="llama", **plan) -> PreTrainedModel:
@@ -22,3 +20,11 @@ def reader_of(tiny, kind="llama", **plan) -> PreTrainedModel:
 
 def _linearized(tiny, model, plan) -> PreTrainedModel:
     return dofla.linearize(model, tiny.plan(model, **plan))
+
+
+def keep_softmax(plan, *numbers) -> Plan:
+    """The plan, in which these layers stay softmax."""
+    for n in numbers:
+        own = plan.layers[n]
+        plan.layers[n] = SoftmaxLayer(own.name, own.kv_heads, own.head_dim, own.value_dim)
+    return plan

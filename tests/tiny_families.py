@@ -43,6 +43,7 @@ from transformers import (
 
 import dofla
 from dofla.integration.sites import attention_sites
+from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
 VOCABULARY = 96
 POSITIONS = 512
@@ -152,7 +153,7 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
     for n, site in enumerate(sites):
         shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
         if n in kept or site.linear_time or site.refusal:
-            layers.append(dofla.LayerPlan(*shape, keep_softmax=True))
+            layers.append(SoftmaxLayer(*shape))
             continue
         ragged = [(5, 7, 7, 5)[head] + n for head in range(site.kv_heads)]
         each = {"window": [(3, 6, 6, 0)[head] for head in range(site.kv_heads)]}
@@ -163,7 +164,7 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
             "exact_window": {"features": ragged, "window": POSITIONS},
             "exact_sinks": {"features": ragged, "sinks": POSITIONS},
         }
-        layers.append(dofla.LayerPlan(*shape, **options.get(kind, {"features": 8})))
+        layers.append(FeatureLayer(*shape, **options.get(kind, {"features": 8})))
     return dofla.Plan(layers, model=type(model).__name__)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import typer
 from benches import scripts
-from by_budget import compress
+from sizes import compress
 
 import dofla
 from dofla.integration.cache import cache_bytes
@@ -94,7 +94,7 @@ def test_what_llama_cannot_do_ends_the_run(script, environment, capfd):
 @torch.inference_mode()
 def test_each_has_its_times_and_its_bytes(script, environment, tiny):
     models = {"softmax float32": tiny.llama(), "compressed float32": tiny.llama()}
-    compress(models["compressed float32"], tiny.tokens(1, 64), budget=24, head_budgets="even")
+    compress(models["compressed float32"], tiny.tokens(1, 64), tokens=48, head_budgets="even")
     cache = dofla.serving.read_prompt(models["compressed float32"], tiny.tokens(1, 40))
     names, seconds = {*models, "llama.cpp f16"}, []
     with script.running(sys.executable, 64, ["f16"]) as llama:

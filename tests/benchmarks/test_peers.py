@@ -7,7 +7,7 @@ import torch
 import typer
 from arithmetic import sum_error
 from benches import scripts
-from by_budget import compress
+from sizes import compress
 from transformers import DynamicCache, QuantizedCache
 
 import dofla
@@ -101,7 +101,7 @@ def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_t
     model = tiny.llama(max_position_embeddings=512)
     limit = continuation.limit_of(model, 24)
     texts = {"books": tiny.tokens(2, WRITTEN + 40), "stories": tiny.tokens(1, WRITTEN + 40, seed=1)}
-    student = compress(model, tiny.tokens(2, 48), budget=24, head_budgets="even")
+    student = compress(model, tiny.tokens(2, 48), tokens=48, head_budgets="even")
     found = continuation.student_row("dofla.compress", limit, student, texts)
     assert found.prompt_bytes == found.end_bytes == limit
     loss, _ = continuation.judge_student(student, texts["stories"])

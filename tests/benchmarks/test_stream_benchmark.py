@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from benches import scripts
-from students import COMPRESSED
 from torch.nn.functional import cross_entropy
 
 import dofla
@@ -29,7 +28,7 @@ def stream(module, monkeypatch):
 @pytest.fixture
 def student(tiny):
     model = tiny.llama(max_position_embeddings=64).double()
-    return dofla.linearize(model, tiny.plan(model, **COMPRESSED))
+    return tiny.compressed(model)
 
 
 def read(stream, way, student, ids, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benches import scripts
-from by_budget import compress
+from sizes import compress
 
 import dofla
 
@@ -22,7 +22,7 @@ def timing():
 def found(timing, tiny):
     """Seconds of prompts and of tokens, and bytes, by the name of a memory."""
     model, student = (tiny.llama(head_dim=64, max_position_embeddings=512) for _ in range(2))
-    compress(student, tiny.tokens(2, 64), budget=24, head_budgets="even")
+    compress(student, tiny.tokens(2, 64), tokens=48, head_budgets="even")
     return timing.timed(timing.memories(model, {"ours": student}), LENGTH, repeats=1, new_tokens=1)
 
 
@@ -55,7 +55,7 @@ def test_times_stand_beside_the_softmax_cache_of_their_own_turns(timing):
 def test_the_command_takes_students_by_name_and_folder(timing, tiny, tmp_path, monkeypatch, capsys):
     model = tiny.llama(head_dim=64, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "model")
-    student = compress(model, tiny.tokens(2, 64), budget=24, head_budgets="even")
+    student = compress(model, tiny.tokens(2, 64), tokens=48, head_budgets="even")
     dofla.save_adapter(student, tmp_path / "ours")
     options = {"dtype": "float32", "new_tokens": 1, "repeats": 1}
     timing.main(str(tmp_path / "model"), [f"mine={tmp_path / 'ours'}"], [LENGTH], out=tmp_path / "rows.json", **options)

@@ -45,7 +45,7 @@ def calls_of(student, batch):
 
 def map_of(layer, kv_head):
     """The feature map of a KV head, the heads it is of, and the place of this one among them."""
-    return next((layer.maps[n], x, x.index(kv_head)) for n, x in enumerate(layer.groups) if kv_head in x)
+    return next((x.map, x.heads, x.heads.index(kv_head)) for x in layer.groups if kv_head in x.heads)
 
 
 def real_positions(call, row):
@@ -99,10 +99,8 @@ def far_masses(call, layer):
     """By KV head: (far mass of the teacher, of the student by the same mass nearby, of the student) of each row that
     sees far keys and near ones, in plain loops."""
     found = {kv_head: [] for kv_head in range(call.key.shape[1])}
-    kept = rounded(call.key) if layer.token_dtype == "int8" else call.key
-    exact_tokens = {
-        head: sizes for sizes, heads in zip(layer.exact_tokens, layer.groups, strict=True) for head in heads
-    }
+    kept = rounded(call.key) if layer.groups[0].int8 else call.key
+    exact_tokens = {head: (group.window, group.sinks) for group in layer.groups for head in group.heads}
     groups = call.query.shape[1] // call.key.shape[1]
     with torch.no_grad():
         maps = [map_of(layer, kv_head) for kv_head in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from torch.testing import assert_close
 
 import dofla
@@ -65,9 +65,9 @@ def test_codes_are_measured_over_all_positions_of_a_model_that_rotates_them(tiny
     assert calibration_context(tiny.llama(), windows, 40) == 40
     assert calibration_context(tiny.gpt2(), windows, None) is None
     with pytest.raises(DoflaError, match="context is 40: GPT2LMHeadModel has no rotary positions"):
-        compress(tiny.gpt2(), windows, budget=8, context=40)
+        compress(tiny.gpt2(), windows, tokens=16, context=40)
     with pytest.raises(DoflaError, match="context is 8, less than the windows' 16 tokens"):
-        compress(tiny.llama(), windows, budget=8, context=8)
+        compress(tiny.llama(), windows, tokens=16, context=8)
 
 
 @pytest.mark.parametrize("head_budgets", ["even", "measured"])

@@ -13,6 +13,7 @@ from arithmetic import adam_error, in_float64, sum_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stopping import Stop, base_weights, equal, feature_maps, stop_after, student_of
+from students import keep_softmax
 from transformers import Cache
 
 import dofla
@@ -115,8 +116,7 @@ def test_no_gradient_crosses_layers(tiny):
     for number, name in enumerate(("model.layers.0.self_attn", "model.layers.1.self_attn")):
         model = tiny.llama()
         plan = tiny.plan(model)
-        for layer in plan.layers:
-            layer.keep_softmax = layer.name != name
+        keep_softmax(plan, 1 - number)
         dofla.linearize(model, plan)
         own = Student.of(model).layers[name]
         with torch.no_grad():
@@ -454,6 +454,7 @@ def test_a_model_that_is_not_linearized_is_refused(tiny):
 
 
 def test_a_plan_without_linear_layers_has_nothing_to_train(tiny):
-    student = student_of(tiny, keep_softmax=True)
+    student = tiny.llama()
+    dofla.linearize(student, keep_softmax(tiny.plan(student), 0, 1))
     with pytest.raises(DoflaError, match="nothing to train"):
         distill(student, tiny.tokens(WINDOWS, LENGTH))

@@ -15,6 +15,7 @@ import torch
 from arithmetic import LOGITS
 from safetensors.torch import load_file, save_file
 from stopping import Stop, base_weights, equal, feature_maps, stop_after
+from students import keep_softmax
 from torch.testing import assert_close
 from transformers import BertConfig, BertLMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -22,7 +23,7 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.distillation import distill_end_to_end, objective
 from dofla.distillation.checkpoint import CURVES, STATE
-from dofla.distillation.objective import Objective, hidden_windows
+from dofla.distillation.objective import Objective
 from dofla.distillation.trainable import trainable
 from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
@@ -254,31 +255,6 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path,
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("token_dtype", ["model", "int8"])
-def test_window_dropout_hides_the_window_in_some_steps(tiny, tmp_path, token_dtype):
-    student, seen = student_of(tiny, features=8, window=[3, 2], sinks=[1, 0], token_dtype=token_dtype), []
-    layers = Student.of(student).layers
-    first = layers["model.layers.0.self_attn"]
-    hook = first.register_forward_pre_hook(lambda *_: seen.append(first.exact_tokens))
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    options = {"window_dropout": 0.5, "gradient_checkpointing": True, "folder": tmp_path}
-    distill_end_to_end(student, tokens, steps=12, batch_size=1, **options)
-    hook.remove()
-    steps = list(zip(seen[-24::2], seen[-23::2], strict=True))  # the second call is the backward's
-    assert all(first == again for first, again in steps)
-    assert {tuple(exact) for exact, _ in steps} == {((3, 1), (2, 0)), ((0, 0), (0, 0))}
-    assert all(layer.exact_tokens == [(3, 1), (2, 0)] for layer in layers.values())
-    # Features alone, in groups of heads as they are in the student.
-    bare = student_of(tiny, features=8, window=[3, 2], sinks=[1, 0])
-    for name, layer in Student.of(bare).layers.items():
-        layer.load_state_dict(layers[name].state_dict())
-        layer.sizes = [(features, 0, 0) for features, _, _ in layer.sizes]
-    dofla.merge_lora(bare, tmp_path / "lora")
-    with hidden_windows(student):
-        assert torch.equal(logits(student, tokens), logits(bare, tokens))
-    assert not torch.equal(logits(student, tokens), logits(bare, tokens))
-
-
 def test_layers_made_again_change_no_number(tiny):
     tokens = tiny.tokens(WINDOWS, LENGTH)
     runs = []
@@ -385,7 +361,7 @@ def test_students_it_cannot_train_are_refused(tiny, monkeypatch):
     with pytest.raises(DoflaError, match="not linearized"):
         distill_end_to_end(tiny.llama(), tokens)
     with pytest.raises(DoflaError, match="nothing to train"):
-        distill_end_to_end(student_of(tiny, keep_softmax=True), tokens)
+        distill_end_to_end(dofla.linearize(model := tiny.llama(), keep_softmax(tiny.plan(model), 0, 1)), tokens)
     with pytest.raises(DoflaError, match="windows of one token"):
         distill_end_to_end(student_of(tiny), tokens[:, :1])
     student = student_of(tiny)
@@ -438,12 +414,3 @@ def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypa
     assert again["language"] == whole["language"]
     with pytest.raises(DoflaError, match=r"student Whole is end_to_end, and end_to_end\.steps is 0"):
         Recipe.from_dict(data | {"end_to_end": {}})
-
-
-@pytest.mark.parametrize("train", [dofla.distill, distill_end_to_end])
-def test_tiers_get_their_directions_before_training(tiny, train):
-    student = student_of(tiny, features=4, window=2, tiers=[[4, 3.0]])
-    coders = [layer.coded_tiers["0"].key for layer in Student.of(student).layers.values()]
-    assert not any(coder.is_calibrated for coder in coders)
-    train(student, tiny.tokens(4, 16), steps=1, progress=False)
-    assert all(coder.is_calibrated for coder in coders)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from students import student_of
+from students import keep_softmax, student_of
 
 import dofla
 from dofla.attention import rounded
@@ -28,17 +28,17 @@ def by_hand(student, batch):
         layer, length = layers[name], call.key.shape[2]
         share = call.query.shape[1] // call.key.shape[1]
         query = call.query.double()
-        ours = [rounded(x) if layer.keeps_eight_bits else x for x in (call.key, call.value)]
+        ours = [rounded(x) if layer.groups[0].int8 else x for x in (call.key, call.value)]
         key, value, our_key, our_value = (
             x.double().repeat_interleave(share, dim=1) for x in (call.key, call.value, *ours)
         )
         exact, approximate = (call.scaling * query @ x.mT for x in (key, our_key))
         distance = torch.arange(length)[:, None] - torch.arange(length)
-        for feature_map, group, (window, _) in zip(layer.maps, layer.groups, layer.exact_tokens, strict=True):
-            heads = [head * share + n for head in group for n in range(share)]
-            a = feature_map.log_query(call.query[:, heads], call.scaling).double()
-            b = feature_map.log_key(ours[0][:, group], call.scaling).double().repeat_interleave(share, dim=1)
-            near = (distance if call.causal else distance.abs()) < window
+        for group in layer.groups:
+            heads = [head * share + n for head in group.heads for n in range(share)]
+            a = group.map.log_query(call.query[:, heads], call.scaling).double()
+            b = group.map.log_key(ours[0][:, group.heads], call.scaling).double().repeat_interleave(share, dim=1)
+            near = (distance if call.causal else distance.abs()) < group.window
             features = torch.logsumexp(a.unsqueeze(-2) + b.unsqueeze(-3), dim=-1)
             approximate[:, heads] = torch.where(near, approximate[:, heads], features)
         real = torch.ones(len(query), length) if call.weight is None else call.weight.double()
@@ -106,7 +106,7 @@ def test_exact_attention_is_perfectly_faithful(tiny, kind, plan):
 def test_only_linear_layers_are_compared(tiny):
     model = tiny.llama()
     plan = tiny.plan(model)
-    plan.layers[0].keep_softmax = True
+    keep_softmax(plan, 0)
     dofla.linearize(model, plan)
     figures = attention_fidelity(Student.of(model), TokenWindows.of(tiny.tokens(2, LENGTH)))
     assert list(figures) == ["model.layers.1.self_attn"]

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from by_budget import compress, measure_head_budgets
 from dofla.distillation.compressor import COPY_WEIGHT, Compressor, _repeated
 from dofla.integration.compressed import compressed_plan
 from dofla.integration.directions import measure_directions
 from dofla.plans.head_budgets import HeadBudgets
+from sizes import compress, measure_head_budgets
 
 import dofla
 from dofla.distillation.objective import Objective
@@ -210,7 +210,7 @@ def test_a_memory_that_would_hold_the_windows_is_not_what_shares_are_measured_wi
     small, large = (measure_head_budgets(model, tokens, budget) for budget in (16, 64))
     assert small.made_by["size"] == MOST
     assert large.made_by["size"] == 64 * 64 // held[1] * MOST // BUDGET
-    assert Student.of(compress(model, tokens, budget=64)).plan.made_by == {
+    assert Student.of(compress(model, tokens, tokens=128)).plan.made_by == {
         "strategy": "compressed",
         "size": 4 * MOST,
         "head_budgets": large.layers,

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from dofla.feature_maps.layer import LinearAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,8 @@ from dofla.attention import rounded
 from dofla.distillation import LOSSES
 from dofla.distillation.losses import attention_kl, l2_loss, output_loss, softmax_loss
 from dofla.integration.recorder import AttentionCall
+from dofla.layers import layer_of
+from dofla.plans.layers import FeatureLayer
 
 HEAD_DIM, SHARE, SCALING = 4, 2, 0.7
 
@@ -61,7 +62,8 @@ def make_call(
 def make_layer(features, seed=0, dim=HEAD_DIM, window=0, sinks=0, token_dtype="model"):
     """``window`` and ``sinks`` of all heads, or the first of a list for each."""
     window, sinks = (x[: len(features)] if isinstance(x, list) else x for x in (window, sinks))
-    layer = LinearAttention("prf", features, dim, window, sinks, token_dtype).double()
+    options = {"features": features, "window": window, "sinks": sinks, "token_dtype": token_dtype}
+    layer = layer_of(FeatureLayer("", len(features), dim, dim, **options)).double()
     layer.reset_parameters(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for feature_map in layer.maps:
@@ -76,30 +78,29 @@ def all_rows(call):
 def pairs_by_loops(call, layer, rows):
     """(batch, query head, row) → [(teacher's score, student's score) of each visible key], real rows only."""
     length = call.query.shape[-2]
-    place = {head: (n, group.index(head)) for n, group in enumerate(layer.groups) for head in group}
-    kept = rounded(call.key) if layer.keeps_eight_bits else call.key
+    place = {head: (group, group.heads.index(head)) for group in layer.groups for head in group.heads}
+    kept = rounded(call.key) if layer.groups[0].int8 else call.key
     result = {}
     for b, h, i in itertools.product(range(len(call.query)), range(call.query.shape[1]), rows.tolist()):
         real = [True] * length if call.weight is None else call.weight[b].bool().tolist()
         if not real[i]:
             continue
         kv_head = h // SHARE
-        n, m = place[kv_head]
-        window, sinks = layer.exact_tokens[n]
+        group, m = place[kv_head]
         scores = []
         for j in range(length):
             if not real[j] or (call.causal and j > i):
                 continue
             q, k = call.query[b, h, i], call.key[b, kv_head, j]
             exact, k = call.scaling * torch.dot(q, k).item(), kept[b, kv_head, j]
-            z, alpha = layer.maps[n].z[m].detach(), layer.maps[n].log_alpha[m].detach().exp()
+            z, alpha = group.map.z[m].detach(), group.map.log_alpha[m].detach().exp()
             root = math.sqrt(call.scaling)
             kernel = sum(
                 alpha[f] / len(z) * torch.exp(root * z[f] @ (q + k) - call.scaling * (q @ q + k @ k) / 2)
                 for f in range(len(z))
             )
-            near = (sum(real[j:i]) if call.causal else abs(i - j)) < window  # padding between takes no place
-            sink = sum(real[:j]) < sinks
+            near = (sum(real[j:i]) if call.causal else abs(i - j)) < group.window  # padding between takes no place
+            sink = sum(real[:j]) < group.sinks
             scores.append((exact, call.scaling * torch.dot(q, k).item() if near or sink else kernel.log().item()))
         result[b, h, i] = scores
     return result

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from stopping import Stop, equal, feature_maps, stop_after, student_of
+from students import keep_softmax
 from torch.testing import assert_close
 
 import dofla
@@ -92,7 +93,7 @@ def test_it_is_the_last_steps_that_see_own_inputs(tiny, seen, share, own):
 def test_layers_kept_softmax_stay_softmax_on_the_way(tiny, seen):
     model = tiny.llama(num_hidden_layers=3)
     plan = tiny.plan(model)
-    plan.layers[0].keep_softmax = True
+    keep_softmax(plan, 0)
     student = dofla.linearize(model, plan)
     distill(student, tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=1, own_inputs=1)
     (teacher, call), (later_teacher, later_call) = seen

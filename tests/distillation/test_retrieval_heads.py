@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress, measure_head_budgets
 from dofla.integration.compressed import compressed_plan
 from dofla.plans.head_budgets import HeadBudgets
+from sizes import compress, measure_head_budgets
 
 import dofla
 from dofla.data.facts import Facts

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from students import keep_softmax
 from torch.testing import assert_close
 
 import dofla
@@ -148,8 +149,7 @@ def test_tokens_of_a_half_precision_model_cost_half_unless_they_are_kept_in_eigh
 def alone(model, plan, states, name):
     """The student in which only the layer ``name`` is linear, with its trained features."""
     plan = copy.deepcopy(plan)
-    for layer in plan.layers:
-        layer.keep_softmax = layer.name != name
+    keep_softmax(plan, *(n for n, layer in enumerate(plan.layers) if layer.name != name))
     student = dofla.linearize(copy.deepcopy(model), plan)
     Student.of(student).layers[name].load_state_dict(states[name])
     return student

@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 import torch
-from by_budget import compress
-from students import student_of
+from sizes import compress
+from students import keep_softmax, student_of
 
 import dofla
 from dofla.data import TokenWindows
@@ -119,7 +119,7 @@ def evaluation(interval, state=136):
 
 
 def test_attention_that_lets_tokens_go_has_no_column_of_infinities(tiny):
-    model = compress(tiny.llama(), tiny.tokens(2, 48), budget=4, head_budgets="even")
+    model = compress(tiny.llama(), tiny.tokens(2, 48), tokens=8, head_budgets="even")
     figures = dofla.evaluate(model, tiny.tokens(2, 128), batch_size=2)
     text = figures.table(layers=True)
     assert "∞" not in text
@@ -153,7 +153,7 @@ def test_an_encoder_runs_in_batches_of_the_size_asked_for(tiny):
 def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
     model = tiny.llama()
     plan = tiny.plan(model, features=[6, 4], window=2, sinks=1)
-    plan.layers[1].keep_softmax = True
+    keep_softmax(plan, 1)
     plan.made_by = {"strategy": "by hand"}
     dofla.linearize(model, plan)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from by_budget import compress
 from family_models import POSITIONS
+from sizes import compress
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel

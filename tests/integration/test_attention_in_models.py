@@ -7,7 +7,7 @@ from tiny_families import CAUSAL, own_student, student, teacher, tokens
 from torch.testing import assert_close
 
 from dofla.attention import naive_attention, rounded
-from dofla.integration.interface import linear_attention
+from dofla.integration.interface import dofla_attention
 from dofla.integration.recorder import recording
 from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student
@@ -45,22 +45,20 @@ def calls(model):
 
 def oracle(layer, query, key, value, scaling, weight, causal, **_):
     """Head by head, in float64."""
-    if layer.keeps_eight_bits:
+    if layer.groups[0].int8:
         key, value = rounded(key), rounded(value)
     share = query.shape[1] // key.shape[1]
     outputs = []
     for head in range(query.shape[1]):
-        number = next(n for n, group in enumerate(layer.groups) if head // share in group)
-        group, feature_map = layer.groups[number], layer.maps[number]
-        place = group.index(head // share)
+        group = next(group for group in layer.groups if head // share in group.heads)
+        place = group.heads.index(head // share)
         q, k, v = (t[:, [n]].double() for t, n in ((query, head), (key, head // share), (value, head // share)))
         a, b = (
-            log_features(x.expand(-1, len(group), -1, -1), scaling)[:, [place]]
-            for log_features, x in ((feature_map.log_query, q), (feature_map.log_key, k))
+            log_features(x.expand(-1, len(group.heads), -1, -1), scaling)[:, [place]]
+            for log_features, x in ((group.map.log_query, q), (group.map.log_key, k))
         )
-        window, sinks = layer.exact_tokens[number]
         options = {"query": q, "key": k, "scaling": scaling, "weight": weight, "causal": causal}
-        outputs.append(naive_attention(a, b, v, window=window, sinks=sinks, **options))
+        outputs.append(naive_attention(a, b, v, window=group.window, sinks=group.sinks, **options))
     return torch.cat(outputs, 1)
 
 
@@ -75,7 +73,7 @@ def test_each_layer_gives_what_the_oracle_gives(family, kind):
         site = sites[name]
         assert (kwargs["scaling"], kwargs["causal"]) == (site.scaling, site.causal)
         assert (kwargs["weight"] is None) == (family == "vit" or ("decoder" in name and family == "bart"))
-        assert len({sizes[1:] for sizes in Student.of(model).layers[name].sizes}) > 1
+        assert len({(group.window, group.sinks) for group in Student.of(model).layers[name].groups}) > 1
         expected = oracle(Student.of(model).layers[name], query, key, value, **kwargs)
         if kwargs["causal"] and kwargs["weight"] is not None:  # padded queries get nothing
             expected = expected * kwargs["weight"][:, None, :, None]
@@ -111,8 +109,8 @@ def test_a_family_that_passes_no_scaling_gets_the_customary_one():
     module = student("llama", "ragged").model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
-    expected, _ = linear_attention(module, query, key, value, None, scaling=8**-0.5)
-    assert_close(linear_attention(module, query, key, value, None)[0], expected, rtol=0, atol=0)
+    expected, _ = dofla_attention(module, query, key, value, None, scaling=8**-0.5)
+    assert_close(dofla_attention(module, query, key, value, None)[0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["exact_window", "exact_sinks"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from tiny_families import teacher, tokens
 from transformers import DynamicCache
 
@@ -17,7 +17,7 @@ from dofla.integration.student import Student
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
 
-def compressed(model, budget=24):
+def compressed(model, tokens=48):
     return compress(model, tokens(4, 48), budget=budget, head_budgets="even")
 
 
@@ -74,7 +74,7 @@ def test_a_text_that_goes_on_from_a_state_passes_gradients_through_its_codes():
 
 @pytest.mark.parametrize(("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)])
 def test_trained_end_to_end_it_comes_closer(family, checkpointing):
-    student, windows = compressed(teacher(family), budget=8), TokenWindows.of(tokens(8, 90))
+    student, windows = compressed(teacher(family), tokens=16), TokenWindows.of(tokens(8, 90))
 
     def divergence():
         return next_token_figures(student, windows, batch_size=8)["kl"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from arithmetic import LOGITS, sum_error
-from by_budget import compress
+from sizes import compress
 from tiny_families import teacher, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -29,7 +29,7 @@ def model(request):
     return teacher(request.param).double()
 
 
-def compressed(model, budget=24):
+def compressed(model, tokens=48):
     return compress(model, tokens(4, 48), budget=budget, head_budgets="even")
 
 
@@ -159,11 +159,11 @@ def test_refusals(tiny):
     with pytest.raises(DoflaError, match="is bidirectional: an encoder keeps no tokens, linearize it instead"):
         dofla.compress(tiny.bert(), tiny.tokens(2, 16))
     with pytest.raises(DoflaError, match=r"size 160 bytes is too small .*: give \d+ bytes or more"):
-        compress(tiny.llama(), tiny.tokens(2, 16), budget=1)
+        compress(tiny.llama(), tiny.tokens(2, 16), tokens=2)
     with pytest.raises(
         DoflaError, match=r"size 640 bytes is too small for measured head budgets, the least of which is 0\.71"
     ):
-        compress(tiny.llama(), tiny.tokens(2, 16), budget=4)
+        compress(tiny.llama(), tiny.tokens(2, 16), tokens=8)
     odd = tiny.llama(head_dim=12)
     with pytest.raises(DoflaError, match="heads of 12 and 12 numbers: a compressed cache needs multiples of 8"):
         dofla.compress(odd, tiny.tokens(2, 16))
@@ -180,7 +180,7 @@ def test_refusals(tiny):
 @torch.no_grad()
 def test_kernels_do_what_plain_torch_does(tiny, dtype, monkeypatch):
     # One layer, so that no rounding reaches what is coded.
-    student = compress(tiny.llama(num_hidden_layers=1).to(dtype), tiny.tokens(4, 48), budget=24, head_budgets="even")
+    student = compress(tiny.llama(num_hidden_layers=1).to(dtype), tiny.tokens(4, 48), tokens=48, head_budgets="even")
     batch = tiny.padded(3, 120, side="left")
 
     def read():

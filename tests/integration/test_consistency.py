@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from tiny_families import CAUSAL, own_student, plan_for, teacher, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -84,8 +84,8 @@ def llama(*kinds, layers=3):
 
 MAKE = {
     "linearize": lambda model, **options: dofla.linearize(model, plan_for(model, **options)),
-    "compress": lambda model: compress(model, tokens(12, 64), budget=24, head_budgets="even"),
-    "compress_measured": lambda model: compress(model, tokens(12, 64), budget=48),
+    "compress": lambda model: compress(model, tokens(12, 64), tokens=48, head_budgets="even"),
+    "compress_measured": lambda model: compress(model, tokens(12, 64), tokens=96),
 }
 
 
@@ -177,7 +177,7 @@ def test_a_trial_leaves_no_trace(training):
 def test_a_trial_costs_what_some_dozen_tokens_do():
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True))
-    student = dofla.linearize(model.eval(), budget=64)
+    student = dofla.linearize(model.eval(), tokens=128)
     with FlopCounterMode(display=False) as trial:
         check_consistency(student, lambda: dofla.softmax(student))
     with FlopCounterMode(display=False) as token, torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import dofla
@@ -45,7 +45,7 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
     with torch.no_grad():
         before = model(input_ids=ids, decoder_input_ids=ids).logits
     student = compress(
-        model, tiny.tokens(6, 64, seed=1) % 90 + 3, budget=24, head_budgets=head_budgets, keep_softmax=to_keep(model)
+        model, tiny.tokens(6, 64, seed=1) % 90 + 3, tokens=48, head_budgets=head_budgets, keep_softmax=to_keep(model)
     )
     assert len(Student.of(student).layers) == 2
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -58,12 +58,12 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
 
 def test_where_all_is_kept_nothing_is_left(model, tiny):
     with pytest.raises(dofla.DoflaError, match="no layer is left to linearize"):
-        compress(model, tiny.tokens(6, 64), budget=24, keep_softmax=list(attention_sites(model)))
+        compress(model, tiny.tokens(6, 64), tokens=48, keep_softmax=list(attention_sites(model)))
 
 
 @torch.no_grad()
 def test_a_decoder_that_writes_more_than_the_encoder_read_sees_its_padding(model, tiny):
-    compress(model, tiny.tokens(6, 64) % 90 + 3, budget=24, head_budgets="even", keep_softmax=to_keep(model))
+    compress(model, tiny.tokens(6, 64) % 90 + 3, tokens=48, head_budgets="even", keep_softmax=to_keep(model))
     ids, written = tiny.tokens(1, 9) % 90 + 3, tiny.tokens(1, 20, seed=1) % 90 + 3
     mask = (torch.arange(14) < 9).long()[None]
     padded = model(torch.nn.functional.pad(ids, (0, 5)), attention_mask=mask, decoder_input_ids=written).logits

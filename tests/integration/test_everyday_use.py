@@ -106,7 +106,8 @@ def test_a_state_has_the_bytes_the_plan_says(family, kind):
     model = student(family, kind)
     plan = Student.of(model).plan
     # Each group of heads keeps a weight for every exact token beside keys and values.
-    weights = 4 * sum(sum(exact) for layer in Student.of(model).layers.values() for exact in layer.exact_tokens)
+    groups = [group for layer in Student.of(model).layers.values() for group in layer.groups]
+    weights = 4 * sum(group.window + group.sinks for group in groups)
     expected = plan.state_bytes(model.dtype) + weights + wider_means(model)
     assert bytes_of_states(model, tokens(1, 30)) == expected
     assert bytes_of_states(model, tokens(3, 300)) == 3 * expected

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from by_budget import compress
 from huggingface_hub import ModelCard
+from sizes import compress
 from tiny_families import own_student, plan_for, student, teacher, tokens
 from transformers import AutoModelForCausalLM
 
@@ -116,7 +116,7 @@ def test_the_plan_is_a_few_lines(tmp_path):
 
 
 def test_a_compressed_cache_is_named_so(tmp_path):
-    model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets="even")
+    model = compress(teacher("llama"), tokens(4, 48), tokens=48, head_budgets="even")
     text = text_of(saved(model, tmp_path, "standalone"))
     assert "with a compressed key-value cache" in text
     assert "linear attention" not in text
@@ -137,7 +137,7 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
 
 def test_shares_of_kv_heads_are_one_line(tmp_path):
     head_budgets = dofla.HeadBudgets({"model.layers.0.self_attn": [0.75, 1.5], "model.layers.1.self_attn": [1.0, 0.75]})
-    model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets=head_budgets)
+    model = compress(teacher("llama"), tokens(4, 48), tokens=48, head_budgets=head_budgets)
     text = text_of(saved(model, tmp_path, "standalone"))
     words = "Made with strategy compressed, size 3.8 KiB, KV heads have 0.75 to 1.50 times the bytes of an even split."
     assert words in text
@@ -145,7 +145,7 @@ def test_shares_of_kv_heads_are_one_line(tmp_path):
 
 
 def test_positions_that_a_memory_was_made_for_are_said(tmp_path):
-    model = compress(teacher("llama"), tokens(4, 48), budget=24, head_budgets="even", context=48)
+    model = compress(teacher("llama"), tokens(4, 48), tokens=48, head_budgets="even", context=48)
     assert "calibrated for a context of 48 tokens" in text_of(saved(model, tmp_path, "standalone"))
 
 
@@ -226,7 +226,7 @@ def test_the_license_is_that_of_the_base_model(card, config, expected, base, tmp
 
 @pytest.mark.parametrize("kind", ["adapter", "standalone"])
 def test_students_of_the_bundled_teacher_have_its_license(kind, tmp_path):
-    student = dofla.linearize(load_teacher("demo")[0], budget=4)
+    student = dofla.linearize(load_teacher("demo")[0], tokens=8)
     assert front_matter(saved(student, tmp_path / "out", kind))["license"] == "apache-2.0"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -89,7 +89,7 @@ def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
 def test_a_family_writes_with_a_memory_that_fades_and_is_given_back(model, tiny):
     ids = tiny.tokens(1, 60)
     before = model(ids).logits
-    student = compress(model, tiny.tokens(6, 64, seed=1), budget=24, head_budgets="even")
+    student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, head_budgets="even")
     after, cache = student(ids).logits, DynamicCache(config=student.config)
     pieces = [student(part, past_key_values=cache).logits for part in ids.split([40, 1, 1, 18], dim=1)]
     assert torch.allclose(torch.cat(pieces, 1), after, atol=1e-4 * after.abs().max())
@@ -121,7 +121,7 @@ def test_a_model_that_sees_remembers_what_it_saw(tiny):
     ids[0, 2:18] = IMAGE
     pictures = [torch.full((1, 3, 32, 32), light) for light in (-1.0, 1.0)]
     dark, bright = (model(input_ids=ids, pixel_values=picture).logits for picture in pictures)
-    student = compress(model, tiny.tokens(6, 64, seed=1) % IMAGE, budget=24, head_budgets="even")
+    student = compress(model, tiny.tokens(6, 64, seed=1) % IMAGE, tokens=48, head_budgets="even")
     answers = [student(input_ids=ids, pixel_values=picture).logits for picture in pictures]
     assert (answers[1] - bright).norm() < (answers[1] - dark).norm()
     assert (answers[0] - dark).norm() < (answers[0] - bright).norm()
@@ -134,7 +134,7 @@ def test_pictures_whose_parts_see_each_other_are_refused_and_text_is_not(tiny):
     text = CONFIG_MAPPING["gemma3_text"](**SIZES | SLIDING)
     vision = CONFIG_MAPPING["siglip_vision_model"](**VISION)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE)
-    student = compress(seeing(config), tiny.tokens(6, 64) % IMAGE, budget=24, head_budgets="even")
+    student = compress(seeing(config), tiny.tokens(6, 64) % IMAGE, tokens=48, head_budgets="even")
     ids = tiny.tokens(1, 60) % IMAGE
     assert student(input_ids=ids).logits.isfinite().all()
     ids[0, 2:6] = IMAGE
@@ -151,7 +151,7 @@ def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
         model = MllamaForCausalLM(config).eval()
     ids = tiny.tokens(2, 60)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    student = compress(model, tiny.tokens(6, 64, seed=1), budget=24, head_budgets="even")
+    student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, head_budgets="even")
     assert len(Student.of(student).layers) == 3
     assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
 
@@ -164,7 +164,7 @@ def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval().double()
-    student = compress(model, tiny.tokens(6, 128, seed=1), budget=48, head_budgets=head_budgets)
+    student = compress(model, tiny.tokens(6, 128, seed=1), tokens=96, head_budgets=head_budgets)
     kept = {layer.name: layer.keep_softmax for layer in Student.of(student).plan.layers}
     assert kept == {f"model.layers.{n}.self_attn": n != 1 for n in (1, 3, 5)}
     ids, cache = tiny.tokens(2, 120), DynamicCache(config=student.config)
@@ -200,5 +200,5 @@ def test_heads_that_do_nothing_fade_like_others(projection, head_budgets, tiny):
         (weight[:, :16] if projection == "o_proj" else weight[: len(weight) // 2]).zero_()  # the first KV head's
         ids = tiny.tokens(2, 60)
         before = model(ids).logits
-        student = compress(model, tiny.tokens(6, 128, seed=1), budget=48, head_budgets=head_budgets)
+        student = compress(model, tiny.tokens(6, 128, seed=1), tokens=96, head_budgets=head_budgets)
         assert (student(ids).logits - before).norm() < 0.1 * before.norm()

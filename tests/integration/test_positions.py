@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from tiny_families import teacher, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, WhisperConfig, WhisperForCausalLM
 
@@ -45,7 +45,7 @@ def test_shares_are_measured_within_the_positions_that_there_are(family):
     with pytest.raises(dofla.DoflaError, match=r"129 tokens, and .* has 128 positions"):
         check_readable(model, torch.full((1, 129), 4), "it")
     assert model(ids.view(3, 128)).logits.isfinite().all()
-    student = compress(model, ids, budget=48)
+    student = compress(model, ids, tokens=96)
     assert {layer.positions for layer in Student.of(student).layers.values()} == {128}
     assert student(ids.view(3, 128)).logits.isfinite().all()
 

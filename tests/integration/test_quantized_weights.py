@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from transformers import AutoModelForCausalLM, QuantoConfig
 
 import dofla
@@ -23,7 +23,7 @@ def test_quantized_weights_stay_quantized_and_are_not_saved_beside_a_plan(base, 
     ids, quantized = tiny.tokens(1, 60), QuantoConfig(weights="int8")
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
     before, own = model(ids).logits, (model.hf_quantizer, model.config.quantization_config)
-    student = compress(model, tiny.tokens(6, 48), budget=24)
+    student = compress(model, tiny.tokens(6, 48), tokens=48)
     answer = student(ids).logits
     for part in (student, student.model):  # the body has the same weights
         with pytest.raises(DoflaError, match=r"the weights are quantized \(quanto\).*dofla.save_adapter"):

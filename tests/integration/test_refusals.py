@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from by_budget import compress, measure_head_budgets
+from sizes import compress, measure_head_budgets
 from tiny_families import own_student, plan_for, student, teacher, tokens
 from transformers import (
     LlamaForCausalLM,
@@ -68,7 +68,7 @@ def test_a_model_that_needs_masks_of_its_own_is_refused():
     with pytest.raises(
         dofla.DoflaError, match="DeepseekV32ForCausalLM does not run without attention masks of its own"
     ):
-        compress(model, tokens(12, 32), budget=24)
+        compress(model, tokens(12, 32), tokens=48)
     assert torch.equal(model(tokens(2, 32)).logits, before)
 
 
@@ -87,10 +87,10 @@ def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [
-    lambda model: compress(model, tokens(12, 32), budget=24),
-    lambda model: compress(model, tokens(12, 32), budget=24, head_budgets="even"),
-    lambda model: dofla.linearize(model, budget=8),
-    lambda model: dofla.measure_curves(model, tokens(12, 32), budget=8),
+    lambda model: compress(model, tokens(12, 32), tokens=48),
+    lambda model: compress(model, tokens(12, 32), tokens=48, head_budgets="even"),
+    lambda model: dofla.linearize(model, tokens=16),
+    lambda model: dofla.measure_curves(model, tokens(12, 32), tokens=16),
     lambda model: measure_head_budgets(model, tokens(12, 32), 24),
 ])  # fmt: skip
 def test_where_all_windows_are_bounded_nothing_is_begun(make):
@@ -106,7 +106,7 @@ def test_where_all_windows_are_bounded_nothing_is_begun(make):
 def test_opened_without_its_window_such_a_model_is_linearized():
     config = copy.deepcopy(teacher("mistral_sliding").config)
     config.sliding_window = None
-    model = compress(MistralForCausalLM(config).eval(), tokens(12, 32), budget=24, head_budgets="even")
+    model = compress(MistralForCausalLM(config).eval(), tokens(12, 32), tokens=48, head_budgets="even")
     assert len(Student.of(model).plan.layers) == 2
 
 
@@ -132,10 +132,10 @@ def test_a_budget_of_linearize_is_a_number():
 
 
 def test_within_inference_mode_students_are_made_as_ever():
-    outside = compress(teacher("llama"), tokens(12, 64), budget=48)
+    outside = compress(teacher("llama"), tokens(12, 64), tokens=96)
     model = teacher("llama")
     with torch.inference_mode():
-        inside = compress(model, tokens(12, 64), budget=48)
+        inside = compress(model, tokens(12, 64), tokens=96)
     assert Student.of(inside).plan == Student.of(outside).plan
     assert torch.equal(inside(tokens(1, 60)).logits, outside(tokens(1, 60)).logits)
     assert not any(x.is_inference() for x in (*inside.parameters(), *inside.buffers()))
@@ -145,13 +145,13 @@ def test_a_model_made_within_inference_mode_has_no_gradients_to_measure_with():
     with torch.inference_mode():
         model = copy.deepcopy(teacher("llama"))
     with pytest.raises(dofla.DoflaError, match=r"made within torch\.inference_mode\(\).*or give head_budgets='even'"):
-        compress(model, tokens(12, 64), budget=48)
+        compress(model, tokens(12, 64), tokens=96)
 
 
 @pytest.mark.parametrize("make", [
-    lambda model: compress(model, tokens(12, 64), budget=24),
-    lambda model: compress(model, tokens(12, 64), budget=24, head_budgets="even"),
-    lambda model: dofla.linearize(model, budget=24),
+    lambda model: compress(model, tokens(12, 64), tokens=48),
+    lambda model: compress(model, tokens(12, 64), tokens=48, head_budgets="even"),
+    lambda model: dofla.linearize(model, tokens=48),
     lambda model: dofla.profile(model, tokens(2, 16)),
 ])  # fmt: skip
 def test_a_layer_without_an_entry_of_its_own_is_refused(make):
@@ -171,7 +171,7 @@ def test_a_model_with_several_tokens_at_a_place_is_refused():
     )
     model = MusicgenForCausalLM(config).eval()
     with pytest.raises(dofla.DoflaError, match="MusicgenForCausalLM reads several tokens at each place"):
-        compress(model, tokens(12, 64), budget=24)
+        compress(model, tokens(12, 64), tokens=48)
 
 
 def test_whatever_fails_without_its_own_masks_is_refused(monkeypatch):
@@ -186,7 +186,7 @@ def test_whatever_fails_without_its_own_masks_is_refused(monkeypatch):
 
     monkeypatch.setattr(attention, "forward", asks_for_a_mask)
     with pytest.raises(dofla.DoflaError, match=r"does not run without attention masks of its own .*'shape'"):
-        dofla.linearize(model, budget=8)
+        dofla.linearize(model, tokens=16)
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon"])

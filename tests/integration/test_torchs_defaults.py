@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress, frontier
+from sizes import compress, frontier
 
 import dofla
 from dofla.integration.student import Student
 
 
 def compressed(model, samples):
-    return Student.of(compress(model, samples, budget=24)).plan.to_dict()
+    return Student.of(compress(model, samples, tokens=48)).plan.to_dict()
 
 
 def features(model, samples):
-    student = dofla.linearize(model, budget=24)
+    student = dofla.linearize(model, tokens=48)
     losses = [dofla.distill(student, samples, steps=2, batch_size=2).losses]
     losses += [dofla.distill_end_to_end(student, samples, steps=2, batch_size=2).losses]
     return [x.tolist() for x in losses], dofla.evaluate(student, samples).to_dict()
@@ -30,7 +30,7 @@ def judged(model, samples):
 
 
 def written(model, samples):
-    student = compress(model, samples, budget=24, head_budgets="even")
+    student = compress(model, samples, tokens=48, head_budgets="even")
     options = {"attention_mask": torch.ones_like(samples), "max_new_tokens": 4, "do_sample": False}
     return student.generate(samples, **options).tolist(), dofla.serving.Stream(student).read(samples).tolist()
 

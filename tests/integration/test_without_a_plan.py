@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from students import keep_softmax
 from tiny_families import POSITIONS, own_student, plan_for, teacher, tokens
 from torch.testing import assert_close
 from untouched import everything
@@ -143,7 +144,7 @@ def test_only_the_named_layers_are_linear(family):
         plan = even_plan(teacher(family), 4)
         for n, own in enumerate(plan.layers):
             if own.name not in chosen:
-                plan.layers[n] = dofla.LayerPlan(own.name, own.kv_heads, own.head_dim, own.value_dim, keep_softmax=True)
+                keep_softmax(plan, n)
         expected = dofla.linearize(teacher(family), plan)
         for name, layer in Student.of(expected).layers.items():
             layer.load_state_dict(Student.of(model).layers[name].state_dict())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_budget import compress
 from peft import LoraConfig, get_peft_model
+from sizes import compress
 from torch import nn
 
 import dofla
@@ -31,10 +31,10 @@ WRAPPED = {
 @pytest.mark.parametrize("how", WRAPPED)
 def test_a_wrapped_model_is_linearized_judged_and_restored(tiny, how):
     samples = tiny.tokens(6, 48)
-    plain = compress(tiny.llama(), samples, budget=24)
+    plain = compress(tiny.llama(), samples, tokens=48)
     model = tiny.llama()
     wrapped = WRAPPED[how](model)
-    assert compress(wrapped, samples, budget=24) is wrapped
+    assert compress(wrapped, samples, tokens=48) is wrapped
     assert Student.of(model).plan.layers == Student.of(plain).plan.layers
     figures, expected = (dofla.evaluate(x, samples) for x in (wrapped, plain))
     assert figures.loss_increase == pytest.approx(expected.loss_increase, abs=1e-6)
@@ -54,16 +54,16 @@ def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
 @pytest.mark.parametrize(
     "verb",
     [
-        lambda model, ids: compress(model, ids, budget=24),
-        lambda model, ids: compress(model, ids, budget=24, head_budgets="even"),
+        lambda model, ids: compress(model, ids, tokens=48),
+        lambda model, ids: compress(model, ids, tokens=48, head_budgets="even"),
         dofla.measure_head_budgets,
         dofla.profile,
         dofla.measure_curves,
         lambda model, ids: dofla.frontier(model, ids, {"own": [dofla.TokenWindows(ids)]}),
         lambda model, ids: dofla.frontier(model, ids % 64, {"own": [dofla.TokenWindows(ids)]}),
-        lambda model, ids: dofla.evaluate(dofla.linearize(model, budget=24), ids),
-        lambda model, ids: dofla.distill(dofla.linearize(model, budget=24), ids, steps=1),
-        lambda model, ids: dofla.distill_end_to_end(dofla.linearize(model, budget=24), ids, steps=1),
+        lambda model, ids: dofla.evaluate(dofla.linearize(model, tokens=48), ids),
+        lambda model, ids: dofla.distill(dofla.linearize(model, tokens=48), ids, steps=1),
+        lambda model, ids: dofla.distill_end_to_end(dofla.linearize(model, tokens=48), ids, steps=1),
     ],
 )
 def test_tokens_of_another_tokenizer_are_refused(tiny, verb):
@@ -73,6 +73,6 @@ def test_tokens_of_another_tokenizer_are_refused(tiny, verb):
 
 def test_a_memory_that_fades_is_judged_in_float16(tiny):
     samples = tiny.tokens(4, 64)
-    student = compress(tiny.llama().half(), samples, budget=24)
+    student = compress(tiny.llama().half(), samples, tokens=48)
     figures = dofla.evaluate(student, samples)
     assert all(layer.output_error < 1 for layer in figures.layers.values())

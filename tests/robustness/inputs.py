@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from by_budget import measure_head_budgets
 from dofla.plans.head_budgets import HeadBudgets
 from safetensors.torch import load_file, save_file
+from sizes import measure_head_budgets
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +139,7 @@ def _adapter(folder: Path) -> Any:
 
 def _teacher(folder: Path) -> None:
     model, tokenizer = load_teacher(str(folder / "model"))
-    linear = dofla.linearize(model, budget=8)
+    linear = dofla.linearize(model, tokens=16)
     windows = dofla.token_windows(str(folder / "text.txt"), tokenizer, length=LENGTH, windows=2, split="all")
     dofla.evaluate(linear, windows)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from arithmetic import LOGITS
-from by_budget import compress
+from sizes import compress
 from tiny_families import own_student, teacher, tokens
 from torch._dynamo import lookup_backend
 from transformers import (
@@ -49,7 +49,7 @@ class Graphs:
 
 def compressed(family: str = "llama", dtype: torch.dtype = torch.float32, head_budgets: str = "even"):
     """A call of our operator per layer, or with measured head budgets one per size of a head."""
-    return compress(teacher(family).to(dtype), tokens(4, 48), budget=24, head_budgets=head_budgets)
+    return compress(teacher(family).to(dtype), tokens(4, 48), tokens=48, head_budgets=head_budgets)
 
 
 def cache_of(student, kind: str):
@@ -116,7 +116,7 @@ def test_padding_goes_through_and_is_done_outside_the_graph_among_tokens_that_go
 @pytest.mark.parametrize("kind", ["plain", "ragged", "default"])
 @torch.no_grad()
 def test_layers_with_features_are_one_graph_as_well(kind):
-    model = dofla.linearize(teacher("llama"), budget=24) if kind == "default" else own_student("llama", kind)
+    model = dofla.linearize(teacher("llama"), tokens=48) if kind == "default" else own_student("llama", kind)
     _, calls = compiled_as_eager(model, "static", tokens(2, 24), [20, 1, 1, 1, 1])
     assert len(calls) <= 3  # a window may have other strides after a prompt than after a token
     assert all(set(names) == {"dofla.linear_attention"} for names in calls)
@@ -127,7 +127,7 @@ def test_layers_with_features_are_one_graph_as_well(kind):
 @torch.no_grad()
 def test_a_window_as_long_as_all_positions_is_no_pattern_in_a_graph():
     config = MistralConfig(**teacher("llama").config.to_dict() | {"sliding_window": 512, "model_type": "mistral"})
-    model = compress(MistralForCausalLM(config).eval(), tokens(4, 48), budget=24, head_budgets="even")
+    model = compress(MistralForCausalLM(config).eval(), tokens(4, 48), tokens=48, head_budgets="even")
     compiled_as_eager(model, "dynamic", tokens(2, 40), [20, *[1] * 6])
 
 
@@ -232,7 +232,7 @@ def test_other_weights_are_compiled_again(change):
 
 
 def test_generate_beside_softmax_layers_is_not_compiled(tiny):
-    model = compress(teacher("llama"), tokens(4, 48), budget=24, keep_softmax=["model.layers.0.self_attn"])
+    model = compress(teacher("llama"), tokens(4, 48), tokens=48, keep_softmax=["model.layers.0.self_attn"])
     with pytest.raises(DoflaError, match="some layers are softmax"):
         CompiledModel(model)
     with pytest.raises(DoflaError, match="BertModel writes no text"):

@@ -18,20 +18,19 @@ from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 from dofla.serving import ContinuousBatching, Session, read_prompt
 
-COMPRESSED = {"features": 0, "window": 4, "sinks": 2, "feature_map": "none", "token_dtype": "int8"}
 SIZES = {
     "features": {"features": 4},
     "hybrid": {"features": [3, 5], "window": 3, "sinks": 2},
-    "coded_tiers": COMPRESSED | {"tiers": [[[5, 4.0], [4, 3.0]], [[3, 3.0]]], "heavy_hitters": [6, 0]},
-    "features behind tiers": COMPRESSED
-    | {"features": 3, "feature_map": "exponential", "tiers": [[5, 3.0]], "heavy_hitters": 4},
+    "compressed": {"window": [4, 3], "newest": [5, 3], "heavy_hitters": [6, 4]},
 }
 
 
-def model_of(tiny, sizes=SIZES["coded_tiers"], family="llama"):
+def model_of(tiny, kind="compressed", family="llama"):
     """In float64: sums in another order change no token."""
     model = getattr(tiny, family)().double().eval()
-    return dofla.linearize(model, tiny.plan(model, **sizes))
+    if kind == "compressed":
+        return tiny.compressed(model, **SIZES[kind])
+    return dofla.linearize(model, tiny.plan(model, **SIZES[kind]))
 
 
 def written(writer, ids, tokens, **options):
@@ -65,7 +64,7 @@ def meeting(calls):
 
 @pytest.mark.parametrize(("kind", "family"), [*((kind, "llama") for kind in SIZES), ("features", "gpt2")])
 def test_each_call_writes_what_it_would_write_alone(tiny, kind, family):
-    model = model_of(tiny, SIZES[kind], family)
+    model = model_of(tiny, kind, family)
     prompts = [tiny.tokens(1, length, seed=length) for length in (3, 11, 40)]
     lengths = [12, 5, 9]  # they end at different times
     wanted = [written(model, ids, n) for ids, n in zip(prompts, lengths, strict=True)]

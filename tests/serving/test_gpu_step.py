@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from tiny_families import teacher, tokens
 from torch._subclasses import FakeTensorMode
 from transformers import StaticCache
@@ -34,7 +34,7 @@ def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkey
     monkeypatch.setattr(gpu, "_obstacle", lambda: None)
     monkeypatch.setattr(operators, "decoders_of", lambda layouts: prepared.append(layouts) or [])
     monkeypatch.setattr(operators, "weight_steps", lambda scaling, device: prepared.append([scaling, device.type]))
-    student = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), budget=24, head_budgets=head_budgets)
+    student = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), tokens=48, head_budgets=head_budgets)
     module = next(module for module in student.modules() if "dofla" in module._modules)
     graphs = []
 

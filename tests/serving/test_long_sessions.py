@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import COMPRESSED
+from students import keep_softmax
 from test_session import ANSWER, SHORT, SIZES, answer, model_of
 from transformers import CompileConfig, GenerationConfig
 
@@ -12,6 +12,7 @@ import dofla
 from dofla.integration.cache import cache_bytes
 from dofla.integration.positions import restart_index
 from dofla.integration.student import is_linearized
+from dofla.integration.surgery import convert
 from dofla.serving import CompiledModel, Session
 
 pytestmark = pytest.mark.slow
@@ -108,8 +109,7 @@ def said_by(caplog):
 def test_generate_alone_warns_when_positions_end(tiny, caplog, softmax):
     model = tiny.llama(max_position_embeddings=POSITIONS)
     plan = tiny.plan(model, 4)
-    plan.layers[0].keep_softmax = softmax
-    dofla.linearize(model, plan)
+    dofla.linearize(model, keep_softmax(plan, *[0] * softmax))
     answer(model, tiny.tokens(1, POSITIONS - 1), **several(2))  # its last token is not read
     assert not said_by(caplog)
     answer(model, tiny.tokens(2, POSITIONS - 2))
@@ -121,9 +121,9 @@ def test_generate_alone_warns_when_positions_end(tiny, caplog, softmax):
 def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     """As one of a model that has no more."""
     few, more = tiny.llama(max_position_embeddings=POSITIONS), tiny.llama(max_position_embeddings=4 * POSITIONS)
-    plan = tiny.plan(more, **COMPRESSED)
+    plan = tiny.compressed_plan(more)
     plan.context = POSITIONS
-    models = dofla.linearize(few, tiny.plan(few, **COMPRESSED)), dofla.linearize(more, plan)
+    models = tiny.compressed(few), convert(more, plan)
     answer(models[1], tiny.tokens(1, POSITIONS - 1))
     (said,) = said_by(caplog)
     assert f"past the {POSITIONS} positions" in said

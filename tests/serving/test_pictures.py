@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import COMPRESSED
 from test_session import SHORT
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, CLIPVisionConfig, LlavaConfig
 
-import dofla
 from dofla.serving import ContinuousBatching, Session, Stream, read_prompt
 
 IMAGE = 60
@@ -21,7 +19,7 @@ def seeing(tiny, config):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config).double().eval()
-    return dofla.linearize(model, tiny.plan(model, **COMPRESSED))
+    return tiny.compressed(model)
 
 
 def llava(tiny):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors import safe_open
+from students import keep_softmax
 
 import dofla
 from dofla.errors import DoflaError
@@ -113,7 +114,7 @@ def test_a_state_whose_tensors_have_another_form_is_refused(student, tmp_path, c
 def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
     model = tiny.llama()
     plan = tiny.plan(model, features=4)
-    plan.layers[0].keep_softmax = True
+    keep_softmax(plan, 0)
     dofla.linearize(model, plan)
     document = torch.arange(1, 11).unsqueeze(0)
     with pytest.raises(DoflaError, match="layer 0 has no linear-attention state"):

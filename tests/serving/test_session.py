@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from by_budget import compress
-from students import COMPRESSED
+from sizes import compress
 from tiny_families import own_student
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, MiniMaxConfig
 
@@ -18,15 +17,18 @@ from dofla.integration.student import is_linearized
 from dofla.serving import Session
 from dofla.serving.session import NotOneText
 
-SIZES = {"features": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED, "plain": None}
+SIZES = {"features": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": {}, "plain": None}
+"""Of feature layers; none for a compressed cache; None leaves the model as it is."""
 ANSWER = 6
 SHORT = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
 
 
-def model_of(tiny, sizes=COMPRESSED, **config):
+def model_of(tiny, sizes={}, **config):
     """In float64, where reading in two calls is the same to the token."""
     model = tiny.llama(**config).double()
-    return model if sizes is None else dofla.linearize(model, tiny.plan(model, **sizes))
+    if sizes is None:
+        return model
+    return dofla.linearize(model, tiny.plan(model, **sizes)) if sizes else tiny.compressed(model)
 
 
 @pytest.fixture(params=SIZES)
@@ -194,7 +196,7 @@ def test_what_keeps_no_states_has_no_session(tiny):
     sizes |= {"num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
     config = MiniMaxConfig(**sizes, block_size=16, num_local_experts=2, initializer_range=0.3)
     exotic = AutoModelForCausalLM.from_config(config).eval()
-    own_kind = compress(exotic, tiny.tokens(6, 64), budget=24, head_budgets="even")
+    own_kind = compress(exotic, tiny.tokens(6, 64), tokens=48, head_budgets="even")
     for model, why in (
         (own_student("bart", "softmax_first"), "is an encoder-d"),
         (own_kind, "a cache of its own kind"),

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from by_budget import compress
+from sizes import compress
 from tiny_families import own_student, teacher, tokens
 from transformers import DynamicCache
 
@@ -16,8 +16,8 @@ LENGTHS = (20, 7, 13)
 
 
 def students():
-    yield "compressed", compress(teacher("llama").double(), tokens(4, 48), budget=24, head_budgets="even")
-    yield "hybrid", dofla.linearize(teacher("llama").double(), budget=24)
+    yield "compressed", compress(teacher("llama").double(), tokens(4, 48), tokens=48, head_budgets="even")
+    yield "hybrid", dofla.linearize(teacher("llama").double(), tokens=48)
     yield "ragged", own_student("llama", "ragged").double()
     yield "beside_softmax", own_student("llama", "softmax_first").double()
     yield "learned_positions", own_student("gpt2", "eight_bits")

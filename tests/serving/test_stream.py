@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from students import COMPRESSED
-from test_session import model_of
+from test_session import SIZES, model_of
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
 from dofla.integration.student import is_linearized
+from dofla.integration.surgery import convert
 from dofla.serving import Stream
 
 POSITIONS, OVERLAP = 32, 8
-SIZES = {"features": {"features": [3, 5], "window": 3, "sinks": 2}, "compressed": COMPRESSED, "plain": None}
 
 
 @pytest.fixture(params=SIZES)
@@ -65,9 +64,9 @@ def test_a_model_with_learned_positions_reads_on_as_well(tiny):
 def test_a_memory_for_fewer_positions_begins_anew_before_they_end(tiny, tmp_path):
     base = tiny.llama()
     base.save_pretrained(tmp_path / "base")
-    plan = tiny.plan(base, **SIZES["compressed"])
+    plan = tiny.compressed_plan(base)
     plan.context = POSITIONS
-    dofla.save_adapter(dofla.linearize(base, plan), tmp_path / "adapter")
+    dofla.save_adapter(convert(base, plan), tmp_path / "adapter")
     opened = dofla.load(tmp_path / "adapter", base_model=tmp_path / "base")
     assert Stream(opened).positions == POSITIONS
     assert Stream(opened, positions=2 * POSITIONS).positions == 2 * POSITIONS  # if that is asked for

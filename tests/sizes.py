@@ -1,0 +1,18 @@
+"""Compressed caches of so many tokens per KV head."""
+
+from __future__ import annotations
+
+import dofla
+from dofla.compression.plan import Target, bytes_for
+from dofla.integration.wrapped import unwrapped
+
+
+def size_of(model, tokens, keep_softmax=()):
+    """Bytes of a cache of so many tokens in each KV head."""
+    sites = Target.of(unwrapped(model)).compressed(keep_softmax)
+    return sum(site.kv_heads * bytes_for(tokens, site.head_dim, site.value_dim) for site in sites)
+
+
+def compress(model, windows, tokens=48, **options):
+    """:func:`dofla.compress` to so many tokens per KV head."""
+    return dofla.compress(model, windows, size_of(model, tokens, options.get("keep_softmax", ())), **options)
