@@ -80,14 +80,13 @@ def compress(
             ``size`` and ``ratio`` together; heads whose size is no multiple of 8; neither windows nor a calibration, or
             one of another model; as :func:`dofla.calibrate`.
     """
-    check_prefill(prefill)
     if isinstance(calibration, (str, Path)):
         calibration = Calibration.load(calibration)
     if windows is None and calibration is None:
         raise DoflaError("nothing to calibrate on: give windows of text, or a calibration")
     target = Target.of(model)
     total = target.size(size, ratio, context, keep_softmax)
-    _check(target, total, calibration, head_budgets, retrieval_heads, tokenizer, keep_softmax, context)
+    check_fit(target, total, calibration, head_budgets, retrieval_heads, tokenizer, keep_softmax, context, prefill)
     if calibration is None:
         assert windows is not None
         calibration = measure(
@@ -134,7 +133,7 @@ def with_calibration(
     return model
 
 
-def _check(
+def check_fit(
     target: Target,
     size: int,
     calibration: Calibration | None,
@@ -143,9 +142,11 @@ def _check(
     tokenizer: PreTrainedTokenizerBase | None,
     keep_softmax: Collection[str],
     context: int | None,
+    prefill: str,
 ) -> None:
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
+    check_prefill(prefill)
     sites = target.compressed(keep_softmax)
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)

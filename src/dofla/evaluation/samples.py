@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
+from dofla.data.packing import separator_id
 from dofla.evaluation.sides import of_both
 
 
@@ -23,6 +24,14 @@ class Prompt(NamedTuple):
 
     ids: Tensor
     new_tokens: int
+
+
+def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> list[Prompt]:
+    """Prompts of these texts, each the beginning of a document."""
+    separator = separator_id(tokenizer)
+    start = [] if separator is None else [separator]
+    rows = (start + tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return [Prompt(torch.tensor(row), new_tokens) for row in rows]
 
 
 def beginnings(

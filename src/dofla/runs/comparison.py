@@ -1,4 +1,4 @@
-"""The results of a run as tables: students down, figures across."""
+"""The results of a run as tables: models down, figures across."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _LONGEST = 300
 _FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 
 
-def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> Iterator[Part]:
-    """A student of a run, as soon as it is known; the first with the header, and what its columns say.
+def model_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> Iterator[Part]:
+    """A model of a run, as soon as it is known; the first with the header, and what its columns say.
 
     Args:
         row: of the results.
-        names: of all students, for the width of their column.
+        names: of all models, for the width of their column.
         seeds: of the run.
     """
     first, several = row["name"] == names[0], len(seeds) > 1
@@ -60,17 +60,18 @@ def student_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int])
 
 
 def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
-    """The lines below the students of a run, and the texts that the best of them writes, unless that was the first."""
-    students = results["students"]
-    if len(students) > 1 and len(results["seeds"]) > 1:
+    """The lines below several models of a run, and the texts that the best of them writes."""
+    models = results["models"]
+    if len(models) == 1:
+        return
+    if len(results["seeds"]) > 1:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"
-    best = min(students, key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
-    if best is not students[0]:
-        yield from samples(best["name"], best["runs"][0].get("samples", []))
+    best = min(models, key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
+    yield from samples(best["name"], best["runs"][0].get("samples", []))
 
 
 def samples(name: str, written: Sequence[dict[str, Any]]) -> Iterator[Part | Text]:
-    """Prompts, and below each what the original writes and what the student of this name writes."""
+    """Prompts, and below each what the original and the model of this name write."""
     for sample in written:
         yield ""
         yield Text.assemble(("prompt: ", "bold"), excerpt(sample["prompt"]))

@@ -1,19 +1,23 @@
-"""Recipe: everything a run needs, as a YAML file."""
+"""Recipe: everything a run needs, as a YAML file. It compresses a model, or distills students if it lists any."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
-from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.fields import build
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+STARTS = ("data", "random")
 
 
 @dataclass
@@ -53,72 +57,6 @@ class CurvesSpec:
 
 
 @dataclass
-class StudentSpec:
-    """One row of the comparison.
-
-    ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
-    features begin: ``data`` (maps that look at data first do so) or ``random``. One that is ``end_to_end`` goes on
-    so after its layerwise training, as the recipe's section of that name says. The rest is as for
-    :func:`dofla.allocate`. One more strategy is ``compressed``, the compressed cache of :func:`dofla.compress`: it
-    has no features and is not ``trained``. Its options are ``size`` or ``ratio``, by default the recipe's,
-    ``context``, ``head_budgets`` (``measured`` or ``even``) and ``retrieval_heads``. With a ``budget`` instead, or
-    where the recipe has neither size nor ratio, it takes the bytes of so many features per KV head, as other rows
-    do.
-    """
-
-    name: str = "Measured"
-    strategy: str = "measured"
-    feature_map: str | None = None
-    over_heads: str = "max"
-    per_head: bool | None = None
-    budget: int | None = None
-    lam: float | None = None
-    normalization: str | None = None
-    loss: str | None = None
-    start: str = "data"
-    window: int | None = None
-    sinks: int | None = None
-    token_dtype: str | None = None
-    context: int | None = None
-    keep_softmax: list[str] = field(default_factory=list)
-    head_budgets: str = "measured"
-    size: int | str | None = None
-    ratio: float | None = None
-    retrieval_heads: int | None = None
-    trained: bool = True
-    end_to_end: bool = False
-
-    def check(self, where: str) -> None:
-        """DoflaError if it asks for what its strategy does not have."""
-        others = _FOR_FEATURES if self.strategy == COMPRESSED else _FOR_COMPRESSED
-        given = next((what for what in others if getattr(self, what) is not None), None)
-        if given:
-            raise DoflaError(
-                f"{where}: student {self.name}: strategy {self.strategy} has no option {given}: leave it out"
-            )
-        if self.strategy != COMPRESSED:
-            return
-        if sum(x is not None for x in (self.size, self.ratio, self.budget)) > 1:
-            raise DoflaError(f"{where}: student {self.name}: give one of size, ratio and budget")
-        if self.trained:
-            raise DoflaError(f"{where}: student {self.name} has no features to train: give trained: false")
-        if self.head_budgets not in ("measured", "even"):
-            raise DoflaError(
-                f"{where}: student {self.name}: head_budgets is {self.head_budgets!r}: give measured or even"
-            )
-        if self.retrieval_heads and self.head_budgets != "measured":
-            raise DoflaError(
-                f"{where}: student {self.name}: retrieval_heads is {self.retrieval_heads}: they are found when head "
-                "budgets are measured, so leave head_budgets out"
-            )
-
-
-_FOR_FEATURES = ("feature_map", "per_head", "loss", "window", "sinks", "token_dtype")
-_FOR_COMPRESSED = ("size", "ratio", "retrieval_heads")
-"""Options of a student that strategy ``compressed`` does not have, and that it alone has."""
-
-
-@dataclass
 class DistillSpec:
     """Options of :func:`dofla.distill`."""
 
@@ -137,8 +75,8 @@ class DistillSpec:
 
 @dataclass
 class EndToEndSpec:
-    """Options of :func:`dofla.distill_end_to_end`, on the windows of ``distill``; no student may ask for it while
-    ``steps`` is 0."""
+    """Options of :func:`dofla.distill_end_to_end`, on the windows of ``data``. Nothing is trained so while ``steps`` is
+    0."""
 
     steps: int = 0
     batch_size: int = 2
@@ -154,11 +92,15 @@ class EndToEndSpec:
 
 @dataclass
 class EvaluateSpec:
-    """Windows per forward pass; how many of them the layers are compared on; how many continuations to look at."""
+    """Windows per forward pass, how many of them the layers are compared on, and prompts to continue.
+
+    ``prompts`` are texts, or how many beginnings of held-out windows are taken, each of ``prompt_tokens``; they are
+    continued by ``new_tokens``.
+    """
 
     batch_size: int = 1
     fidelity_windows: int = 16
-    prompts: int = 0
+    prompts: int | list[str] = 0
     prompt_tokens: int = 32
     new_tokens: int = 48
 
@@ -167,30 +109,52 @@ class EvaluateSpec:
         """Options of :func:`dofla.evaluate`."""
         return {"batch_size": self.batch_size, "fidelity_windows": self.fidelity_windows}
 
-    @property
-    def samples(self) -> dict[str, int]:
-        """Options of :func:`dofla.evaluation.samples.continuations`."""
-        return {"prompts": self.prompts, "prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens}
+
+@dataclass
+class ModelSpec:
+    """A model of a run. One that is ``end_to_end`` is trained so at last, as the recipe's section of that name says."""
+
+    name: str
+    end_to_end: bool = field(default=False, kw_only=True)
+
+
+@dataclass
+class StudentSpec(ModelSpec):
+    """A student, one row of the comparison.
+
+    ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
+    features begin: ``data`` (maps that look at data first do so) or ``random``. The rest is as for
+    :func:`dofla.allocate`.
+    """
+
+    name: str = "Measured"
+    strategy: str = "measured"
+    feature_map: str | None = None
+    over_heads: str = "max"
+    per_head: bool | None = None
+    budget: int | None = None
+    lam: float | None = None
+    normalization: str | None = None
+    loss: str | None = None
+    start: str = "data"
+    window: int | None = None
+    sinks: int | None = None
+    token_dtype: str | None = None
+    context: int | None = None
+    keep_softmax: list[str] = field(default_factory=list)
+    trained: bool = True
 
 
 @dataclass
 class Recipe:
-    """Model, data, budget, the students to compare, and how to train and evaluate them."""
+    """What compressions and distillations share: the model, its text, training end to end, and evaluation."""
 
     model: str = ""
     dtype: str | None = None
     device: str | None = None  # cpu, cuda, cuda:1, mps or auto; default cpu
-    budget: int = 64
-    size: int | str | None = None  # of compressed caches
-    ratio: float | None = None
-    lam: float = DEFAULT_LAMBDA  # written `lambda` in YAML
     seeds: list[int] = field(default_factory=lambda: [0])
     data: DataSpec = field(default_factory=DataSpec)
     validation: DataSpec = field(default_factory=lambda: DataSpec(split="validation"))
-    profile: ProfileSpec = field(default_factory=ProfileSpec)
-    curves: CurvesSpec = field(default_factory=CurvesSpec)
-    students: list[StudentSpec] = field(default_factory=lambda: [StudentSpec()])
-    distill: DistillSpec = field(default_factory=DistillSpec)
     end_to_end: EndToEndSpec = field(default_factory=EndToEndSpec)
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
     track: list[str] = field(default_factory=list)  # where losses go as well: tensorboard, wandb, ...
@@ -198,12 +162,14 @@ class Recipe:
     sections: ClassVar[dict[str, type]] = {
         "data": DataSpec,
         "validation": DataSpec,
-        "profile": ProfileSpec,
-        "curves": CurvesSpec,
-        "distill": DistillSpec,
         "end_to_end": EndToEndSpec,
         "evaluate": EvaluateSpec,
     }
+
+    @property
+    def models(self) -> Sequence[ModelSpec]:
+        """The models to make."""
+        return []
 
     @classmethod
     def load(cls, path: str | Path, changes: list[str] | None = None) -> Self:
@@ -219,34 +185,95 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Self:
-        """A recipe from plain data; what is not given keeps its default."""
+        """A recipe from plain data, of the kind that it is; what is not given keeps its default."""
+        if cls is Recipe:
+            kind = Distillation if "students" in data else Compression
+            return kind.from_dict(data, where)  # type: ignore[return-value] # of either kind
+        data = dict(data)
+        if not data.get("model"):
+            raise DoflaError(f"{where}: 'model' is missing: give a folder, a hub name, or demo")
+        if "validation" not in data and isinstance(data.get("data"), dict):
+            data["validation"] = data["data"] | {"split": "validation"}
+        recipe = build(cls, data, where)
+        if not recipe.seeds:
+            raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
+        if min(recipe.seeds) < 0:
+            raise DoflaError(f"{where}: 'seeds' has {min(recipe.seeds)}: give 0 or more")
+        return recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that :meth:`from_dict` reads back."""
+        return asdict(self)
+
+
+@dataclass
+class Compression(Recipe):
+    """A compressed cache, by :func:`dofla.calibrate` and :func:`dofla.compress`, whose options these are. Calibration
+    takes the first dozen windows of ``data``. If ``end_to_end.steps`` are given, the model is trained with its cache."""
+
+    size: int | str | None = None
+    ratio: float | None = None
+    context: int | None = None
+    head_budgets: str = "measured"
+    retrieval_heads: int = 0
+    keep_softmax: list[str] = field(default_factory=list)
+    prefill: str = "auto"
+
+    @property
+    def models(self) -> list[ModelSpec]:
+        return [ModelSpec("Compressed", end_to_end=self.end_to_end.steps > 0)]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Self:
+        _refuse(data, Distillation, cls, f"{where}: there are no students, so this is a compression")
+        return super().from_dict(data, where)
+
+
+@dataclass
+class Distillation(Recipe):
+    """Students with feature maps, compared: their profile and error curves, budget and training."""
+
+    budget: int = 64
+    lam: float = DEFAULT_LAMBDA  # written `lambda` in YAML
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
+    curves: CurvesSpec = field(default_factory=CurvesSpec)
+    students: list[StudentSpec] = field(default_factory=lambda: [StudentSpec()])
+    distill: DistillSpec = field(default_factory=DistillSpec)
+
+    sections: ClassVar[dict[str, type]] = {
+        **Recipe.sections,
+        "profile": ProfileSpec,
+        "curves": CurvesSpec,
+        "distill": DistillSpec,
+    }
+
+    @property
+    def models(self) -> list[StudentSpec]:
+        return self.students
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Self:
+        _refuse(data, Compression, cls, f"{where}: there are students, so this is a distillation")
         data = dict(data)
         if "lambda" in data:
             data["lam"] = data.pop("lambda")
-        if not data.get("model"):
-            raise DoflaError(f"{where}: 'model' is missing: give a folder, a hub name, or demo")
         students = data.pop("students", None)
         if students is not None:
             if not isinstance(students, list) or not students:
                 raise DoflaError(f"{where}: 'students' must be a list of at least one student")
             data["students"] = [build(StudentSpec, x, f"{where}: students[{n}]") for n, x in enumerate(students)]
-        if "validation" not in data and isinstance(data.get("data"), dict):
-            data["validation"] = data["data"] | {"split": "validation"}
-        recipe = build(cls, data, where)
+        recipe = super().from_dict(data, where)
         names = [student.name for student in recipe.students]
         if len(set(names)) < len(names):
             raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
         for student in recipe.students:
-            student.check(where)
-        unfit = next((student.name for student in recipe.students if student.end_to_end), None)
-        if unfit is not None and not recipe.end_to_end.steps:
-            raise DoflaError(f"{where}: student {unfit} is end_to_end, and end_to_end.steps is 0: give 1 or more")
-        if recipe.size is not None and recipe.ratio is not None:
-            raise DoflaError(f"{where}: 'size' and 'ratio' are both given: give one of them")
-        if not recipe.seeds:
-            raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
-        if min(recipe.seeds) < 0:
-            raise DoflaError(f"{where}: 'seeds' has {min(recipe.seeds)}: give 0 or more")
+            if student.start not in STARTS:
+                start = f"start is {student.start!r}: choose {' or '.join(STARTS)}"
+                raise DoflaError(f"{where}: student {student.name}: {start}")
+            if student.end_to_end and not recipe.end_to_end.steps:
+                raise DoflaError(
+                    f"{where}: student {student.name} is end_to_end, and end_to_end.steps is 0: give 1 or more"
+                )
         return recipe
 
     def kept_by_all(self) -> set[str]:
@@ -254,10 +281,16 @@ class Recipe:
         return set.intersection(*(set(student.keep_softmax) for student in self.students))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that :meth:`from_dict` reads back."""
-        data = dataclasses.asdict(self)
+        data = super().to_dict()
         data["lambda"] = data.pop("lam")
         return data
+
+
+def _refuse(data: dict[str, Any], other: type[Recipe], own: type[Recipe], reason: str) -> None:
+    """DoflaError for a field that only recipes of the other kind have."""
+    theirs = {x.name for x in fields(other)} - {x.name for x in fields(own)}
+    if found := [name for name in data if name in theirs or (name == "lambda" and "lam" in theirs)]:
+        raise DoflaError(f"{reason}, which has no field {found[0]!r}")
 
 
 def slug(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Running a recipe: profile, then per student allocate, linearize, distill, evaluate; all into one folder.
+"""Running a recipe: the models of a compression or a distillation, made and evaluated; all into one folder.
 
 The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
 """
@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dofla.compression.plan import STRATEGY as COMPRESSED
 from dofla.evaluation import Evaluation, evaluate
 from dofla.evaluation.samples import continuations
 from dofla.integration.sharing import note
-from dofla.runs.comparison import closing, samples, student_row
-from dofla.runs.recipe import Recipe, StudentSpec
+from dofla.runs.comparison import closing, model_row, samples
+from dofla.runs.compression import CompressedModels
+from dofla.runs.distillation import Students
+from dofla.runs.folder import claim
+from dofla.runs.models import Models
+from dofla.runs.recipe import Compression, Distillation, ModelSpec, Recipe
 from dofla.runs.view import View
-from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.storage.lock import locked
 
-RECIPE, RESULTS = "recipe.yaml", "results.json"
+RECIPE, RESULTS, EVALUATION = "recipe.yaml", "results.json", "evaluation.json"
 
 
 def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[str, Any]:
@@ -36,52 +38,56 @@ def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[st
         DoflaError: bad input of any kind, or a folder that holds something else or that another process works in.
     """
     with locked(folder):
+        claim(folder, RECIPE, recipe.to_dict())
         return _run(recipe, Path(folder), view or View(quiet=True))
 
 
 def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
-    claim(folder, RECIPE, recipe.to_dict())
-    workshop = Workshop(recipe, folder, view)
-    rows: list[dict[str, Any]] = []
-    names, profiled = [x.name for x in recipe.students], False
-    for student in recipe.students:
-        if student.strategy != COMPRESSED and not profiled:  # the first that degrees of freedom say something of
-            view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")
-            view.profile(workshop.profile(), recipe.lam)
-            profiled = True
-        begins = not rows
-        runs = [_one_student(workshop, student, seed, begins and seed == recipe.seeds[0]) for seed in recipe.seeds]
-        rows.append({"name": student.name, "runs": runs, **_summary(runs)})
-        if begins:
+    models, rows = _models(recipe, folder, view), list[dict[str, Any]]()
+    names, first = [spec.name for spec in recipe.models], recipe.seeds[0]
+    for spec in recipe.models:
+        runs = [_evaluated(models, spec, seed, len(names) == 1 and seed == first) for seed in recipe.seeds]
+        rows.append({"name": spec.name, "runs": runs, **_summary(runs)})
+        if len(names) == 1:
             view.show("", *Evaluation.from_dict(runs[0]).parts())
-        if len(names) > 1:
-            view.show(*student_row(rows[-1], names, recipe.seeds))
-    results = {"model": recipe.model, "budget": recipe.budget, "seeds": recipe.seeds, "students": rows}
+        else:
+            view.show(*model_row(rows[-1], names, recipe.seeds))
+    results = {"model": recipe.model, "seeds": recipe.seeds, "models": rows}
     write_json(folder / RESULTS, results)
     view.show(*closing(results))
     return results
 
 
-def _one_student(workshop: Workshop, spec: StudentSpec, seed: int, shows_samples: bool) -> dict[str, Any]:
-    """Figures of a student and what it writes, which is known long before them and so shown before them."""
-    path, options = workshop.home(spec, seed) / "evaluation.json", workshop.recipe.evaluate
+def _models(recipe: Recipe, folder: Path, view: View) -> Models:
+    if isinstance(recipe, Compression):
+        return CompressedModels(recipe, folder, view)
+    assert isinstance(recipe, Distillation)
+    students = Students(recipe, folder, view)
+    view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")
+    view.profile(students.profile(), recipe.lam)
+    return students
+
+
+def _evaluated(models: Models, spec: ModelSpec, seed: int, shows_samples: bool) -> dict[str, Any]:
+    """Figures of a model and what it writes, which is known long before them and so shown before them."""
+    path, opened = models.home(spec, seed) / EVALUATION, models.opened
     if path.exists():
         figures = read_json(path, "an evaluation")
         if shows_samples:
-            workshop.view.show(*samples(spec.name, figures.get("samples", [])))
+            models.view.show(*samples(spec.name, figures.get("samples", [])))
         return figures
-    windows, written = workshop.validation(), []
-    with workshop.student(spec, seed) as model:
-        if options.prompts and model.can_generate():
-            written = continuations(model, workshop.tokenizer, workshop.prompts(**options.samples))
+    windows, prompts = opened.validation, opened.prompts
+    with models.made(spec, seed) as model:
+        written = continuations(model, opened.tokenizer, prompts)
         if shows_samples:
-            workshop.view.show(*samples(spec.name, written))
-        with workshop.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
-            figures = evaluate(model, windows, **options.sizes, seed=seed, progress=progress).to_dict()
-        figures |= {"name": spec.name, "seed": seed, "distill_seconds": workshop.seconds(spec, seed)}
+            models.view.show(*samples(spec.name, written))
+        with models.view.progress(f"evaluate {spec.name}, seed {seed}") as progress:
+            sizes = opened.recipe.evaluate.sizes
+            figures = evaluate(model, windows, **sizes, seed=seed, progress=progress).to_dict()
+        figures |= {"name": spec.name, "seed": seed, "distill_seconds": models.seconds(spec, seed)}
         if written:
             figures["samples"] = written
-        note(workshop.adapter(spec, seed), figures=figures)
+        note(models.adapter(spec, seed), figures=figures)
         write_json(path, figures)
     return figures
 
@@ -98,15 +104,12 @@ def over_seeds(values: Sequence[float]) -> dict[str, float]:
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread (half the range) over seeds of the figures that are compared."""
-    summary: dict[str, Any] = {"state_bytes": runs[0]["state_bytes"]}
-    section = "language" if "language" in runs[0] else "embeddings"
-    keys = (
-        ("student_loss", "loss_increase", "kl", "top1_agreement") if section == "language" else ("cosine", "spearman")
-    )
+    section, keys = "embeddings", ("cosine", "spearman")
+    if "language" in runs[0]:
+        section, keys = "language", ("student_loss", "loss_increase", "kl", "top1_agreement")
     series = {key: [run[section][key] for run in runs] for key in keys}
-    for key in ("kl", "output_error"):
-        series[f"attention_{key}"] = [layer_mean(run, key) for run in runs]
-    summary |= {key: over_seeds(values) for key, values in series.items()}
+    series |= {f"attention_{key}": [layer_mean(run, key) for run in runs] for key in ("kl", "output_error")}
+    summary = {"state_bytes": runs[0]["state_bytes"], **{key: over_seeds(values) for key, values in series.items()}}
     if section == "language":
         summary["teacher_loss"] = runs[0]["language"]["teacher_loss"]
     return summary

@@ -1,0 +1,61 @@
+"""A compression: one calibration, kept beside the model that is compressed by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dofla.compression.calibrate import calibrate
+from dofla.compression.calibration import Calibration
+from dofla.compression.compress import check_fit, compress
+from dofla.compression.directions import WINDOWS
+from dofla.compression.plan import Target
+from dofla.distillation.distributed import wait
+from dofla.runs.models import Models
+from dofla.runs.recipe import Compression, ModelSpec
+from dofla.runs.view import View
+
+CALIBRATION = "calibration.safetensors"
+
+
+class CompressedModels(Models[ModelSpec]):
+    """Makes the model of a compression."""
+
+    def __init__(self, recipe: Compression, folder: str | Path, view: View | None = None) -> None:
+        super().__init__(recipe, folder, view)
+        self.recipe = recipe
+
+    def convert(self, spec: ModelSpec, seed: int) -> None:
+        path, recipe = self.folder / CALIBRATION, self.recipe
+        if not path.exists():
+            self._calibrate(path)
+        wait()
+        compress(
+            self.opened.model,
+            size=recipe.size,
+            ratio=recipe.ratio,
+            calibration=path,
+            context=recipe.context,
+            retrieval_heads=recipe.retrieval_heads,
+            keep_softmax=recipe.keep_softmax,
+            prefill=recipe.prefill,
+        )
+
+    def _calibrate(self, path: Path) -> None:
+        recipe, model = self.recipe, self.opened.model
+        tokenizer = self.opened.tokenizer if recipe.retrieval_heads else None
+        target, keep = Target.of(model), recipe.keep_softmax
+        size = target.size(recipe.size, recipe.ratio, recipe.context, keep)
+        heads = recipe.head_budgets, recipe.retrieval_heads, tokenizer
+        check_fit(target, size, None, *heads, keep, recipe.context, recipe.prefill)  # before minutes are spent
+        with self.view.progress("calibrate") as bar:
+            measured: Calibration = calibrate(
+                model,
+                self.opened.training.take(WINDOWS),
+                head_budgets=recipe.head_budgets,
+                tokenizer=tokenizer,
+                context=recipe.context,
+                keep_softmax=keep,
+                batch_size=recipe.evaluate.batch_size,
+                progress=bar.stage,
+            )
+        measured.save(path)

@@ -1,0 +1,120 @@
+"""A distillation: the original's profile and error curves, and students with feature maps trained towards it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dofla.distillation import distill, measure_curves
+from dofla.distillation.distributed import wait
+from dofla.integration.profiler import profile
+from dofla.integration.surgery import linearize
+from dofla.plans.allocate import allocate
+from dofla.plans.curves import Curves
+from dofla.plans.hybrid import FEATURE_MAP
+from dofla.plans.plan import Plan
+from dofla.profiles.profile import Profile
+from dofla.runs.models import Models, recorded_seconds
+from dofla.runs.recipe import Distillation, StudentSpec
+from dofla.runs.view import View
+from dofla.storage.files import write_json
+
+_PROFILED = "profiled.json"
+
+
+class Students(Models[StudentSpec]):
+    """Makes the students of a distillation."""
+
+    def __init__(self, recipe: Distillation, folder: str | Path, view: View | None = None) -> None:
+        super().__init__(recipe, folder, view)
+        self.recipe = recipe
+
+    def profile(self) -> Profile:
+        """The original's profile, measured once."""
+        folder, spec = self.folder / "profile", self.recipe.profile
+        if not folder.exists():
+            some = self.opened.training.take(spec.windows)
+            started = time.perf_counter()
+            with self.view.progress("profile") as bar:
+                measured = profile(
+                    self.opened.model,
+                    some,
+                    samples=spec.samples,
+                    batch_size=spec.batch_size,
+                    estimator=spec.estimator,
+                    normalization=spec.normalization,
+                    keep_softmax=sorted(self.recipe.kept_by_all()),
+                    seed=self.recipe.seeds[0],
+                    progress=bar.stage,
+                )
+            write_json(self.folder / _PROFILED, {"seconds": round(time.perf_counter() - started, 1)})
+            measured.save(folder)  # last, for what is there counts as done
+        wait()
+        return Profile.load(folder)
+
+    def profile_seconds(self) -> float:
+        """The seconds that the profile took, text and model at hand."""
+        return recorded_seconds(self.folder / _PROFILED)
+
+    def curves(self, spec: StudentSpec) -> Curves:
+        """The original's error curves for a student's feature map, around the recipe's budget, measured once."""
+        feature_map, options = spec.feature_map or FEATURE_MAP, vars(self.recipe.curves).copy()
+        kept_as = "" if spec.token_dtype is None else f"-{spec.token_dtype}"
+        path = self.folder / f"curves-{feature_map}{kept_as}.json"
+        if not path.exists():
+            some = self.opened.training.take(options.pop("windows"))
+            with self.view.progress(f"error curves, {feature_map}") as bar:
+                measured = measure_curves(
+                    self.opened.model,
+                    some,
+                    self.recipe.budget,
+                    feature_map=feature_map,
+                    token_dtype=spec.token_dtype,
+                    keep_softmax=sorted(x.name for x in self.profile().skipped),  # other students may want the rest
+                    seed=self.recipe.seeds[0],
+                    progress=bar.stage,
+                    **options,
+                )
+            measured.save(path)
+        wait()
+        return Curves.load(path)
+
+    def plan(self, spec: StudentSpec) -> Plan:
+        """The plan of a student's layers."""
+        measured = self.profile()
+        skipped = {x.name for x in measured.skipped}
+        return allocate(
+            measured,
+            self.recipe.budget if spec.budget is None else spec.budget,
+            spec.strategy,
+            spec.feature_map,
+            lam=self.recipe.lam if spec.lam is None else spec.lam,
+            normalization=spec.normalization,
+            over_heads=spec.over_heads,
+            per_head=spec.per_head,
+            curves=self.curves(spec) if spec.strategy == "measured" else None,
+            context=spec.context,
+            window=spec.window,
+            sinks=spec.sinks,
+            token_dtype=spec.token_dtype,
+            keep_softmax=[name for name in spec.keep_softmax if name not in skipped],
+        )
+
+    def convert(self, spec: StudentSpec, seed: int) -> None:
+        linearize(self.opened.model, self.plan(spec), seed=seed)
+
+    def train(self, spec: StudentSpec, seed: int, home: Path) -> None:
+        if not spec.trained:
+            return
+        options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}
+        with self.progress(f"distill {spec.name}, seed {seed}", home) as progress:
+            history = distill(
+                self.opened.model,
+                self.opened.training,
+                from_data=spec.start == "data",
+                seed=seed,
+                folder=home / "distill",
+                progress=progress,
+                **options,
+            )
+        self.record(history, home)
