@@ -62,7 +62,8 @@ def in_float64(student: _Model) -> _Model:
 def with_maps_in_float64(student: _Model) -> _Model:
     """The same linearized model, in place, of which the rest is in float64 already."""
     for layer in Student.of(student).layers.values():
-        layer.maps.double()
+        for feature_map in layer.maps:
+            feature_map.double()
     return student
 
 

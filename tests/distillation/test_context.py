@@ -78,9 +78,7 @@ def test_a_memory_that_fades_reads_far_positions_as_well_as_the_first(tiny, head
             layer.self_attn.k_proj.bias = torch.nn.Parameter(torch.full((layer.self_attn.k_proj.out_features,), 4.0))
 
     def errors(context):
-        compress(
-            model, windows, budget=16, head_budgets=head_budgets, context=context
-        )  # of places for fewer tokens than 64
+        compress(model, windows, tokens=32, head_budgets=head_budgets, context=context)
         found = []
         with torch.no_grad():
             for first in (0, 3000):

@@ -304,7 +304,7 @@ def test_accelerate_reads_the_data_parallel_config():
 @every_choice
 @pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, stop):
-    tokens, options = tiny.tokens(WINDOWS, LENGTH), OPTIONS | {"weights": weights, "window_dropout": 0.5}
+    tokens, options = tiny.tokens(WINDOWS, LENGTH), OPTIONS | {"weights": weights}
     whole = student_of(tiny, window=3)
     expected = distill_end_to_end(whole, tokens, **options)
     options |= {"folder": tmp_path, "checkpoint_every": 1}
@@ -342,8 +342,6 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, 
         ({"weights": "some"}, "unknown weights 'some': choose one of all, lora, maps"),
         ({"schedule": "linear"}, "unknown schedule 'linear'"),
         ({"precision": "fp8"}, "unknown precision 'fp8': choose bf16, or None"),
-        ({"window_dropout": 1.0}, "window_dropout is 1.0: give a probability"),
-        ({"window_dropout": -0.1}, "window_dropout is -0.1"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
         ({"learning_rates": {"z": 1.0}}, "learning_rates names 'z': weights='lora' trains maps and weights"),
         ({"learning_rates": {"maps": math.nan}}, "the learning rate of 'maps' is nan"),
@@ -393,24 +391,24 @@ def test_a_loss_that_is_not_finite_names_the_step_and_leaves_the_student_alone(t
 def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypatch):
     model, tokens = tiny.llama(), TokenWindows.of(tiny.tokens(WINDOWS, LENGTH))
     untouched = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr("dofla.runs.workshop.load_teacher", lambda *_: (model, None))
-    monkeypatch.setattr("dofla.runs.workshop.windows_of", lambda *_, **__: tokens)
+    monkeypatch.setattr("dofla.runs.opened.load_teacher", lambda *_: (model, None))
+    monkeypatch.setattr("dofla.runs.opened.windows_of", lambda *_, **__: tokens)
     students = [{"name": "Whole", "strategy": "fixed", "end_to_end": True}, {"name": "Plain", "strategy": "fixed"}]
     data = {"model": "tiny", "budget": 8, "students": students, "distill": {"steps": 3}}
     data["end_to_end"] = {"steps": 20, "batch_size": WINDOWS, "learning_rates": {"weights": 1e-3}}
     recipe = Recipe.from_dict(data)
     results = run(recipe, tmp_path / "run")
-    whole, plain = (row["runs"][0] for row in results["students"])
+    whole, plain = (row["runs"][0] for row in results["models"])
     assert whole["language"]["kl"] < 0.9 * plain["language"]["kl"]
     assert whole["language"]["teacher_loss"] == plain["language"]["teacher_loss"]
     assert equal(model.state_dict(), untouched)
-    home = tmp_path / "run" / "students" / "whole-seed0"
+    home = tmp_path / "run" / "models" / "whole-seed0"
     seconds = [json.loads((home / part / "trained.json").read_text())["seconds"] for part in (".", "end_to_end")]
     assert whole["distill_seconds"] == sum(seconds)
 
     (home / "evaluation.json").unlink()
-    monkeypatch.setattr("dofla.runs.workshop.distill_end_to_end", None)  # opened, not trained again
-    again = run(recipe, tmp_path / "run")["students"][0]["runs"][0]
+    monkeypatch.setattr("dofla.runs.models.distill_end_to_end", None)  # opened, not trained again
+    again = run(recipe, tmp_path / "run")["models"][0]["runs"][0]
     assert again["language"] == whole["language"]
     with pytest.raises(DoflaError, match=r"student Whole is end_to_end, and end_to_end\.steps is 0"):
         Recipe.from_dict(data | {"end_to_end": {}})

@@ -79,7 +79,6 @@ def pairs_by_loops(call, layer, rows):
     """(batch, query head, row) → [(teacher's score, student's score) of each visible key], real rows only."""
     length = call.query.shape[-2]
     place = {head: (group, group.heads.index(head)) for group in layer.groups for head in group.heads}
-    kept = rounded(call.key) if layer.groups[0].int8 else call.key
     result = {}
     for b, h, i in itertools.product(range(len(call.query)), range(call.query.shape[1]), rows.tolist()):
         real = [True] * length if call.weight is None else call.weight[b].bool().tolist()
@@ -92,7 +91,7 @@ def pairs_by_loops(call, layer, rows):
             if not real[j] or (call.causal and j > i):
                 continue
             q, k = call.query[b, h, i], call.key[b, kv_head, j]
-            exact, k = call.scaling * torch.dot(q, k).item(), kept[b, kv_head, j]
+            exact, k = call.scaling * torch.dot(q, k).item(), rounded(k) if group.int8 else k
             z, alpha = group.map.z[m].detach(), group.map.log_alpha[m].detach().exp()
             root = math.sqrt(call.scaling)
             kernel = sum(

@@ -167,7 +167,7 @@ def one_head(student, model, family, name, head):
     """Of the only linear layer, which sees what the teacher sees, all heads but one give what the teacher gives."""
     theirs = []
     ours, original = (output_projection(x, family, name) for x in (student, model))
-    share = original.in_features // len(Student.of(student).layers[name].features)
+    share = original.in_features // Student.of(student).layers[name].kv_heads
 
     def mixed(module, args):
         (out,) = args
@@ -301,6 +301,6 @@ def test_a_bad_option_is_one_line_and_leaves_the_model_alone(tiny, options, mess
 
 def test_a_linearized_model_is_refused_and_stays_so(tiny):
     student = dofla.linearize(tiny.llama(), budget=BUDGET)
-    with pytest.raises(DoflaError, match="linearized already"):
+    with pytest.raises(DoflaError, match="converted already"):
         measured(tiny, model=student)
     assert is_linearized(student)

@@ -37,20 +37,20 @@ def log_scores(layer: AttentionLayer, query: Tensor, call: AttentionCall, rows: 
     Returns:
         [B, H, R, L]: exact scores in the window and at sinks, the log of the approximate kernel elsewhere.
     """
-    groups = feature_heads(layer)
     query, key = layer.smooth(query, call.key)
-    key = rounded(key) if any(group.int8 for group in groups) else key
-    scores = []
+    approximate, exact, hybrid = [], [], is_hybrid(layer)
     for group, own_query, own_key in split_heads(layer, query, key):
+        own_key = rounded(own_key) if group.int8 else own_key
         if group.features:
             a, b = group.map.log_query(own_query, call.scaling), group.map.log_key(own_key, call.scaling)
-            scores.append(log_kernel(a, b))
+            approximate.append(log_kernel(a, b))
         else:
-            scores.append(accumulable(own_query).new_full((*own_query.shape[:-1], key.shape[-2]), LOG_ZERO))
-    approximate = _join(layer, scores)
-    if not is_hybrid(layer):
-        return approximate
-    return torch.where(seen_exactly(layer, call, rows), exact_scores(query, key, call.scaling), approximate)
+            approximate.append(accumulable(own_query).new_full((*own_query.shape[:-1], key.shape[-2]), LOG_ZERO))
+        if hybrid:
+            exact.append(exact_scores(own_query, own_key, call.scaling))
+    if not hybrid:
+        return _join(layer, approximate)
+    return torch.where(seen_exactly(layer, call, rows), _join(layer, exact), _join(layer, approximate))
 
 
 def is_hybrid(layer: AttentionLayer) -> bool:
