@@ -337,7 +337,7 @@ def _run(recipes: dict[str, Any], track: list[str] | None, out: Path, device: st
     """Run recipes by the name of their subfolder, and write one page on them."""
     from dofla.report import write_page_beside
     from dofla.runs.run import run as run_recipe
-    from dofla.storage.processes import is_first
+    from dofla.storage.rank import is_main_process
 
     results, view = dict[str, Any](), current_view()
     for name, recipe in recipes.items():
@@ -347,6 +347,6 @@ def _run(recipes: dict[str, Any], track: list[str] | None, out: Path, device: st
             view.say(f"\n{name}")
         results[name] = run_recipe(recipe, out / name, view)
     view.say(f"\neverything is in {out}")
-    if is_first():
+    if is_main_process():
         write_page_beside(out, view, [out / name for name in recipes])
     return {"folder": out, **results.get("", results)}
