@@ -6,16 +6,20 @@ import json
 
 import pytest
 import torch
-from by_budget import compress, frontier, size_of
-from dofla.integration.compressed import feature_bytes
+from sizes import compress, size_of
 
 import dofla
-from dofla.distillation import compressor
+from dofla.compression import calibrate
 from dofla.errors import DoflaError
 from dofla.integration.student import Student
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
 CACHE = {64: 10**6, 128: 2 * 10**6}
+
+
+def frontier(model, tokens, texts, *, sizes, **options):
+    """:func:`dofla.frontier` of sizes given in tokens per KV head."""
+    return dofla.frontier(model, tokens, texts, sizes=[size_of(model, n) for n in sizes], **options)
 
 
 def windows(tiny, count, length, seed=0):
@@ -30,15 +34,14 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     model, tokens = tiny.llama(), windows(tiny, 3, 64)
     judged = {text: [windows(tiny, 2, n, seed=n + len(text)) for n in (40, 80)] for text in ("a", "bc")}
     seen = []
-    found = frontier(model, tokens, judged, budgets=[24, 12], progress=lambda *report: seen.append(report))
-    unit = feature_bytes(model)
-    tried = [(x.size // unit, x.text, x.length) for x in found.points]
-    assert tried == [(b, text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
+    found = frontier(model, tokens, judged, sizes=[24, 12], progress=lambda *report: seen.append(report))
+    tried = [(x.size, x.text, x.length) for x in found.points]
+    assert tried == [(size_of(model, b), text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
     assert [report for report in seen if report[0] == "sizes"] == [("sizes", 1, 2), ("sizes", 2, 2)]
     assert seen[:4] == [("directions", n, 3) for n in (1, 2, 3)] + [("head budgets", 1, seen[3][2])]
     assert max(done for _, done, _ in seen) == seen[3][2]
     assert not hasattr(model, "_dofla_softmax_implementation")
-    student = compress(model, tokens, budget=12)
+    student = compress(model, tokens, 12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
         assert (point.loss_increase, point.kl, point.bytes) == (
@@ -54,15 +57,15 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
 def test_with_a_target_it_stops_where_it_is_met(tiny):
     tokens, judged = windows(tiny, 3, 64), {"a": [windows(tiny, 2, 64, seed=9)]}
     model = tiny.llama()
-    (only,) = frontier(model, tokens, judged, budgets=[12, 24, 48], target=100.0).points
+    (only,) = frontier(model, tokens, judged, sizes=[12, 24, 48], target=100.0).points
     assert only.size == size_of(model, 12)
 
 
 def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_them(tiny, tokenizer):
     model, tokens = tiny.llama(vocab_size=2048), windows(tiny, 4, 96)
     options = {"context": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
-    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[32, 8, 40], **options)
-    assert [x.size for x in found.points] == [size_of(model, 32), size_of(model, 40)]
+    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[96, 12, 144], **options)
+    assert [x.size for x in found.points] == [size_of(model, 96), size_of(model, 144)]
     assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "context": 192, "retrieval_heads": 1}
     assert "retrieval heads: 1;" in str(found)
     for point in found.points:
@@ -71,18 +74,18 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
         assert plan.made_by["retrieval_heads"]
         dofla.restore(model)
     with pytest.raises(DoflaError, match="would take more than 50% of the bytes"):
-        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[8, 10], **options)
+        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[12, 16], **options)
 
 
 def test_directions_are_measured_once_and_shares_once_for_large_budgets(tiny, monkeypatch):
-    calls, real = [], compressor.directions_of
+    calls, real = [], calibrate.directions_of
     monkeypatch.setattr(
-        compressor, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options)
+        calibrate, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options)
     )
-    measured, costs = [], compressor.costs_of_heads
-    monkeypatch.setattr(compressor, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
+    measured, costs = [], calibrate.costs_of_heads
+    monkeypatch.setattr(calibrate, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
     model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
-    frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[16, 48, 64])
+    frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[16, 48, 64])
     assert len(calls) == 1
     assert len(measured) == 4  # text, and text that stands twice; 48 and 64 have them in common
 
@@ -92,11 +95,11 @@ def test_what_was_found_is_kept(tiny, tmp_path):
     model.save_pretrained(tmp_path / "base")
     model = type(model).from_pretrained(tmp_path / "base")
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
-    alone = frontier(model, tokens, judged, budgets=[12, 24, 48])
+    alone = frontier(model, tokens, judged, sizes=[12, 24, 48])
     losses = sorted(x.loss for x in alone.points)
     assert losses[0] < losses[1]
     target = (losses[0] + losses[1]) / 2  # that the best alone is within
-    found = frontier(model, tokens, judged, budgets=[12, 24, 48], target=target, out=tmp_path / "out")
+    found = frontier(model, tokens, judged, sizes=[12, 24, 48], target=target, out=tmp_path / "out")
     (kept,) = found.kept
     assert [path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()] == [str(kept)]
     assert Frontier.load(tmp_path / "out") == found
@@ -113,9 +116,9 @@ def test_what_was_found_is_kept(tiny, tmp_path):
 def test_without_a_target_all_students_are_kept(tiny, tmp_path):
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
     model = tiny.llama()
-    frontier(model, windows(tiny, 3, 64), judged, budgets=[12, 24], out=tmp_path / "out")
+    frontier(model, windows(tiny, 3, 64), judged, sizes=[12, 24], out=tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()) == sorted(
-        str(size_of(model, budget)) for budget in (12, 24)
+        str(size_of(model, tokens)) for tokens in (12, 24)
     )
 
 
@@ -179,7 +182,7 @@ def test_what_is_said_of_the_smallest():
 def test_a_damaged_file(tmp_path):
     with pytest.raises(DoflaError, match=r"frontier\.json"):
         Frontier.load(tmp_path)
-    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"size": 3}], "format": 3}))
+    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"size": 3}], "format": 4}))
     with pytest.raises(DoflaError, match="holds no frontier"):
         Frontier.load(tmp_path)
 
@@ -193,7 +196,7 @@ def test_bad_input(tiny):
     with pytest.raises(DoflaError, match="windows to evaluate on: none"):
         dofla.frontier(model, tokens, {})
     with pytest.raises(DoflaError, match="no size to try"):
-        frontier(model, tokens, {"a": [tokens]}, budgets=[])
+        frontier(model, tokens, {"a": [tokens]}, sizes=[])
     with pytest.raises(DoflaError, match="context is 16, and texts have 32 tokens: give as many"):
         dofla.frontier(model, tokens, {"a": [tokens]}, context=16)
     with pytest.raises(DoflaError, match="target is 0: give what may be lost, above 0"):
