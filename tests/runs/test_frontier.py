@@ -9,11 +9,13 @@ import torch
 from sizes import compress, size_of
 
 import dofla
-from dofla.compression import calibrate
 from dofla.errors import DoflaError
 from dofla.integration.student import Student
+from dofla.runs import frontier as module
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
+KIB = 1024
+SIZES = [16 * KIB, 32 * KIB, 64 * KIB]
 CACHE = {64: 10**6, 128: 2 * 10**6}
 
 
@@ -27,7 +29,7 @@ def windows(tiny, count, length, seed=0):
 
 
 def points(losses, length=64, text="a"):
-    return [Point(size, 100 * size, text, length, loss, [loss, loss], loss) for size, loss in losses.items()]
+    return [Point(KIB * size, 100 * size, text, length, loss, [loss, loss], loss) for size, loss in losses.items()]
 
 
 def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
@@ -66,7 +68,8 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
     options = {"context": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
     found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[96, 12, 144], **options)
     assert [x.size for x in found.points] == [size_of(model, 96), size_of(model, 144)]
-    assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "context": 192, "retrieval_heads": 1}
+    expected = {"source": "tensor", "tokens": 384, "retrieval_heads": 1}
+    assert {key: found.made_from[key] for key in expected} == expected
     assert "retrieval heads: 1;" in str(found)
     for point in found.points:
         plan = Student.of(dofla.compress(model, tokens, point.size, **options)).plan
@@ -77,17 +80,12 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
         frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[12, 16], **options)
 
 
-def test_directions_are_measured_once_and_shares_once_for_large_budgets(tiny, monkeypatch):
-    calls, real = [], calibrate.directions_of
-    monkeypatch.setattr(
-        calibrate, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options)
-    )
-    measured, costs = [], calibrate.costs_of_heads
-    monkeypatch.setattr(calibrate, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
+def test_calibration_is_done_once_for_all_sizes(tiny, monkeypatch):
+    calls, real = [], module.measure
+    monkeypatch.setattr(module, "measure", lambda *args, **options: calls.append(args) or real(*args, **options))
     model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
     frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[16, 48, 64])
     assert len(calls) == 1
-    assert len(measured) == 4  # text, and text that stands twice; 48 and 64 have them in common
 
 
 def test_what_was_found_is_kept(tiny, tmp_path):
@@ -136,35 +134,36 @@ def test_without_a_target_all_students_are_kept(tiny, tmp_path):
 )
 def test_between_two_budgets_it_tries_the_one_that_should_meet_the_target(losses, size):
     found = Frontier(points(losses), {64: 1}, 0.02)
+    size = size and KIB * size
     assert found.between(64) == size
-    assert _next(found, list(losses)) == size
+    assert _next(found, [KIB * n for n in losses]) == size
 
 
 def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
     found = Frontier(points({16: 0.16}) + points({16: 0.01}, 128), CACHE, 0.02)
-    assert _next(found, [16, 32, 64]) == 32
+    assert _next(found, SIZES) == 32 * KIB
     found.points += points({32: 0.01}) + points({32: 0.3}, 128)  # chance: at 128 the smaller one was the better
     assert found.smallest(128) is None
-    assert _next(found, [16, 32, 64]) == 64
+    assert _next(found, SIZES) == 64 * KIB
     found.points += points({64: 0.01}) + points({64: 0.01}, 128)
-    assert found.smallest(128).size == 64
-    assert _next(found, [16, 32, 64]) == found.between(64) == 27
+    assert found.smallest(128).size == 64 * KIB
+    assert _next(found, SIZES) == found.between(64) == 27 * KIB
     found.points += points({27: 0.02}) + points({27: 0.3}, 128)
-    assert _next(found, [16, 32, 64]) == found.between(128) == 56
+    assert _next(found, SIZES) == found.between(128) == 56 * KIB
     found.points += [x for n in range(40, 45) for x in points({n: 0.03}, 128)]
-    assert found.between(128) == 51
-    assert _next(found, [16, 32, 64]) is None  # that is enough
-    assert _next(Frontier([], {}), [16, 32]) == 16
-    assert _next(Frontier(points({16: 1.0, 32: 1.0}), {64: 1}), [16, 32]) is None
+    assert found.between(128) == 51 * KIB
+    assert _next(found, SIZES) is None  # that is enough
+    assert _next(Frontier([], {}), SIZES) == 16 * KIB
+    assert _next(Frontier(points({16: 1.0, 32: 1.0, 64: 1.0}), {64: 1}), SIZES) is None
 
 
 def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
-    lucky = Point(64, 6400, "b", 64, -0.001, [-0.01, 0.01], 0.03)
+    lucky = Point(64 * KIB, 6400, "b", 64, -0.001, [-0.01, 0.01], 0.03)
     found = Frontier([*points({16: 0.5, 32: 0.2, 64: 0.01}), lucky, *points({32: 0.1}, text="b")], {64: 1}, 0.02)
-    assert [(x.size, x.text) for x in found.at(64)] == [(16, "a"), (32, "a"), (64, "b")]
+    assert [(x.size, x.text) for x in found.at(64)] == [(n, text) for n, text in zip(SIZES, "aab", strict=True)]
     assert found.smallest(64) is None
     found.points += points({128: 0.001}) + points({128: 0.015}, text="b")
-    assert found.smallest(64).size == 128
+    assert found.smallest(64).size == 128 * KIB
     assert found.smallest(64).text == "b"
 
 
