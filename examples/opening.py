@@ -7,8 +7,8 @@ from random import Random
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
-from dofla.runs import teacher
 from dofla.data import read_documents
+from dofla.runs import teacher
 
 
 def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -12,8 +12,7 @@ import torch
 from transformers import pipeline
 
 import dofla
-from dofla.data import TokenWindows
-from dofla.data import read_documents
+from dofla.data import TokenWindows, read_documents
 from dofla.runs.teacher import load_teacher
 
 SENTENCES = ["The farmer feeds his cows.", "A man gives hay to cattle.", "The pilot landed in the storm."]

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import dofla
 from dofla.attention import compiled
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, read_documents
 from dofla.integration.cache import cache_bytes
-from dofla.data import read_documents
 from dofla.runs.teacher import load_teacher
 
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ import pytest
 import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
+from dofla.feature_maps.cost import HeadCost
 from dofla.integration.student import Student, is_linearized
 from dofla.plans.curves import Curves
-from dofla.feature_maps.cost import HeadCost
 from dofla.plans.hybrid import split
 from dofla.plans.layers import SoftmaxLayer
 from dofla.plans.plan import Plan
