@@ -43,8 +43,8 @@ def home(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_run(home) -> Path:
-    """The folder of a run of two seeds: a model that is not trained, one trained in both ways, and one with a layer kept
-    softmax."""
+    """The folder of a run of two seeds: a model that is not trained, one trained in both ways, and one with a
+    softmax layer."""
     students = [
         {"name": "Performer", "strategy": "fixed", "trained": False},
         {"name": "DoF", "strategy": "dof", "window": 4, "sinks": 1, "end_to_end": True},

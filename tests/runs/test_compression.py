@@ -99,7 +99,7 @@ def test_changes_to_the_demo_name_the_recipe():
     assert list(recipes) == list(DEMO)
     assert recipes["compression"].size == "1MiB"
     assert [x.data.windows for x in recipes.values()] == [12, 3]
-    with pytest.raises(DoflaError, match="--set 'size=1MiB': begin with compression. or distillation."):
+    with pytest.raises(DoflaError, match=r"--set 'size=1MiB': begin with compression\. or distillation\."):
         demo_recipes(["size=1MiB"])
 
 
