@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
+from dofla.data import read_documents
 from dofla.runs import teacher
-from dofla.runs.demo.documents import recall_documents
 
 
 def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -20,6 +22,8 @@ def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokeniz
 
 
 def some_text(tokenizer: PreTrainedTokenizerBase, windows: int, length: int = 256, seed: int = 1):
-    """Text made on the spot, as tokens [windows, length]; use your own."""
-    text = " ".join(recall_documents(windows * length // 64, seed=seed))
+    """Bundled text, from a random place on, as tokens [windows, length]; use your own."""
+    documents = list(read_documents("sample"))
+    start = Random(seed).randrange(len(documents))
+    text = " ".join((documents[start:] + documents[:start])[: windows * length // 64])
     return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, : windows * length].view(windows, length)

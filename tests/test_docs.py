@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.cli import app
 from dofla.cli.pipeline import RECIPES
+from dofla.data import read_documents
 from dofla.runs.demo import teacher_path
-from dofla.runs.demo.documents import recall_documents
 from dofla.runs.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +155,7 @@ def desk(tiny, tmp_path_factory) -> Path:
         tokenizer.save_pretrained(folder / place)
     dofla.linearize(models["my-model"], budget=8).save_pretrained(folder / "student")
     tokenizer.save_pretrained(folder / "student")
-    documents = list(itertools.islice(recall_documents(40, seed=0), 40))
+    documents = list(itertools.islice(read_documents("sample"), 80))
     with gzip.open(folder / "my_text.txt.gz", "wt", encoding="utf-8") as file:
         file.write("\n\n".join(documents))
     (folder / "book.txt").write_text(documents[0], encoding="utf-8")

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import dofla
 from dofla.attention import compiled
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, read_documents
 from dofla.integration.cache import cache_bytes
-from dofla.runs.demo.documents import recall_documents
 from dofla.runs.teacher import load_teacher
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +24,7 @@ attend_module = importlib.import_module("dofla.attention.attend")  # the package
 
 def sentences(count: int) -> list[str]:
     """Different short texts, made on the spot."""
-    documents = recall_documents(count, seed=7, filler_words=(5, 40))
+    documents = list(read_documents("sample"))[:count]
     return [". ".join(text.split(". ")[:6]) for text in documents]
 
 

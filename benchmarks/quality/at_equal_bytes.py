@@ -95,7 +95,7 @@ def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
         *(f"loss increase, {x}" for x in ("other text", "long", "window off", "features off")),
     ]
     columns += ["attention KL", "output error", "state"]
-    lengths = bench.workshop.validation().length, bench.study.long.length
+    lengths = bench.students.opened.validation.length, bench.study.long.length
     return Table(
         "quality",
         f"{bench.study.model}, the bytes of {bench.study.budget} features per KV head unless the row says otherwise",
@@ -120,15 +120,15 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
             found = {name: next_token_figures(model, windows) for name, windows in others.items()}
             for name, hidden in (("no_window", hidden_windows), ("no_features", hidden_features)):
                 with hidden(model):
-                    found[name] = next_token_figures(model, bench.workshop.validation().take(4))
+                    found[name] = next_token_figures(model, bench.students.opened.validation.take(4))
         return found
 
     return bench.evaluations(spec, seeds), [bench.of_student(spec, seed, "texts", texts) for seed in seeds]
 
 
 def _windows(bench: Bench, name: str) -> TokenWindows:
-    workshop = bench.workshop
-    return bench.tasks(name, lambda: windows_of(getattr(bench.study, name), workshop.model, workshop.tokenizer, seed=0))
+    opened = bench.students.opened
+    return bench.tasks(name, lambda: windows_of(getattr(bench.study, name), opened.model, opened.tokenizer, seed=0))
 
 
 @contextmanager

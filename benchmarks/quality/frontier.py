@@ -35,7 +35,7 @@ def main(
 ) -> None:
     table = read_json(run / "quality.json", "a table of benchmarks/quality/at_equal_bytes.py")
     rows = table["rows"][1:]
-    # Names become those of the students' folders, as dofla.runs.workshop makes them.
+    # Names become those of the students' folders, as dofla.runs.models makes them.
     tasks = {path.stem.removeprefix("tasks-"): _agreement(path) for path in run.glob("tasks-*.json")}
     panels = ["loss increase", *(["tasks"] if tasks else [])]
     titles = {"loss increase": "loss increase, nats per token", "tasks": "tasks, the original's answer"}

@@ -17,6 +17,7 @@ from dofla.display import Result, size, table
 from dofla.distillation import History
 from dofla.plans.curves import LayerCurve, Point
 from dofla.plans.hybrid import TOKEN_SHARE
+from dofla.plans.layers import CompressedLayer, FeatureLayer, SoftmaxLayer
 
 
 @dataclass
@@ -82,24 +83,21 @@ def results():
     layers = [f"model.layers.{n}.a_rather_long_name.self_attn" for n in range(2)]
     plan = dofla.Plan(
         [
-            dofla.LayerPlan(layers[0], 2, 64, 64, [3, 5000], [20, 40000], 2),
-            dofla.LayerPlan(layers[1], 2, 64, 64, keep_softmax=True),
+            FeatureLayer(layers[0], 2, 64, 64, [3, 5000], [20, 40000], 2),
+            SoftmaxLayer(layers[1], 2, 64, 64),
         ]
     )
-    sizes = {"features": [3, 40], "window": 16, "sinks": 2, "token_dtype": "int8"}
-    ragged = [[[40, 4], [200, 3]], [[20, 4], [1200, 3]]]
-    coded_tiers = dofla.Plan(
+    compressed = dofla.Plan(
         [
-            dofla.LayerPlan(layers[0], 2, 64, 64, **sizes, tiers=[[38, 4], [211, 3]]),
-            dofla.LayerPlan(layers[1], 2, 64, 64, **sizes, tiers=ragged),
-            dofla.LayerPlan("2", 2, 64, 64, **sizes, tiers=[[[30, 2.5]], []]),
-            dofla.LayerPlan("3", 2, 64, 64, keep_softmax=True),
+            CompressedLayer(layers[0], 2, 64, 64, 16, 2, 38, 211),
+            CompressedLayer(layers[1], 2, 64, 64, [16, 400], 2, [40, 20], [200, 12_000], bits=2.5),
+            SoftmaxLayer("3", 2, 64, 64),
         ]
     )
     points = [Point(TOKEN_SHARE, 100_000 * n, [123.456, 0.1]) for n in range(1, 6)]
     curves = dofla.Curves([LayerCurve(name, [1.5, 2.5], points) for name in layers])
     history = History(layers, torch.tensor([[2.0, 1.0]] * 10 + [[0.5, 0.25]] * 10), 3.2, {"loss": "output"})
-    return {"plan": plan, "curves": curves, "history": history, "coded_tiers": coded_tiers}
+    return {"plan": plan, "curves": curves, "history": history, "compressed": compressed}
 
 
 @pytest.mark.parametrize("name", results())
@@ -113,12 +111,11 @@ def test_every_result_fits_80_columns_and_is_shown_in_notebooks(name):
 
 
 def test_what_the_tables_of_results_hold():
-    plan, curves, history, coded_tiers = (str(result) for result in results().values())
+    plan, curves, history, compressed = (str(result) for result in results().values())
     assert re.search(r"3-5000 +20-40000 +2 +━{24}$", plan, re.M)
-    assert re.search(r"softmax$", plan, re.M)
-    assert re.search(r"3-40 +16 +38 @ 4, 211 @ 3 +2$", coded_tiers, re.M)
-    assert re.search(r"3-40 +16 +20-40 @ 4, 200-1200 @ 3 +2$", coded_tiers, re.M)
-    assert re.search(r"3-40 +16 +0-30 @ 2\.5 +2$", coded_tiers, re.M)
+    assert re.search(r"softmax attention stays in 1 layers: ", plan)
+    assert re.search(r" 16 +2 +249$", compressed, re.M)
+    assert re.search(r" 16-400 +2 +240-12020$", compressed, re.M)
     assert re.search(r"500000 +effect$", curves, re.M)
     assert re.search(r"61\.778 +4\.000$", curves, re.M)
     assert re.search(r"2\.0000 +0\.5000$", history, re.M)

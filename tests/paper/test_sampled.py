@@ -65,7 +65,7 @@ def test_each_head_gets_the_draw_of_its_own_vectors(tiny):
         for head, count in enumerate([10, 6]):
             vectors = reservoirs[name].vectors[head]
             z, log_alpha = leverage_features(vectors, scalings[name], count, 0.01, candidates=64, generator=generator)
-            feature_map = layer.maps[layer.groups.index([head])]
+            (feature_map,) = (group.map for group in layer.groups if list(group.heads) == [head])
             torch.testing.assert_close(feature_map.z[0], z.float(), rtol=0, atol=0)
             torch.testing.assert_close(feature_map.log_alpha[0], log_alpha.float(), rtol=0, atol=0)
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from sizes import size_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dofla.runs.recipe import Recipe
+from dofla.integration.checkpoint import load_model
+from dofla.runs.recipe import Recipe, read_yaml
 from dofla.runs.run import run
 
 WORDS = [f"w{n}" for n in range(60)]
@@ -41,12 +43,11 @@ def home(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_run(home) -> Path:
-    """The folder of a run of two seeds: a model that is not trained, one trained in both ways, one with a compressed
-    cache, and one with a layer kept softmax."""
+    """The folder of a run of two seeds: a model that is not trained, one trained in both ways, and one with a
+    softmax layer."""
     students = [
         {"name": "Performer", "strategy": "fixed", "trained": False},
         {"name": "DoF", "strategy": "dof", "window": 4, "sinks": 1, "end_to_end": True},
-        {"name": "Compressed", "strategy": "compressed", "trained": False, "budget": 6},
         {"name": "One softmax", "strategy": "hybrid", "keep_softmax": ["model.layers.0.self_attn"]},
     ]
     return made(home, "llama", {"length": 64}, students, [0, 1])
@@ -63,3 +64,12 @@ def made(home: Path, model: str, data: dict, students: list[dict], seeds: list[i
     given = {"model": str(home / model), "seeds": seeds, "data": data, "students": students, **SIZES}
     run(Recipe.from_dict(given | {"validation": data | {"split": "all"}}), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def compressed_run(home, llama_run) -> Path:
+    """The folder of a compression of the same model, on the same text."""
+    given = read_yaml(llama_run / "recipe.yaml")
+    shared = {name: given[name] for name in ("model", "data", "validation", "evaluate")}
+    run(Recipe.from_dict({"size": size_of(load_model(home / "llama"), 16), **shared}), home / "compressed-run")
+    return home / "compressed-run"

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import vl_convert
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from dofla.display import figure, size
 from dofla.errors import DoflaError
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.layers import FeatureLayer, SoftmaxLayer
+from dofla.plans.plan import Plan
 from dofla.report import write_report
 from dofla.report.runs import ModelRecord, read_run
 from dofla.runs.frontier import FRONTIER, Frontier, Point
@@ -75,7 +77,7 @@ def test_a_run(llama_run, tmp_path):
         spread = abs(runs[0]["loss_increase"] - runs[1]["loss_increase"]) / 2
         assert cells["loss increase"] == f"{figure(mean)} ± {figure(spread)}"
         assert cells["cache"] == size(model.evaluations[0]["state_bytes"])
-        assert (cells["training"] == "none") == (model.name in ("Performer", "Compressed"))
+        assert (cells["training"] == "none") == (model.name == "Performer")
         first = model.evaluations[0]
         factor = first["softmax_bytes"] / first["state_bytes"]
         assert float(cells["compression factor"]) == pytest.approx(factor, rel=0.01)
@@ -89,9 +91,19 @@ def test_a_run(llama_run, tmp_path):
     assert found == {x.name: pytest.approx(x.evaluations[0]["state_bytes"]) for x in models}
     sizes = page.values(title, "sizes")
     assert "softmax attention" in sizes
-    assert any("tiers @ bits" in words for words in sizes)
+    assert any("window 4" in words for words in sizes)
     texts = page.body.partition("<h2>Texts</h2>")[2]
     assert [texts.count(f"<b>{name}:</b>") for name in ("Prompt", "original", "DoF")] == [1, 1, 1]
+
+
+def test_a_compression_beside_a_distillation(llama_run, compressed_run, tmp_path):
+    page = Page(compressed_run, llama_run, out=tmp_path / "page.html")
+    assert page.texts("h1") == ["llama"]
+    (row,) = (row for row in page.rows if row[0] == "Compressed (compressed-run)")
+    assert "none" in row
+    assert {"DoF (llama-run)", "Performer (llama-run)"} < {row[0] for row in page.rows}
+    assert any("3-bit" in words for words in page.values("Bytes of each layer", "sizes"))
+    assert OF_A_RUN[-1] in page.charts
 
 
 def test_an_encoder(bert_run, tmp_path):
@@ -117,7 +129,8 @@ def test_several_folders_share_a_page(llama_run, bert_run, copied, tmp_path):
 
 @given(features=st.integers(1, 200), window=st.integers(0, 200), length=st.integers(1, 4000), kept=st.integers(0, 2))
 def test_the_context_from_which_on_the_cache_is_smaller(features, window, length, kept):
-    plan = Plan([LayerPlan(str(n), 2, 8, 8, features, window, keep_softmax=n < kept) for n in range(2)])
+    own = [SoftmaxLayer("x", 2, 8, 8), FeatureLayer("x", 2, 8, 8, features, window)]
+    plan = Plan([replace(own[n >= kept], name=str(n)) for n in range(2)])
     evaluation = {"length": length, "softmax_bytes": plan.softmax_bytes(length)}
     smaller_from = ModelRecord("model", None, 0, plan, [evaluation]).smaller_from
 
@@ -156,10 +169,10 @@ def frontier(folder, target=0.02, english="english"):
                     Point(budget, 23_600 * budget, text, length, loss, [loss - 0.004, loss + 0.006], 1.1 * loss)
                 )
     model = {"class": "LlamaForCausalLM", "name": "somewhere/small", "parameters": 135_000_000}
-    made, cache = {"source": "books (train)", "length": 512, "windows": 12}, {512: 11_796_480, 2048: 47_185_920}
+    made, cache = {"source": "books (train)", "tokens": 6144}, {512: 11_796_480, 2048: 47_185_920}
     found = Frontier(points, cache, target, model, made, {english: "e (all)", "python & co": "p (all)"})
     folder.mkdir()
-    write_json(folder / FRONTIER, found.to_dict(), sealed=True)
+    write_json(folder / FRONTIER, found.to_dict())
     return found
 
 
@@ -184,7 +197,6 @@ def test_words_from_outside_stay_words(copied, tmp_path):
     bad = "</script></pre><script>console.log('ran')</script><img>"
     for path in copied.rglob("evaluation.json"):
         figures = json.loads(path.read_text())
-        del figures["sha256"]
         figures["model"]["class"] = figures["samples"][0]["student"] = bad
         path.write_text(json.dumps(figures))
     (copied / "recipe.yaml").write_text((copied / "recipe.yaml").read_text() + f"# {bad}\n")
@@ -226,14 +238,14 @@ def test_a_page_that_would_be_too_large_is_not_written(llama_run, tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
-DOF = "students/dof-seed0"
+DOF = "models/dof-seed0"
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda run: (run / "recipe.yaml").unlink(), ["no run folder", "recipe.yaml"]),
-        (lambda run: shutil.rmtree(run / "students"), ["no finished model"]),
+        (lambda run: shutil.rmtree(run / "models"), ["no finished model"]),
         (lambda run: (run / "recipe.yaml").write_text("model: [x"), ["recipe.yaml", "cannot be read"]),
         (lambda run: (run / DOF / "evaluation.json").write_text("{"), ["evaluation.json"]),
         (lambda run: (run / DOF / "plan.json").unlink(), ["plan.json"]),

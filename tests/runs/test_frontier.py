@@ -6,16 +6,22 @@ import json
 
 import pytest
 import torch
-from by_budget import compress, frontier, size_of
-from dofla.integration.compressed import feature_bytes
+from sizes import compress, size_of
 
 import dofla
-from dofla.distillation import compressor
 from dofla.errors import DoflaError
 from dofla.integration.student import Student
+from dofla.runs import frontier as module
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
+KIB = 1024
+SIZES = [16 * KIB, 32 * KIB, 64 * KIB]
 CACHE = {64: 10**6, 128: 2 * 10**6}
+
+
+def frontier(model, tokens, texts, *, sizes, **options):
+    """:func:`dofla.frontier` of sizes given in tokens per KV head."""
+    return dofla.frontier(model, tokens, texts, sizes=[size_of(model, n) for n in sizes], **options)
 
 
 def windows(tiny, count, length, seed=0):
@@ -23,22 +29,21 @@ def windows(tiny, count, length, seed=0):
 
 
 def points(losses, length=64, text="a"):
-    return [Point(size, 100 * size, text, length, loss, [loss, loss], loss) for size, loss in losses.items()]
+    return [Point(KIB * size, 100 * size, text, length, loss, [loss, loss], loss) for size, loss in losses.items()]
 
 
 def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     model, tokens = tiny.llama(), windows(tiny, 3, 64)
     judged = {text: [windows(tiny, 2, n, seed=n + len(text)) for n in (40, 80)] for text in ("a", "bc")}
     seen = []
-    found = frontier(model, tokens, judged, budgets=[24, 12], progress=lambda *report: seen.append(report))
-    unit = feature_bytes(model)
-    tried = [(x.size // unit, x.text, x.length) for x in found.points]
-    assert tried == [(b, text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
+    found = frontier(model, tokens, judged, sizes=[24, 12], progress=lambda *report: seen.append(report))
+    tried = [(x.size, x.text, x.length) for x in found.points]
+    assert tried == [(size_of(model, b), text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
     assert [report for report in seen if report[0] == "sizes"] == [("sizes", 1, 2), ("sizes", 2, 2)]
     assert seen[:4] == [("directions", n, 3) for n in (1, 2, 3)] + [("head budgets", 1, seen[3][2])]
     assert max(done for _, done, _ in seen) == seen[3][2]
     assert not hasattr(model, "_dofla_softmax_implementation")
-    student = compress(model, tokens, budget=12)
+    student = compress(model, tokens, 12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
         result = dofla.evaluate(student, one)
         assert (point.loss_increase, point.kl, point.bytes) == (
@@ -54,16 +59,17 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
 def test_with_a_target_it_stops_where_it_is_met(tiny):
     tokens, judged = windows(tiny, 3, 64), {"a": [windows(tiny, 2, 64, seed=9)]}
     model = tiny.llama()
-    (only,) = frontier(model, tokens, judged, budgets=[12, 24, 48], target=100.0).points
+    (only,) = frontier(model, tokens, judged, sizes=[12, 24, 48], target=100.0).points
     assert only.size == size_of(model, 12)
 
 
 def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_them(tiny, tokenizer):
     model, tokens = tiny.llama(vocab_size=2048), windows(tiny, 4, 96)
     options = {"context": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
-    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[32, 8, 40], **options)
-    assert [x.size for x in found.points] == [size_of(model, 32), size_of(model, 40)]
-    assert found.made_from == {"source": "tensor", "length": 96, "windows": 4, "context": 192, "retrieval_heads": 1}
+    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[96, 12, 144], **options)
+    assert [x.size for x in found.points] == [size_of(model, 96), size_of(model, 144)]
+    expected = {"source": "tensor", "tokens": 384, "retrieval_heads": 1}
+    assert {key: found.made_from[key] for key in expected} == expected
     assert "retrieval heads: 1;" in str(found)
     for point in found.points:
         plan = Student.of(dofla.compress(model, tokens, point.size, **options)).plan
@@ -71,20 +77,15 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
         assert plan.made_by["retrieval_heads"]
         dofla.restore(model)
     with pytest.raises(DoflaError, match="would take more than 50% of the bytes"):
-        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[8, 10], **options)
+        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[12, 16], **options)
 
 
-def test_directions_are_measured_once_and_shares_once_for_large_budgets(tiny, monkeypatch):
-    calls, real = [], compressor.directions_of
-    monkeypatch.setattr(
-        compressor, "directions_of", lambda *args, **options: calls.append(args) or real(*args, **options)
-    )
-    measured, costs = [], compressor.costs_of_heads
-    monkeypatch.setattr(compressor, "costs_of_heads", lambda *args: measured.append(args) or costs(*args))
+def test_calibration_is_done_once_for_all_sizes(tiny, monkeypatch):
+    calls, real = [], module.measure
+    monkeypatch.setattr(module, "measure", lambda *args, **options: calls.append(args) or real(*args, **options))
     model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
-    frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, budgets=[16, 48, 64])
+    frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[16, 48, 64])
     assert len(calls) == 1
-    assert len(measured) == 4  # text, and text that stands twice; 48 and 64 have them in common
 
 
 def test_what_was_found_is_kept(tiny, tmp_path):
@@ -92,11 +93,11 @@ def test_what_was_found_is_kept(tiny, tmp_path):
     model.save_pretrained(tmp_path / "base")
     model = type(model).from_pretrained(tmp_path / "base")
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
-    alone = frontier(model, tokens, judged, budgets=[12, 24, 48])
+    alone = frontier(model, tokens, judged, sizes=[12, 24, 48])
     losses = sorted(x.loss for x in alone.points)
     assert losses[0] < losses[1]
     target = (losses[0] + losses[1]) / 2  # that the best alone is within
-    found = frontier(model, tokens, judged, budgets=[12, 24, 48], target=target, out=tmp_path / "out")
+    found = frontier(model, tokens, judged, sizes=[12, 24, 48], target=target, out=tmp_path / "out")
     (kept,) = found.kept
     assert [path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()] == [str(kept)]
     assert Frontier.load(tmp_path / "out") == found
@@ -113,9 +114,9 @@ def test_what_was_found_is_kept(tiny, tmp_path):
 def test_without_a_target_all_students_are_kept(tiny, tmp_path):
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
     model = tiny.llama()
-    frontier(model, windows(tiny, 3, 64), judged, budgets=[12, 24], out=tmp_path / "out")
+    frontier(model, windows(tiny, 3, 64), judged, sizes=[12, 24], out=tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()) == sorted(
-        str(size_of(model, budget)) for budget in (12, 24)
+        str(size_of(model, tokens)) for tokens in (12, 24)
     )
 
 
@@ -133,35 +134,36 @@ def test_without_a_target_all_students_are_kept(tiny, tmp_path):
 )
 def test_between_two_budgets_it_tries_the_one_that_should_meet_the_target(losses, size):
     found = Frontier(points(losses), {64: 1}, 0.02)
+    size = size and KIB * size
     assert found.between(64) == size
-    assert _next(found, list(losses)) == size
+    assert _next(found, [KIB * n for n in losses]) == size
 
 
 def test_it_goes_up_until_all_lengths_are_met_and_then_between_a_few_times():
     found = Frontier(points({16: 0.16}) + points({16: 0.01}, 128), CACHE, 0.02)
-    assert _next(found, [16, 32, 64]) == 32
+    assert _next(found, SIZES) == 32 * KIB
     found.points += points({32: 0.01}) + points({32: 0.3}, 128)  # chance: at 128 the smaller one was the better
     assert found.smallest(128) is None
-    assert _next(found, [16, 32, 64]) == 64
+    assert _next(found, SIZES) == 64 * KIB
     found.points += points({64: 0.01}) + points({64: 0.01}, 128)
-    assert found.smallest(128).size == 64
-    assert _next(found, [16, 32, 64]) == found.between(64) == 27
+    assert found.smallest(128).size == 64 * KIB
+    assert _next(found, SIZES) == found.between(64) == 27 * KIB
     found.points += points({27: 0.02}) + points({27: 0.3}, 128)
-    assert _next(found, [16, 32, 64]) == found.between(128) == 56
+    assert _next(found, SIZES) == found.between(128) == 56 * KIB
     found.points += [x for n in range(40, 45) for x in points({n: 0.03}, 128)]
-    assert found.between(128) == 51
-    assert _next(found, [16, 32, 64]) is None  # that is enough
-    assert _next(Frontier([], {}), [16, 32]) == 16
-    assert _next(Frontier(points({16: 1.0, 32: 1.0}), {64: 1}), [16, 32]) is None
+    assert found.between(128) == 51 * KIB
+    assert _next(found, SIZES) is None  # that is enough
+    assert _next(Frontier([], {}), SIZES) == 16 * KIB
+    assert _next(Frontier(points({16: 1.0, 32: 1.0, 64: 1.0}), {64: 1}), SIZES) is None
 
 
 def test_the_worst_text_and_the_larger_of_gap_and_kl_decide():
-    lucky = Point(64, 6400, "b", 64, -0.001, [-0.01, 0.01], 0.03)
+    lucky = Point(64 * KIB, 6400, "b", 64, -0.001, [-0.01, 0.01], 0.03)
     found = Frontier([*points({16: 0.5, 32: 0.2, 64: 0.01}), lucky, *points({32: 0.1}, text="b")], {64: 1}, 0.02)
-    assert [(x.size, x.text) for x in found.at(64)] == [(16, "a"), (32, "a"), (64, "b")]
+    assert [(x.size, x.text) for x in found.at(64)] == [(n, text) for n, text in zip(SIZES, "aab", strict=True)]
     assert found.smallest(64) is None
     found.points += points({128: 0.001}) + points({128: 0.015}, text="b")
-    assert found.smallest(64).size == 128
+    assert found.smallest(64).size == 128 * KIB
     assert found.smallest(64).text == "b"
 
 
@@ -179,7 +181,7 @@ def test_what_is_said_of_the_smallest():
 def test_a_damaged_file(tmp_path):
     with pytest.raises(DoflaError, match=r"frontier\.json"):
         Frontier.load(tmp_path)
-    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"size": 3}], "format": 3}))
+    (tmp_path / FRONTIER).write_text(json.dumps({"cache": {"64": 1}, "points": [{"size": 3}], "format": 4}))
     with pytest.raises(DoflaError, match="holds no frontier"):
         Frontier.load(tmp_path)
 
@@ -193,7 +195,7 @@ def test_bad_input(tiny):
     with pytest.raises(DoflaError, match="windows to evaluate on: none"):
         dofla.frontier(model, tokens, {})
     with pytest.raises(DoflaError, match="no size to try"):
-        frontier(model, tokens, {"a": [tokens]}, budgets=[])
+        frontier(model, tokens, {"a": [tokens]}, sizes=[])
     with pytest.raises(DoflaError, match="context is 16, and texts have 32 tokens: give as many"):
         dofla.frontier(model, tokens, {"a": [tokens]}, context=16)
     with pytest.raises(DoflaError, match="target is 0: give what may be lost, above 0"):

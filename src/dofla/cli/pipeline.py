@@ -314,7 +314,9 @@ def run(
     device: Device = None,
 ) -> dict[str, Any]:
     """Run a recipe: compress, evaluate and report."""
-    return _run(recipe, change, track, out or Path("runs") / recipe.stem, device)
+    from dofla.runs.recipe import Recipe
+
+    return _run({"": Recipe.load(recipe, change)}, track, out or Path("runs") / recipe.stem, device)
 
 
 def demo(
@@ -325,23 +327,26 @@ def demo(
     track: Track = None,
     device: Device = None,
 ) -> dict[str, Any]:
-    """Compare all methods on the bundled model: 3 min on a CPU core."""
-    return _run(RECIPES / "demo.yaml", change, track, out, device)
+    """Compress and distill the bundled model: 3 min on a CPU core."""
+    from dofla.runs.recipe import demo_recipes
+
+    return _run(demo_recipes(change), track, out, device)
 
 
-def _run(
-    path: Path, change: list[str] | None, track: list[str] | None, out: Path, device: str | None
-) -> dict[str, Any]:
+def _run(recipes: dict[str, Any], track: list[str] | None, out: Path, device: str | None) -> dict[str, Any]:
+    """Run recipes by the name of their subfolder, and write one page on them."""
     from dofla.report import write_page_beside
-    from dofla.runs.recipe import Recipe
     from dofla.runs.run import run as run_recipe
-    from dofla.storage.processes import is_first
+    from dofla.storage.rank import is_main_process
 
-    recipe, view = Recipe.load(path, change), current_view()
-    recipe.track += track or []
-    recipe.device = device or recipe.device
-    results = run_recipe(recipe, out, view)
+    results, view = dict[str, Any](), current_view()
+    for name, recipe in recipes.items():
+        recipe.track += track or []
+        recipe.device = device or recipe.device
+        if name:
+            view.say(f"\n{name}")
+        results[name] = run_recipe(recipe, out / name, view)
     view.say(f"\neverything is in {out}")
-    if is_first():
-        write_page_beside(out, view)
-    return {"folder": out, **results}
+    if is_main_process():
+        write_page_beside(out, view, [out / name for name in recipes])
+    return {"folder": out, **results.get("", results)}

@@ -1,7 +1,7 @@
 """Parts that belong to the paper alone (arXiv 2507.03340): its theory, features drawn by leverage, errors against the
 number of features, and its tables, on models that you can run.
 
-Makes its students in the workshop of ``runs``; nothing but the command line knows of it.
+Makes its students as ``runs`` does; nothing but the command line knows of it.
 """
 
 from dofla.paper.run import TABLES, reproduce

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from dofla.paper.finetune import finetune, settings_for
 from dofla.paper.items import hub_task, task_file, train_and_test
 from dofla.paper.methods import baselines, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
-from dofla.runs.demo.tasks import demo_tasks
+from dofla.runs.demo import TASKS
 from dofla.runs.recipe import StudentSpec
 from dofla.tasks import Metric, Task, TaskScores, compare, load_task, score
 
@@ -118,7 +117,7 @@ def _methods(bench: Bench) -> list[StudentSpec]:
     """The paper's rows, as far as the study wants them; of DiJiang's two readings that of the public code, which the
     paper ran."""
     others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
-    rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.workshop)}
+    rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.students)}
     return [spec for name, spec in rows.items() if name in bench.study.tasks.methods or not bench.study.tasks.methods]
 
 
@@ -152,7 +151,9 @@ def _student_scores(bench: Bench, spec: StudentSpec, seed: int) -> list[TaskScor
 
 def _scored(bench: Bench, model: PreTrainedModel) -> dict[str, Any]:
     tasks, size = bench.tasks("scored", lambda: _tasks(bench)), bench.study.tasks.batch_size
-    return {"tasks": [asdict(scores) for scores in score(model, bench.workshop.tokenizer, tasks, batch_size=size)]}
+    return {
+        "tasks": [asdict(scores) for scores in score(model, bench.students.opened.tokenizer, tasks, batch_size=size)]
+    }
 
 
 def _from_record(record: dict[str, Any]) -> list[TaskScores]:
@@ -164,10 +165,10 @@ def _from_record(record: dict[str, Any]) -> list[TaskScores]:
 
 def _tasks(bench: Bench) -> list[Task]:
     """The study's tasks, with the same items for all models. DoflaError if it names none and its source is not demo."""
-    spec, workshop = bench.study.tasks, bench.workshop
+    spec = bench.study.tasks
     if spec.source == "demo":
-        tasks = demo_tasks(workshop.model, workshop.tokenizer, spec.items or 300)
-        return [task for task in tasks if not spec.names or task.name in spec.names]
+        found = [load_task(path) for path in sorted(TASKS.glob("*-test.jsonl.gz"))]
+        return [task.take(spec.items) for task in found if not spec.names or task.name in spec.names]
     if not spec.names:
         raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
     if spec.source == "hub":
@@ -192,12 +193,12 @@ def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
 
 
 def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> dict[str, Any]:
-    home = bench.workshop.home(spec, seed) if spec else bench.folder / "teacher"
+    home = bench.students.home(spec, seed) if spec else bench.folder / "teacher"
     path = home / f"finetuned-{name}{'' if spec else f'-seed{seed}'}.json"
 
     if not path.exists():
         who = spec.name if spec else "Original"
-        with bench.workshop.student(spec, seed) if spec else nullcontext(bench.workshop.model) as model:
+        with bench.students.made(spec, seed) if spec else nullcontext(bench.students.opened.model) as model:
             # Fine-tuning changes the weights, so it gets a copy.
             bench.measured(path, lambda: _learned(bench, copy.deepcopy(model), seed, name, who))
     return bench.measured(path, dict)
@@ -211,7 +212,7 @@ def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: st
     with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
         epochs = finetune(
             model,
-            bench.workshop.tokenizer,
+            bench.students.opened.tokenizer,
             train.take(wanted.items, seed=seed),
             test.take(wanted.test_items),
             lora_rank=wanted.lora_rank,
@@ -223,16 +224,8 @@ def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: st
 
 
 def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
-    source, workshop = bench.study.tasks.source, bench.workshop
-    if source == "demo":
-        count = max(bench.study.finetune.items or 300, bench.study.finetune.test_items or 300)
-
-        def part(split: str) -> Task:
-            make = partial(demo_tasks, workshop.model, workshop.tokenizer, count, split=split)
-            return next(task for task in bench.tasks(split, make) if task.name == name)
-
-        return part("train"), part("test")
-    return train_and_test(name, None if source == "hub" else source)
+    source = bench.study.tasks.source
+    return train_and_test(name, {"hub": None, "demo": str(TASKS)}.get(source, source))
 
 
 def _finetuning_note(bench: Bench) -> list[str]:

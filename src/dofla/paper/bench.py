@@ -16,28 +16,29 @@ from dofla.paper.methods import LEVERAGE, LOSSES
 from dofla.paper.sampled import sample_features
 from dofla.paper.study import Study
 from dofla.paper.table import Figure
+from dofla.runs.distillation import Students
+from dofla.runs.folder import claim
 from dofla.runs.recipe import StudentSpec
 from dofla.runs.view import View
-from dofla.runs.workshop import Workshop, claim
 from dofla.storage.files import read_json, write_json
 from dofla.tasks import Task
 
 STUDY = "study.yaml"
 
 
-class _Workshop(Workshop):
-    """A workshop that also makes students whose features are drawn by leverage (:data:`LEVERAGE`)."""
+class _Students(Students):
+    """Students, of which some have features that are drawn by leverage (:data:`LEVERAGE`)."""
 
-    def _train(self, spec: StudentSpec, seed: int, home: Path) -> None:
+    def train(self, spec: StudentSpec, seed: int, home: Path) -> None:
         if spec.start != LEVERAGE:
-            return super()._train(spec, seed, home)
-        windows = self.training().take(self.recipe.profile.windows)
+            return super().train(spec, seed, home)
+        windows = self.opened.training.take(self.recipe.profile.windows)
         with self.view.progress(f"draw features of {spec.name}, seed {seed}") as bar:
-            sample_features(self.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
+            sample_features(self.opened.model, windows, lam=self.recipe.lam, seed=seed, progress=bar.stage)
 
 
 class Bench:
-    """A study's workshop, and the measures taken of what it makes.
+    """The students of a study, and the measures taken of them.
 
     Every measure is a JSON file in the folder, which holds the seconds it took as well. ``spent`` collects those of
     all files that were looked at since :meth:`begin`, so that a table can say what it cost.
@@ -47,7 +48,7 @@ class Bench:
         # More seeds may be added to a folder later; everything else must stay.
         claim(folder, STUDY, study.to_dict() | {"seeds": "any"})
         self.study, self.folder, self.view = study, Path(folder), view or View(quiet=True)
-        self.workshop = _Workshop(study, folder, self.view)
+        self.students = _Students(study, folder, self.view)
         self.spent: dict[str, float] = {}
         self.asked: dict[str, list[Task]] = {}
 
@@ -69,7 +70,7 @@ class Bench:
     @property
     def is_language_model(self) -> bool:
         """True if the model predicts next tokens; an encoder is judged by its embeddings."""
-        return self.workshop.model.can_generate()
+        return self.students.opened.model.can_generate()
 
     @property
     def quality(self) -> tuple[str, str]:
@@ -104,23 +105,23 @@ class Bench:
         self, spec: StudentSpec, seed: int, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]
     ) -> dict[str, Any]:
         """A measure of a student, which is made first if need be."""
-        path = self.workshop.home(spec, seed) / f"{what}.json"
+        path = self.students.home(spec, seed) / f"{what}.json"
         if not path.exists():
             with (
-                self.workshop.student(spec, seed) as model,
+                self.students.made(spec, seed) as model,
                 self.view.progress(f"{what} {spec.name}, seed {seed}"),
             ):
                 self.measured(path, lambda: measure(model))
-        self.spent[f"{path.parent}/training"] = self.workshop.seconds(spec, seed)
+        self.spent[f"{path.parent}/training"] = self.students.seconds(spec, seed)
         return self.measured(path, dict)
 
     def of_teacher(self, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]) -> dict[str, Any]:
         """A measure of the model as it came."""
-        return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.workshop.model))
+        return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.students.opened.model))
 
     def evaluations(self, spec: StudentSpec, seeds: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """The figures of :func:`dofla.evaluate`, per seed (default: all of the study)."""
-        windows, options = self.workshop.validation(), self.study.evaluate
+        windows, options = self.students.opened.validation, self.study.evaluate
 
         def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
             return evaluate(model, windows, **options.sizes, seed=seed, progress=True).to_dict()
@@ -132,8 +133,8 @@ class Bench:
 
     def profiled(self) -> None:
         """See that there is a profile, and count its seconds."""
-        self.workshop.profile()
-        self.spent["profile"] = self.workshop.profile_seconds()
+        self.students.profile()
+        self.spent["profile"] = self.students.profile_seconds()
 
 
 def per_seed(runs: Sequence[dict[str, Any]], *keys: str, digits: int = 3, spread: bool = True) -> Figure:

@@ -17,6 +17,7 @@ from dofla.paper import published
 from dofla.paper.bench import Bench
 from dofla.paper.methods import LOSSES, STRATEGIES, baselines, trained
 from dofla.paper.table import Figure, Table
+from dofla.plans.layers import FeatureLayer
 from dofla.plans.plan import Plan
 from dofla.runs.recipe import StudentSpec
 
@@ -54,7 +55,7 @@ def generation_time(bench: Bench) -> Table:
 
 
 def _generation(bench: Bench, shown: list[tuple[str, StudentSpec | None]], tokens: int) -> dict[str, Any]:
-    model, rows = bench.workshop.model, {}
+    model, rows = bench.students.opened.model, {}
     sites = attention_sites(model)
     for name, spec in shown:
         with bench.view.progress(f"generate, {name}"):
@@ -62,7 +63,7 @@ def _generation(bench: Bench, shown: list[tuple[str, StudentSpec | None]], token
                 seconds = _seconds(bench, model, tokens)
                 plan = None
             else:
-                plan = bench.workshop.plan(spec)
+                plan = bench.students.plan(spec)
                 linearize(model, plan)
                 try:
                     seconds = _seconds(bench, model, tokens)
@@ -73,7 +74,7 @@ def _generation(bench: Bench, shown: list[tuple[str, StudentSpec | None]], token
 
 
 def _seconds(bench: Bench, model: PreTrainedModel, tokens: int) -> float:
-    windows, times = bench.workshop.validation(), []
+    windows, times = bench.students.opened.validation, []
     for _ in range(_REPEATS):
         started = time.perf_counter()
         with torch.inference_mode():
@@ -95,7 +96,7 @@ def _operations(sites: dict, plan: Plan | None, context: int) -> int:
     total = 0
     for name, site in sites.items():
         layer = None if plan is None else plan[name]
-        if layer is None or layer.keep_softmax:
+        if not isinstance(layer, FeatureLayer):
             total += 2 * site.heads * context * (site.head_dim + site.value_dim)
             continue
         share = site.heads // site.kv_heads
@@ -119,7 +120,7 @@ def sample_time(bench: Bench) -> Table:
         ["GPT-2, 4 A100", "ms"],
         [list(row) for row in published.SAMPLE.items()],
         [
-            f"windows of {bench.workshop.training().length} tokens, {options.batch_size} at a time, "
+            f"windows of {bench.students.opened.training.length} tokens, {options.batch_size} at a time, "
             f"{options.rows or 'all'} query rows in the layerwise losses, median of {bench.study.cost.steps} steps, "
             f"{record['threads']} thread(s)"
         ],
@@ -127,16 +128,17 @@ def sample_time(bench: Bench) -> Table:
 
 
 def _sample(bench: Bench) -> dict[str, Any]:
-    options, model = vars(bench.study.distill), bench.workshop.model
+    options: dict[str, Any] = vars(bench.study.distill)
+    model = bench.students.opened.model
     milliseconds = {}
     for loss in bench.losses:
         times = [time.perf_counter()]
-        linearize(model, bench.workshop.plan(trained("Fix", "softmax")))
+        linearize(model, bench.students.plan(trained("Fix", "softmax")))
         try:
             with bench.view.progress(f"time a sample, {loss}"):
                 distill(
                     model,
-                    bench.workshop.training(),
+                    bench.students.opened.training,
                     progress=lambda *_, times=times: times.append(time.perf_counter()),
                     **options
                     | {"loss": loss}
@@ -159,11 +161,11 @@ def training_time(bench: Bench) -> Table:
         for loss in losses:
             spec = trained(label, loss)
             bench.evaluations(spec)
-            cells.append(Figure.of([bench.workshop.seconds(spec, seed) for seed in bench.study.seeds], 0))
+            cells.append(Figure.of([bench.students.seconds(spec, seed) for seed in bench.study.seeds], 0))
         rows.append([label, *cells])
     bench.profiled()
-    rows.append(["Algorithm 1", Figure.of(bench.workshop.profile_seconds(), 0), *[None] * (len(losses) - 1)])
-    options, length = bench.study.distill, bench.workshop.training().length
+    rows.append(["Algorithm 1", Figure.of(bench.students.profile_seconds(), 0), *[None] * (len(losses) - 1)])
+    options, length = bench.study.distill, bench.students.opened.training.length
     many = f"{options.steps} steps" if options.steps else f"{options.epochs} epoch(s)"
     return Table(
         "12",

@@ -82,7 +82,7 @@ def _without_infinity(data: Any) -> Any:
 
 def _heads(bench: Bench) -> list[tuple[str, int]]:
     """Layer and KV head, evenly over the order of their degrees of freedom."""
-    profile = bench.workshop.profile()
+    profile = bench.students.profile()
     dof = profile.dof(bench.study.lam)
     ranked = sorted(
         (value, layer.name, head)
@@ -96,9 +96,9 @@ def _heads(bench: Bench) -> list[tuple[str, int]]:
 
 def _vectors(bench: Bench, chosen: list[tuple[str, int]]) -> dict[str, tuple[Tensor, Tensor, float]]:
     """Queries and keys of the heads, at random places of a few windows."""
-    model, count = bench.workshop.model, bench.study.curve.vectors
+    model, count = bench.students.opened.model, bench.study.curve.vectors
     generator = torch.Generator().manual_seed(0)
-    windows = bench.workshop.training().take(8)
+    windows = bench.students.opened.training.take(8)
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
 
     def look(call: AttentionCall) -> None:

@@ -22,7 +22,7 @@ _TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}
 def selected_dimensions(bench: Bench) -> Table:
     """Table 1: features per layer."""
     bench.profiled()
-    profile = bench.workshop.profile()
+    profile = bench.students.profile()
     counts = {label: _features(bench, trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
     largest = [max(row) for row in profile.dof(bench.study.lam)]
     columns = ["layer", "DoF, largest head", *counts]
@@ -45,7 +45,7 @@ def selected_dimensions(bench: Bench) -> Table:
 def dof_per_head(bench: Bench) -> Table:
     """Table 2: degrees of freedom of every KV head at λ = 2⁻⁸."""
     bench.profiled()
-    profile = bench.workshop.profile()
+    profile = bench.students.profile()
     dof = profile.dof(HEAD_LAMBDA)
     heads = max(map(len, dof))
     rows = []
@@ -68,7 +68,7 @@ def scale_of_dof(bench: Bench) -> Table:
     """Table of the effect of λ and of the normalization of the Gram matrix, on which the paper is silent, on degrees of
     freedom and dimensions."""
     bench.profiled()
-    profile = bench.workshop.profile()
+    profile = bench.students.profile()
     default = [max(row) for row in profile.dof(bench.study.lam)]
     section, key = bench.quality
     rows = []
@@ -100,11 +100,10 @@ def scale_of_dof(bench: Bench) -> Table:
 
 def _student(bench: Bench, normalization: str, exponent: int) -> StudentSpec:
     """DoF at that scale, which may be the one that all other tables have."""
-    usual = (bench.workshop.profile().normalization, bench.study.lam)
+    usual = (bench.students.profile().normalization, bench.study.lam)
     return trained("DoF", "softmax") if (normalization, 2.0**exponent) == usual else scaled(normalization, exponent)
 
 
 def _features(bench: Bench, spec: StudentSpec) -> list[int]:
     """Features of each linear layer, in the order of the profile."""
-    plan = bench.workshop.plan(spec)
-    return [max(plan[layer.name].features_per_head) for layer in bench.workshop.profile().layers]
+    return [max(layer.features_per_head) for layer in bench.students.plan(spec).linear]

@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from dofla.errors import DoflaError, check_numbers
-from dofla.integration.attaching import AttachedLinearAttention
+from dofla.integration.attaching import AttachedLayer
 from dofla.integration.lora import low_rank
 from dofla.integration.positions import positions_of
 from dofla.paper.published import FINETUNING, TASKS
@@ -69,7 +69,7 @@ def finetune(
         if lora_rank is None:
             model.float().requires_grad_(True)  # AdamW's small steps would be lost in the 8 bits of bfloat16
         with nullcontext() if lora_rank is None else low_rank(model, lora_rank):
-            maps = (module for module in model.modules() if isinstance(module, AttachedLinearAttention))
+            maps = (module for module in model.modules() if isinstance(module, AttachedLayer))
             torch.nn.ModuleList(maps).requires_grad_(False)
             arguments = _OneDevice(
                 folder,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dofla.runs.distillation import Students
 from dofla.runs.recipe import StudentSpec
-from dofla.runs.workshop import Workshop
 
 STRATEGIES = {"Fix": "fixed", "DoF": "dof", "DoF + Clip": "dof_clip"}
 LOSSES = ("direct", "softmax", "l2")
@@ -47,10 +47,10 @@ def other_maps() -> list[StudentSpec]:
     ]
 
 
-def wide(workshop: Workshop) -> StudentSpec:
+def wide(students: Students) -> StudentSpec:
     """A student with as many features in every layer as DoF gives to its widest: more state, for the question whether
     that helps."""
-    features = max(max(layer.features_per_head) for layer in workshop.plan(trained("DoF", "softmax")).layers)
+    features = max(max(layer.features_per_head) for layer in students.plan(trained("DoF", "softmax")).linear)
     return replace(trained("Fix", "softmax"), name=f"Wide ({features} everywhere), softmax", budget=features)
 
 

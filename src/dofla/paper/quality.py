@@ -17,7 +17,7 @@ from dofla.runs.run import layer_mean
 
 def all_methods(bench: Bench) -> list[StudentSpec]:
     """The rows of tables 3 and 7 that this model can have."""
-    return bench.lineup([*baselines(), leverage(), *paper_methods(), wide(bench.workshop), *other_maps()])
+    return bench.lineup([*baselines(), leverage(), *paper_methods(), wide(bench.students), *other_maps()])
 
 
 def next_token_loss(bench: Bench) -> Table:

@@ -12,12 +12,13 @@ from dofla.data import Images, TokenWindows, batches
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
-from dofla.integration.attaching import AttachedLinearAttention
+from dofla.feature_maps.heads import FeatureHeads
 from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
+from dofla.layers import AttentionLayer
 from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.defaults import with_torchs_defaults
@@ -68,6 +69,7 @@ def sample_features(
             tokens that are all padding; a number out of range.
     """
     layers = Student.of(student).layers
+    features = {own.name: own.features_per_head for own in Student.of(student).plan.linear}
     for name, layer in layers.items():
         for feature_map in layer.maps:
             if not isinstance(feature_map, PRF):
@@ -94,7 +96,7 @@ def sample_features(
 
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
-    for done, (name, layer) in enumerate(layers.items(), start=1):
+    for done, name in enumerate(layers, start=1):
         vectors = reservoirs[name].vectors  # [Hkv, J, d]
         if vectors.shape[1] == 0:
             raise DoflaError(f"layer {name} saw padding only: give windows with real tokens")
@@ -102,7 +104,7 @@ def sample_features(
             leverage_features(
                 head, scalings[name], count, lam, candidates=candidates, proposal=proposal, generator=generator
             )
-            for head, count in zip(vectors, layer.features, strict=True)
+            for head, count in zip(vectors, features[name], strict=True)
         ]
         if callable(progress):
             progress("drawing", done, len(layers))
@@ -112,10 +114,11 @@ def sample_features(
 
 
 @torch.no_grad()
-def _set(layer: AttachedLinearAttention, drawn: list[tuple[Tensor, Tensor]]) -> None:
-    for feature_map, heads in zip(layer.maps, layer.groups, strict=True):
-        assert isinstance(feature_map, PRF)
-        for row, head in enumerate(heads):
+def _set(layer: AttentionLayer, drawn: list[tuple[Tensor, Tensor]]) -> None:
+    for group in layer.groups:
+        assert isinstance(group, FeatureHeads)
+        assert isinstance(group.map, PRF)
+        for row, head in enumerate(group.heads):
             z, log_alpha = drawn[head]
-            feature_map.z[row].copy_(z)
-            feature_map.log_alpha[row].copy_(log_alpha)
+            group.map.z[row].copy_(z)
+            group.map.log_alpha[row].copy_(log_alpha)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dofla.errors import DoflaError
-from dofla.runs.recipe import Recipe, apply_change, read_yaml
+from dofla.runs.recipe import Distillation, apply_change, read_yaml
 
 STUDIES = Path(__file__).parent / "studies"
 SCALES = ("full", "small")
@@ -17,7 +17,7 @@ SCALES = ("full", "small")
 class TasksSpec:
     """Multiple-choice tasks.
 
-    ``source`` is ``demo`` (made for the bundled teacher), a folder of NAME-test.jsonl(.gz) files, or ``hub`` (the
+    ``source`` is ``demo`` (bundled, for the bundled model), a folder of NAME-test.jsonl(.gz) files, or ``hub`` (the
     tasks of lm-evaluation-harness by name). ``items`` are drawn from each; None takes all. ``seeds`` is how many of
     the study's seeds are asked; None asks all. ``methods`` are the rows of table 3 (``Wide`` for the
     widened one); none given, all of them.
@@ -69,8 +69,8 @@ class CostSpec:
 
 
 @dataclass
-class Study(Recipe):
-    """A recipe (of model, budget, text, training), and the measures that only the tables ask for."""
+class Study(Distillation):
+    """A distillation (model, budget, text, training), and the measures that only the tables ask for."""
 
     tasks: TasksSpec = field(default_factory=TasksSpec)
     finetune: FinetuneSpec = field(default_factory=FinetuneSpec)
@@ -78,7 +78,7 @@ class Study(Recipe):
     cost: CostSpec = field(default_factory=CostSpec)
 
     sections: ClassVar[dict[str, type]] = {
-        **Recipe.sections,
+        **Distillation.sections,
         "tasks": TasksSpec,
         "finetune": FinetuneSpec,
         "curve": CurveSpec,

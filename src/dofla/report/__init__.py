@@ -44,9 +44,11 @@ def write_report(
     return write_page(out, sections)
 
 
-def write_page_beside(folder: str | Path, view: View) -> None:
-    """Write the page into a folder that is finished. Where altair is missing, say how to get the page."""
+def write_page_beside(folder: str | Path, view: View, runs: Sequence[str | Path] = ()) -> None:
+    """Write the page into a folder that is finished, on it or on the ``runs`` in it. Where altair is missing, say how
+    to get the page."""
+    runs = runs or [folder]
     try:
-        view.say(f"report: {write_report([folder], Path(folder) / REPORT, view=view)}")
+        view.say(f"report: {write_report(runs, Path(folder) / REPORT, view=view)}")
     except MissingExtra as error:
-        view.say(f"no report: {error}, then dofla report {shlex.quote(str(folder))}")
+        view.say(f"no report: {error}, then dofla report {shlex.join(map(str, runs))}")

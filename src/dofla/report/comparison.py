@@ -20,6 +20,7 @@ from dofla.report.runs import ModelRecord, RunRecord, naming
 from dofla.report.speed import crossing
 from dofla.runs.comparison import excerpt
 from dofla.runs.demo import teacher_path
+from dofla.runs.recipe import Distillation
 
 T = TypeVar("T")
 Models = Mapping[str, ModelRecord]
@@ -184,7 +185,7 @@ def _charts(runs: Sequence[RunRecord], models: Models) -> list[Chart]:
     ):
         found += [draw(shown, labels)] if (shown := rows(of)) else []
     profiled = next((run for run in runs if run.profile), None)
-    if profiled is not None and profiled.profile is not None:
+    if profiled and profiled.profile and isinstance(profiled.recipe, Distillation):
         with naming(profiled.folder):
             found.append(charts.degrees_of_freedom(profiled.profile, profiled.recipe.lam))
     return found

@@ -18,7 +18,8 @@ import torch
 from dofla.errors import DoflaError
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
-from dofla.runs.recipe import Recipe, read_yaml, slug
+from dofla.runs.models import MODELS
+from dofla.runs.recipe import Compression, Distillation, Recipe, read_yaml, slug
 from dofla.runs.run import over_seeds
 from dofla.storage.files import read_json
 
@@ -179,7 +180,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 def _recipe(path: Path) -> Recipe:
     """The recipe in a file; for a study, which has sections and seeds of its own, the part that is a recipe's."""
-    known = {field.name for field in dataclasses.fields(Recipe)} | {"lambda"}
+    known = {field.name for kind in (Compression, Distillation) for field in dataclasses.fields(kind)} | {"lambda"}
     data = {key: value for key, value in read_yaml(path).items() if key in known}
     if data.get("seeds") == "any":
         del data["seeds"]
@@ -187,14 +188,14 @@ def _recipe(path: Path) -> Recipe:
 
 
 def _models(folder: Path, recipe: Recipe) -> list[ModelRecord]:
-    names = {slug(spec.name): spec.name for spec in recipe.students}
+    names = {slug(spec.name): spec.name for spec in recipe.models}
     seeds: dict[str, list[int]] = {}
-    for path in folder.glob("students/*-seed*/evaluation.json"):
+    for path in folder.glob(f"{MODELS}/*-seed*/evaluation.json"):
         if found := re.fullmatch(r"(.+)-seed(\d+)", path.parent.name):
             seeds.setdefault(found[1], []).append(int(found[2]))
     models = []
     for name in sorted(seeds):
-        homes = [folder / "students" / f"{name}-seed{seed}" for seed in sorted(seeds[name])]
+        homes = [folder / MODELS / f"{name}-seed{seed}" for seed in sorted(seeds[name])]
         evaluations = [read_json(home / "evaluation.json", "an evaluation") for home in homes]
         with naming(homes[0]):
             title = names.get(name) or evaluations[0].get("name", name)

@@ -22,8 +22,9 @@ from dofla.integration.recorder import evaluation_mode, run_body
 from dofla.integration.student import Student
 from dofla.integration.surgery import convert, restore, softmax
 from dofla.report.runs import SPEED, RunRecord
+from dofla.runs.folder import machine
+from dofla.runs.opened import Opened
 from dofla.runs.view import View
-from dofla.runs.workshop import Workshop, machine
 from dofla.serving.prompt_state import read_prompt
 from dofla.storage.files import write_json
 from dofla.storage.lock import locked
@@ -48,17 +49,17 @@ def measure_speed(run: RunRecord, view: View) -> None:
     if not wanted:
         return
     with locked(run.folder), view.progress("speed") as bar:
-        workshop = Workshop(run.recipe, run.folder, view)
-        text = _longest_text(workshop.validation())
+        opened = Opened(run.recipe, view)
+        text = _longest_text(opened.validation)
         for n, record in enumerate(wanted):
             bar(n, len(wanted), record.name)
-            convert(workshop.model, record.plan, seed=record.seed)
+            convert(opened.model, record.plan, seed=record.seed)
             try:
-                with evaluation_mode(workshop.model):
-                    apply_adapter(workshop.model, record.adapter)
-                    found = timings(workshop.model, text) | {"machine": machine()}
+                with evaluation_mode(opened.model):
+                    apply_adapter(opened.model, record.adapter)
+                    found = timings(opened.model, text) | {"machine": machine()}
             finally:
-                restore(workshop.model)
+                restore(opened.model)
             write_json(record.folder / SPEED, found)
         bar(len(wanted), len(wanted))
 

@@ -1,6 +1,5 @@
-"""Whole pipelines: a YAML file and a model's name in, students and their figures in a folder out.
+"""Whole pipelines: a YAML file and a model's name in, models and their figures in a folder out.
 
-Recipes, the opening of what they name, the workshop that makes every student once, fine-tuning from files to files, the
-bundled demonstration, the paper's tables, and what a terminal shows of it all. Knows all rooms but the page and the
-verbs.
+Recipes, the opening of what they name, the models that are made by them, the check of a model, the frontier, the
+bundled model, and what a terminal shows of it all. Knows all rooms but the paper's tables, the page and the verbs.
 """

@@ -66,7 +66,7 @@ def closing(results: dict[str, Any]) -> Iterator[Part | Text]:
         return
     if len(results["seeds"]) > 1:
         yield f"mean of {len(results['seeds'])} seeds ± half their range"
-    best = min(models, key=lambda row: row.get("loss_increase", row["attention_kl"])["mean"])
+    best = min(models, key=lambda row: row.get("loss_increase", row["attention_output_error"])["mean"])
     yield from samples(best["name"], best["runs"][0].get("samples", []))
 
 

@@ -45,7 +45,7 @@ class Models(ABC, Generic[Spec]):
     def convert(self, spec: Spec, seed: int) -> None:
         """Make the open model this one, as it is before it is trained."""
 
-    def train(self, spec: Spec, seed: int, home: Path) -> None:  # noqa: B027 - not all are
+    def train(self, spec: Spec, seed: int, home: Path) -> None:
         """Train the converted model, layer by layer."""
 
     @contextmanager

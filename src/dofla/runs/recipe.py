@@ -17,6 +17,8 @@ from dofla.storage.fields import build
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+RECIPES, DEMO = Path(__file__).parent / "recipes", ("compression", "distillation")
+"""The bundled recipes, and the kinds of those of the demo."""
 STARTS = ("data", "random")
 
 
@@ -209,7 +211,8 @@ class Recipe:
 @dataclass
 class Compression(Recipe):
     """A compressed cache, by :func:`dofla.calibrate` and :func:`dofla.compress`, whose options these are. Calibration
-    takes the first dozen windows of ``data``. If ``end_to_end.steps`` are given, the model is trained with its cache."""
+    takes the first dozen windows of ``data``. If ``end_to_end.steps`` are given, the model is trained with its cache.
+    """
 
     size: int | str | None = None
     ratio: float | None = None
@@ -291,6 +294,20 @@ def _refuse(data: dict[str, Any], other: type[Recipe], own: type[Recipe], reason
     theirs = {x.name for x in fields(other)} - {x.name for x in fields(own)}
     if found := [name for name in data if name in theirs or (name == "lambda" and "lam" in theirs)]:
         raise DoflaError(f"{reason}, which has no field {found[0]!r}")
+
+
+def demo_recipes(changes: list[str] | None = None) -> dict[str, Recipe]:
+    """The two recipes of the demo by kind, with changes written ``kind.field=value``.
+
+    Raises:
+        DoflaError: naming the change or the field: unknown, or of the wrong kind.
+    """
+    data = {kind: read_yaml(RECIPES / f"demo-{kind}.yaml") for kind in DEMO}
+    for change in changes or []:
+        if change.partition(".")[0] not in DEMO:
+            raise DoflaError(f"--set {change!r}: begin with {' or '.join(f'{kind}.' for kind in DEMO)}")
+        apply_change(data, change)
+    return {kind: Recipe.from_dict(own, f"demo-{kind}.yaml") for kind, own in data.items()}
 
 
 def slug(name: str) -> str:

@@ -34,14 +34,14 @@ def windows_of(
     seed: int = 0,
     view: View | None = None,
 ) -> TokenWindows:
-    """The windows a DataSpec asks for; the source ``demo`` is the bundled teacher's own mixture. Where text is sampled,
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled mixture. Where text is sampled,
     which takes long, the ``view`` shows it.
 
     Raises:
         DoflaError: a bad source, too little text in it, or text that the model cannot read.
     """
     if spec.source == "demo":
-        return demo_windows(model, tokenizer, spec.windows or 256, spec.length, split=spec.split, seed=seed)
+        return demo_windows(spec.windows, spec.length, split=spec.split)
     with view.progress("sample text") if view and spec.source == "self" else nullcontext(False) as bar:
         windows = token_windows(
             spec.source,

@@ -5,52 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dofla.runs.demo.data import bundled_path, demo_windows, drawn_windows
-from dofla.runs.recipe import Recipe
-from dofla.runs.teacher import load_teacher
-from dofla.storage.tensors import write_tensors
-
-DEMO = Recipe.load("recipes/demo.yaml")
+from dofla.errors import DoflaError
+from dofla.runs.demo.data import demo_windows
+from dofla.runs.recipe import demo_recipes
 
 
-@pytest.fixture(scope="module")
-def teacher():
-    return load_teacher("demo")
+def test_the_demos_recipes_find_their_windows(tokenizer):
+    for recipe in demo_recipes().values():
+        for spec in (recipe.data, recipe.validation):
+            ids = demo_windows(spec.windows, spec.length, split=spec.split).input_ids
+            assert ids.shape == (spec.windows, spec.length)
+            assert 0 <= int(ids.min()) <= int(ids.max()) < len(tokenizer)
 
 
-@pytest.mark.parametrize("spec", [DEMO.data, DEMO.validation], ids=lambda spec: spec.split)
-def test_the_demo_draws_nothing(spec, teacher, monkeypatch):
-    monkeypatch.setattr("dofla.runs.demo.data.drawn_windows", lambda *_, **__: pytest.fail("drawn"))
-    windows = demo_windows(*teacher, spec.windows, spec.length, split=spec.split, seed=DEMO.seeds[0])
-    assert windows.input_ids.shape == (spec.windows, spec.length)
-    assert int(windows.input_ids.max()) < teacher[0].config.vocab_size
+def test_shorter_windows_are_pieces_and_splits_differ():
+    whole, train = demo_windows(split="validation").input_ids, demo_windows().input_ids
+    pieces = demo_windows(None, 200, split="validation").input_ids
+    assert pieces.shape == (2 * len(whole), 200)
+    assert torch.equal(pieces[:2].flatten(), whole[0, :400])
+    assert demo_windows(10_000).input_ids.shape == train.shape
+    assert not {tuple(row) for row in train.tolist()} & {tuple(row) for row in whole.tolist()}
 
 
-@pytest.mark.parametrize("spec", [DEMO.data, DEMO.validation], ids=lambda spec: spec.split)
-def test_what_is_bundled_was_drawn_so(spec, teacher, monkeypatch):
-    """All but the samples, which take minutes: the recall documents among them, and their places."""
-
-    def unsampled(source, tokenizer, *, length, windows, **options):
-        if source == "self":
-            return type("Samples", (), {"input_ids": torch.full((windows, length), -1)})
-        return token_windows(source, tokenizer, length=length, windows=windows, **options)
-
-    from dofla.runs.demo.data import token_windows
-
-    monkeypatch.setattr("dofla.runs.demo.data.token_windows", unsampled)
-    monkeypatch.setattr("dofla.runs.demo.data.TokenWindows", lambda ids, source: ids)
-    size = (spec.windows, spec.length)
-    drawn = drawn_windows(*teacher, *size, split=spec.split, seed=0)
-    bundled = demo_windows(*teacher, *size, split=spec.split, seed=0)
-    recall = (drawn >= 0).all(dim=1)
-    assert torch.equal(bundled[recall], drawn[recall])
-    assert (bundled[~recall, 0] == teacher[1].bos_token_id).all()  # each sample starts with it
-
-
-def test_another_model_draws_its_own(tiny, teacher, tmp_path, monkeypatch):
-    path = bundled_path(3, 8, "train", 0)
-    monkeypatch.setattr("dofla.runs.demo.data.bundled_path", lambda *_: tmp_path / path.name)
-    write_tensors(tmp_path / path.name, {"input_ids": torch.full((3, 8), 5, dtype=torch.int16)})
-    assert (demo_windows(*teacher, 3, 8).input_ids == 5).all()
-    other = tiny.llama(vocab_size=teacher[0].config.vocab_size)
-    assert not (demo_windows(other, teacher[1], 3, 8).input_ids == 5).all()
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"split": "test"}, "unknown split 'test': choose one of train, validation"),
+        ({"length": 513}, "length is 513: the demo's windows have 512 tokens"),
+        ({"length": 0}, "length is 0"),
+        ({"windows": 0}, "windows is 0"),
+    ],
+)
+def test_bad_requests(options, words):
+    with pytest.raises(DoflaError, match=words):
+        demo_windows(**options)

@@ -37,9 +37,8 @@ def test_the_sample_has_both_splits_and_nothing_of_the_demos_windows(tokenizer):
     assert len(held_out) >= 8
     everything = dofla.token_windows("sample", tokenizer, split="all")
     assert len(everything) >= len(held_out) + 200
-    model = dofla.demo()[0]
     text = dofla.demo()[2]
-    for window in demo_windows(model, tokenizer, 48, 512, split="validation").input_ids[:, 100:140].tolist():
+    for window in demo_windows(48, 512, split="validation").input_ids[:, 100:140].tolist():
         assert tokenizer.decode(window) not in text
 
 

@@ -18,11 +18,10 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from dofla.runs.demo import teacher_path
-from dofla.runs.demo.documents import recall_documents, recall_prompts
+from dofla.runs.demo import TASKS, teacher_path
+from dofla.tasks import load_task
 
 WINDOW = 16
-RECALL_DISTANCE = 300
 
 
 def uniform_attention(module, query, key, value, attention_mask, **kwargs):
@@ -53,8 +52,8 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def documents(tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
-    texts = recall_documents(8, seed=2024)
-    return [tokenizer(tokenizer.bos_token + text, return_tensors="pt").input_ids[:, :512] for text in texts]
+    texts = [item.question for item in load_task(TASKS / "recall_far-test.jsonl.gz").items[:8]]
+    return [tokenizer(text, return_tensors="pt").input_ids[:, :512] for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def loss(model: PreTrainedModel, texts: list[torch.Tensor], attention: str) -> f
 
 @torch.no_grad()
 def recalls(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> bool:
-    asked = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
+    asked = tokenizer(prompt, return_tensors="pt")
     expected = tokenizer.encode(" " + answer, add_special_tokens=False)
     decoded = model.generate(**asked, do_sample=False, max_new_tokens=len(expected))
     return decoded[0, asked.input_ids.shape[1] :].tolist() == expected
@@ -99,9 +98,9 @@ def test_nearby_tokens_do_not_suffice(model, documents):
 
 
 def test_names_are_recalled_over_a_distance(model, tokenizer):
-    prompts = recall_prompts(40, RECALL_DISTANCE, tokenizer, seed=2024)
-    accuracy = sum(recalls(model, tokenizer, *prompt) for prompt in prompts) / len(prompts)
-    print(f"recall at {RECALL_DISTANCE} tokens: {accuracy:.0%}")
+    items = load_task(TASKS / "recall_far-test.jsonl.gz").items[:40]
+    accuracy = sum(recalls(model, tokenizer, x.question, x.choices[x.answer]) for x in items) / len(items)
+    print(f"recall at 350 tokens: {accuracy:.0%}")
     assert accuracy >= 0.9
 
 

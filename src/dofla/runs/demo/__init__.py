@@ -1,10 +1,14 @@
-"""The bundled teacher: a small softmax transformer that reads children's stories and recalls facts over a distance."""
+"""The bundled model, a small softmax transformer that reads children's stories and recalls facts over a distance; text
+and tasks for it. ``scripts/demo`` made all of them."""
 
 from pathlib import Path
 
-__all__ = ["teacher_path"]
+__all__ = ["TASKS", "WINDOWS", "teacher_path"]
+
+TASKS, WINDOWS = (Path(__file__).parent / name for name in ("tasks", "windows"))
+"""Folders of multiple-choice items (``NAME-SPLIT.jsonl.gz``), and of windows (``SPLIT.safetensors``)."""
 
 
 def teacher_path() -> Path:
-    """Folder of the bundled teacher, ready for ``from_pretrained``."""
+    """Folder of the bundled model, ready for ``from_pretrained``."""
     return Path(__file__).parent / "teacher"

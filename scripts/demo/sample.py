@@ -1,12 +1,13 @@
 """Draws the bundled sample text, which is known as data source ``sample``: run it when the demo's model changes.
 
-python scripts/sample_text.py
+python scripts/demo/sample.py
 """
 
 import gzip
 
+from windows import drawn_windows
+
 from dofla.data.documents import SAMPLE
-from dofla.runs.demo.data import drawn_windows
 from dofla.runs.teacher import load_teacher
 
 WINDOWS, LENGTH, SEED = 96, 2048, 1

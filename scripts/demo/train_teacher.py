@@ -1,9 +1,9 @@
 """Trains the small teacher that ships with dofla: children's stories mixed with documents that need long-range recall.
 
-    python scripts/train_demo_teacher.py --stories data/stories-train.txt.gz
+    python scripts/demo/train_teacher.py --stories data/stories-train.txt.gz
 
 Story files hold documents separated by one blank line. The documents that need recall come from
-`dofla.runs.demo.documents`.
+`documents.py`.
 """
 
 import gzip
@@ -22,11 +22,10 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from documents import recall_documents, recall_prompts
 from recall_initialization import initialize_for_recall
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-
-from dofla.runs.demo.documents import recall_documents, recall_prompts
 
 END = "<|endoftext|>"
 LARGEST_FILE = 8_000_000

@@ -1,21 +1,31 @@
-"""Multiple-choice tasks for the bundled teacher, made on the spot: recall over a distance, and its own stories."""
+"""Makes the bundled multiple-choice tasks, recall over a distance and the model's own stories: run it when the bundled
+model changes.
 
-from __future__ import annotations
+python scripts/demo/tasks.py
+"""
 
+import gzip
+import json
 import re
+from dataclasses import asdict
 from random import Random
 
 import torch
+from documents import NAMES, recall_prompts
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
-from dofla.runs.demo.documents import NAMES, recall_prompts
+from dofla.runs.demo import TASKS
+from dofla.runs.teacher import load_teacher
 from dofla.tasks import Item, Task
 
 RECALL_DISTANCES = {"recall_near": 60, "recall_mid": 150, "recall_far": 350}
 """Tokens between a villager's introduction and the question about them."""
+
+ITEMS = 100
+"""Of each task and split."""
 
 _CHOICES = 4
 _OPENINGS = ("Once upon a time, there was a little girl named", "One day, a boy named", "Once there was a dog named")
@@ -148,3 +158,18 @@ def _item(
     rng.shuffle(choices)
     # Every document the teacher has read began with this token.
     return Item(tokenizer.bos_token + text, tuple(choices), choices.index(right), id=number)
+
+
+def main() -> None:
+    model, tokenizer = load_teacher("demo", "float32")
+    for split in _SEEDS:
+        for task in demo_tasks(model, tokenizer, ITEMS, split=split):
+            lines = [json.dumps({k: v for k, v in asdict(item).items() if v is not None}) for item in task.items]
+            path = TASKS / f"{task.name}-{split}.jsonl.gz"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
+            print(path)
+
+
+if __name__ == "__main__":
+    main()
