@@ -1,4 +1,4 @@
-"""What torch.compile asks of the operators, and a layer's heads in its graph: the same numbers, in one graph for all tokens."""
+"""What torch.compile asks of the operators, and heads in its graph: the same numbers, in one graph for all tokens."""
 
 from __future__ import annotations
 

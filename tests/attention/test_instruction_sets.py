@@ -28,7 +28,7 @@ extern "C" void encode(Size dim, Size count, bool together, const std::int16_t* 
                        const float* middle, const std::uint8_t* bits, const float* tables, std::uint8_t* integers,
                        std::uint8_t* exponents, std::uint8_t* codes, std::uint8_t* scales) {
   const Coder coder{dim, dim >= 32 ? 16 : 8, rotation, fineness, nullptr, nullptr, middle, bits, Tables{tables}};
-  const Size bytes = coder.bytes(0), blocks = coder.blocks();
+  const Size bytes = coder.bytes(), blocks = coder.blocks();
   Together scratch(dim);
   std::vector<std::int16_t> wide(dim);
   with_block(coder.block, [&](auto block) {
