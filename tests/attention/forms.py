@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dofla.attention
 from dofla.attention import (
     LOG_ZERO,
     Affine,
+    Call,
     FeatureState,
-    FlatState,
-    State,
     TokenBuffer,
     chunked,
     compiled,
+    log_weights,
     naive_attention,
     recurrent,
 )
+from dofla.attention.state import Tensors
 
 needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
@@ -134,7 +136,13 @@ def naive_state(b: Tensor, value: Tensor, log_weight: Tensor) -> FeatureState:
     return FeatureState(torch.softmax(logits, dim=-2).mT @ value, logits.logsumexp(dim=-2))
 
 
-def everything(state: State | FlatState) -> list[Tensor]:
+def attend(query, key, value, features, *, scaling, weight=None, state=None, causal=True, **sizes):
+    """:func:`dofla.attention.attend` of a call of its own."""
+    log_weight = None if weight is None else log_weights(weight)
+    return dofla.attention.attend(Call(query, key, value, scaling, log_weight, causal), features, state, **sizes)
+
+
+def everything(state: Tensors) -> list[Tensor]:
     """All tensors of a state."""
     found = []
     state.map(lambda t: (found.append(t), t)[1])

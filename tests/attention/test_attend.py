@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from arithmetic import sum_error
-from forms import padding
+from forms import attend, padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import attend, chunked, log_kernel, naive_attention, recurrent
+from dofla.attention import chunked, log_kernel, naive_attention, recurrent
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.state import FeatureState
 

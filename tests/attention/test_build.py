@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.cpp_extension
-from forms import KernelCalls, needs_kernels, sample
+from forms import KernelCalls, attend, needs_kernels, sample
 
-from dofla.attention import attend, compiled
+from dofla.attention import compiled
 from dofla.attention.compiled import SWITCH, build
 
 MAY_BUILD = platform.system() == "Linux" and platform.machine() in build.FLAGS
@@ -34,12 +34,12 @@ ATTEND = """
 import logging
 logging.basicConfig(format="%(message)s")
 import torch
-from dofla.attention import attend, compiled
+from dofla.attention import Call, attend, compiled
 from dofla.feature_maps import PRF
 prf = PRF(1, 8, 4).requires_grad_(False)
 prf.reset_parameters(torch.Generator().manual_seed(0))
 x = torch.randn(1, 1, 9, 8, generator=torch.Generator().manual_seed(0))
-out, _ = attend(x, x, x, prf, scaling=0.3, window=2)
+out, _ = attend(Call(x, x, x, 0.3), prf, window=2)
 print(float(out.sum()), compiled.obstacle())
 """
 """A program that attends once, and prints the sum of the outputs and the obstacle."""

@@ -15,7 +15,6 @@ from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import distortion, levels, scale_code, scale_of
-from dofla.attention.coding.operations import PLAIN
 from dofla.attention.coding.trellis import search, windows
 from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
@@ -32,7 +31,7 @@ def moments(x):
     return Moments.of(x.transpose(0, 1).flatten(1, 2))
 
 
-def calibrated(x, bits=(4.0, 3.0, 2.0), weighing=None):
+def calibrated(x, bits=3.0, weighing=None):
     coder = Coder(x.shape[1], x.shape[-1], bits)
     coder.calibrate(moments(x), weighing)
     return coder
@@ -120,7 +119,7 @@ def test_blocks_keep_their_length(bits, seed, exponent):
 
 def test_calibrated_blocks_have_size_1():
     x = 1e-3 * vectors(dim=64, length=2048, fall=1e9)
-    rotated = calibrated(x, (3.0,)).rotate(x).unflatten(-1, (-1, 16))
+    rotated = calibrated(x).rotate(x).unflatten(-1, (-1, 16))
     # The rows of the rotation are rounded to 16 bits, or less where their sums must stay below 2²⁴ / 127.
     torch.testing.assert_close(rotated.square().mean((0, 2, 4)), torch.ones(2, 4), rtol=2e-3, atol=0)
 
@@ -140,13 +139,9 @@ def test_a_code_depends_on_its_token_alone(seed, dim, size, cuts):
     parts = [coder.encode(x[:, :, a:b]) for a, b in pairwise(bounds)]
     for whole_call, pieces in zip(together, zip(*parts, strict=True), strict=True):
         assert torch.equal(whole_call, torch.cat(pieces, 2))
-    aged = PLAIN.requantize([coder], [together], 0)[0]
-    for n in (0, 7, 39):
-        one = PLAIN.requantize([coder], [(t[:, :, n : n + 1] for t in together)], 0)[0]
-        assert all(torch.equal(a[:, :, n : n + 1], b) for a, b in zip(aged, one, strict=True))
 
 
-def test_products_with_the_turn_are_exact():
+def test_products_with_the_rotation_are_exact():
     x = vectors(dim=128, length=16)
     coder = calibrated(x)
     integers = torch.randint(-127, 128, (1, 2, 16, 128), generator=torch.Generator().manual_seed(1))
@@ -156,8 +151,8 @@ def test_products_with_the_turn_are_exact():
     assert (127 * coder.rotation.double().abs().sum(-1) < 2**24).all()
 
 
-def relative_error(coder, x, tier, of=None):
-    found = PLAIN.chain(coder, x)[tier] - x
+def relative_error(coder, x, of=None):
+    found = coder.unrotate(coder.decode(*coder.encode(x))) - x
     centered = x - x.mean((0, 2), keepdim=True)
     of = torch.eye(x.shape[-1]) if of is None else of
     return (
@@ -167,7 +162,7 @@ def relative_error(coder, x, tier, of=None):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_turns_back_undoes_the_turn_on_any_number_of_threads(count):
+def test_what_rotates_back_undoes_the_rotation_on_any_number_of_threads(count):
     with threads(count):
         coder = calibrated(vectors(heads=4, dim=256))
     rotation, back = coder.rotation.double() * coder.fineness.double().unsqueeze(-1), coder.back.double()
@@ -178,24 +173,24 @@ def test_what_turns_back_undoes_the_turn_on_any_number_of_threads(count):
 
 def test_directions_that_matter_beat_a_rotation():
     x = vectors(dim=64, length=2048)
-    plain = Coder(2, 64, (3.0,))
+    plain = Coder(2, 64, 3.0)
     mean_only = Moments(
         1, x.mean((0, 2)).double(), x.mean((0, 2)).double().unsqueeze(-1) * x.mean((0, 2)).double().unsqueeze(-2)
     )
     plain.calibrate(Moments(1, mean_only.total, mean_only.square + torch.eye(64).double()))
-    assert relative_error(calibrated(x, (3.0,)), x, 0) < 0.2 * relative_error(plain, x, 0)
+    assert relative_error(calibrated(x), x) < 0.2 * relative_error(plain, x)
 
 
 def test_errors_are_small_where_they_count():
     x = vectors(dim=32, length=2048, fall=1e9)  # all directions alike
     weighing = torch.diag(torch.tensor([100.0] * 8 + [1.0] * 24)).double().expand(2, -1, -1)
-    weighed = relative_error(calibrated(x, (2.0,), weighing), x, 0, weighing.float())
-    assert weighed < 0.7 * relative_error(calibrated(x, (2.0,)), x, 0, weighing.float())
+    weighed = relative_error(calibrated(x, 2.0, weighing), x, weighing.float())
+    assert weighed < 0.7 * relative_error(calibrated(x, 2.0), x, weighing.float())
 
 
-def test_tiers_lose_more_and_more():
+def test_fewer_bits_lose_more():
     x = vectors(dim=64, length=512)
-    errors = [relative_error(calibrated(x), x, tier) for tier in range(3)]
+    errors = [relative_error(calibrated(x, bits), x) for bits in (4.0, 3.0, 2.0)]
     assert errors == sorted(errors)
     assert errors[-1] < 0.5
 
@@ -212,11 +207,11 @@ def test_bits_go_where_variance_is(variance, bits):
 
 @pytest.mark.parametrize(("dim", "bits"), [(8, 2.5), (16, 2.5), (24, 3.0), (64, 2.5), (64, 4.0), (80, 3.2), (256, 1.5)])
 def test_bytes_are_those_that_are_counted(dim, bits):
-    coder = Coder(1, dim, (bits,))
+    coder = Coder(1, dim, bits)
     coder.reset()
     codes, scales = coder.encode(vectors(heads=1, length=3, dim=dim))
-    assert codes.shape[-1] + scales.shape[-1] == coder.bytes_per_token(0)
-    assert tier_bytes(dim, dim, bits) == 2 * coder.bytes_per_token(0)
+    assert codes.shape[-1] + scales.shape[-1] == coder.bytes_per_token
+    assert tier_bytes(dim, dim, bits) == 2 * coder.bytes_per_token + 2  # and a score
 
 
 def test_moments_add_up():

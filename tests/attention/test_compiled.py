@@ -9,11 +9,22 @@ from math import isqrt
 import pytest
 import torch
 from arithmetic import sum_error
-from forms import KernelCalls, Opaque, error, everything, naive_normalizer, naive_state, needs_kernels, sample, threads
+from forms import (
+    KernelCalls,
+    Opaque,
+    attend,
+    error,
+    everything,
+    naive_normalizer,
+    naive_state,
+    needs_kernels,
+    sample,
+    threads,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import LOG_ZERO, FeatureState, State, TokenBuffer, attend, compiled, naive_attention
+from dofla.attention import LOG_ZERO, FeatureState, HybridState, TokenBuffer, compiled, naive_attention
 from dofla.feature_maps import PRF
 
 pytestmark = needs_kernels
@@ -61,7 +72,7 @@ def calls_of(*args, **options) -> KernelCalls:
     return calls
 
 
-def assert_states_agree(got: State, expected: State, value: torch.Tensor) -> None:
+def assert_states_agree(got: HybridState, expected: HybridState, value: torch.Tensor) -> None:
     filled = (expected.features.log_mass > LOG_ZERO / 2).unsqueeze(-1)  # the mean of no keys means nothing
     assert error(got.features.mean * filled, expected.features.mean * filled, value) < TOLERANCE
     assert got.features.log_mass.dtype == torch.float64
@@ -95,7 +106,7 @@ def test_the_linear_kernel_is_the_oracle(seed, shape, length, with_maps, count):
     torch.testing.assert_close(
         normalizer.double(), naive_normalizer(a, b, log_weight), rtol=sum_error(8), atol=TOLERANCE
     )
-    assert_states_agree(State(state), State(naive_state(b, value.double(), log_weight)), s.value)
+    assert_states_agree(HybridState(state), HybridState(naive_state(b, value.double(), log_weight)), s.value)
 
 
 @settings(max_examples=250, deadline=None)
@@ -147,7 +158,7 @@ def test_results_do_not_depend_on_the_schedule(batch, heads, count, options):
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 130, "sinks": 17}, {"sinks": 3}], ids=str)
 def test_calls_done_in_segments_are_the_oracle(options, pad, monkeypatch):
     s = sample(2, heads=2, groups=2, length=300, pad=pad)
-    monkeypatch.setattr(importlib.import_module("dofla.attention.attend"), "segment", lambda query, features: 128)
+    monkeypatch.setattr(importlib.import_module("dofla.attention.attend"), "_segment", lambda numbers, query: 128)
     options = {"scaling": SCALING, **options}
     got, state = attend(*s.vectors, s.features, weight=s.weight, **options)
     assert error(got, s.naive(**options), s.value) < TOLERANCE

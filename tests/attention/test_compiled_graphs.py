@@ -1,10 +1,10 @@
-"""What torch.compile asks of the operators, and a layer in its graph: the same numbers, in one graph for all tokens."""
+"""What torch.compile asks of the operators, and heads in its graph: the same numbers, in one graph for all tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from coded_layers import SCALING, TIERS, assert_same_codes, layer_of, vectors
+from compressed_heads import MOST, SIZE, heads_of, padded, step, vectors
 from forms import needs_kernels, sample
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,15 +13,6 @@ from dofla.attention import FeatureState, TokenBuffer, compiled
 from dofla.attention.exact import ExactPart
 
 pytestmark = needs_kernels
-SIZES = {
-    "head_dim": 16,
-    "value_dim": 24,
-    "window": 5,
-    "sinks": 2,
-    "tiers": [TIERS[1]] * 2,
-    "features": 0,
-    "heavy_hitters": 9,
-}
 
 
 class Calls(TorchDispatchMode):
@@ -44,28 +35,15 @@ def check(calls: Calls, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "other",
-    [
-        {},
-        {"heavy_hitters": 0, "sinks": 0},
-        {"features": 4},
-        {"heavy_hitters": 0, "features": 4},
-        {"tiers": [TIERS[0], TIERS[1], TIERS[0]]},
-    ],
-    ids=["heavy hitters", "by age", "features", "by age, features", "ragged"],
-)
+@pytest.mark.parametrize("sizes", [[SIZE, SIZE], [SIZE._replace(sinks=0)], [SIZE, MOST, SIZE]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attend_and_code_returns_what_it_says_it_does(other, dtype):
-    layer = layer_of(0, **{**SIZES, **other})
-    inputs = vectors(1, layer, 2, 2, 12, dtype)
-    weight = torch.ones(2, 12)
-    weight[0, :3] = 0
-    _, states = layer(*(x[:, :, :9] for x in inputs), scaling=SCALING, weight=weight[:, :9])
+def test_read_compressed_returns_what_it_says_it_does(sizes, dtype):
+    heads = heads_of(0, sizes)
+    inputs, weight = vectors(1, heads, 2, 2, 12, dtype), padded([3, 0], 12)
+    _, state = step(heads, [x[:, :, :9] for x in inputs], None, weight[:, :9])
     with Calls() as calls:
-        layer(*(x[:, :, 9:] for x in inputs), scaling=SCALING, weight=weight[:, 9:], states=states)
-        layer(*(x[:, :, 9:10] for x in inputs), scaling=SCALING, states=states)
-    calls.found = [call for call in calls.found if call[0] is torch.ops.dofla.attend_and_code.default]
+        step(heads, [x[:, :, 9:] for x in inputs], state, weight[:, 9:])
+        step(heads, [x[:, :, 9:10] for x in inputs], state)
     check(calls, 2)
 
 
@@ -84,26 +62,26 @@ def test_linear_attention_returns_what_it_says_it_does(length):
     "backend", [pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("in_front", [False, True])
 @torch.no_grad()
-def test_a_compiled_layer_does_what_it_does_uncompiled(backend, dtype, padded):
+def test_compiled_heads_do_what_they_do_uncompiled(backend, dtype, in_front):
     torch._dynamo.reset()
-    layer = layer_of(0, **SIZES)
-    inputs = vectors(1, layer, 3, 2, 40, dtype)
-    weight = (torch.arange(40) >= torch.tensor([[0], [7], [33]])).float() if padded else None
+    heads = heads_of()
+    inputs = vectors(1, heads, 3, 2, 40, dtype)
+    weight = padded([0, 7, 33], 40) if in_front else None
     counter = CompileCounterWithBackend(backend)
 
     def read(attend):
-        outputs, states, found = [], None, []
+        outputs, state, found = [], None, []
         for part in (slice(0, 30), *(slice(n, n + 1) for n in range(30, 40))):
             own = None if weight is None else weight[:, part]
-            out, states = attend(*(x[:, :, part] for x in inputs), scaling=SCALING, weight=own, states=states)
+            out, state = attend(heads, [x[:, :, part] for x in inputs], state, own)
             outputs.append(out)
-            found.append(states)
+            found.append(state.rows)
         return torch.cat(outputs, 2), found
 
-    wanted, before = read(layer)
-    out, states = read(torch.compile(layer, backend=counter, fullgraph=True, dynamic=False))
+    wanted, before = read(step)
+    out, rows = read(torch.compile(step, backend=counter, fullgraph=True, dynamic=False))
     assert counter.frame_count == 2  # a prompt and a token
     assert torch.equal(out, wanted)
-    assert_same_codes(states, before)
+    assert all(map(torch.equal, rows, before))

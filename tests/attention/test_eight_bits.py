@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import LOG_ZERO, FeatureState, PackedTokens, State, TokenBuffer, packed, rounded, unpacked
+from dofla.attention import LOG_ZERO, FeatureState, HybridState, PackedTokens, TokenBuffer, packed, rounded, unpacked
 from dofla.attention.eight_bits import pack, unpack
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -154,7 +154,7 @@ def test_shifted_tokens_are_the_last_of_both(seed, count, new):
 
 
 def state(window, sinks):
-    return State(FeatureState.empty(2, 3, 5, 4), window, sinks)
+    return HybridState(FeatureState.empty(2, 3, 5, 4), window, sinks)
 
 
 @quick

@@ -28,7 +28,7 @@ extern "C" void encode(Size dim, Size count, bool together, const std::int16_t* 
                        const float* middle, const std::uint8_t* bits, const float* tables, std::uint8_t* integers,
                        std::uint8_t* exponents, std::uint8_t* codes, std::uint8_t* scales) {
   const Coder coder{dim, dim >= 32 ? 16 : 8, rotation, fineness, nullptr, nullptr, middle, bits, Tables{tables}};
-  const Size bytes = coder.bytes(0), blocks = coder.blocks();
+  const Size bytes = coder.bytes(), blocks = coder.blocks();
   Together scratch(dim);
   std::vector<std::int16_t> wide(dim);
   with_block(coder.block, [&](auto block) {
@@ -65,7 +65,7 @@ pytestmark = [
 def library(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("codes")
     (folder / "codes.cpp").write_text(SOURCE, encoding="utf-8")
-    build.write_constants(folder)
+    build.write_headers(folder)
     flags = [*build.FLAGS[platform.machine()], request.param, "-std=c++17", "-shared", "-fPIC"]
     command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "-I.", "codes.cpp", "-o", "codes.so"]
     subprocess.run(command, cwd=folder, check=True)
@@ -78,7 +78,7 @@ def test_codes_are_those_of_plain_torch(library, dim, bits, together):
     generator = torch.Generator().manual_seed(dim)
     x = torch.randn(1, 1, 37, dim, generator=generator) * torch.logspace(1, -2, dim)
     x[:, :, 5] = 0
-    coder = Coder(1, dim, [bits])
+    coder = Coder(1, dim, bits)
     coder.calibrate(Moments.of(x[0]))
     integers, exponents = (part.contiguous() for part in pack(x))
     constants = [coder.rotation, coder.fineness, coder.middle, coder.bits, TABLES, integers, exponents.to(torch.int8)]

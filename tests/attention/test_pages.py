@@ -6,13 +6,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from coded_layers import LAYERS, SCALING, TIERS, layer_of, vectors
-from dofla.feature_maps.pages import read_pages
+from compressed_heads import HEADS, SCALING, SIZE, heads_of, vectors
 from forms import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import compiled
+from dofla.layers import AttentionLayer, read_pages
 
 PAGES, GAP, LENGTHS = 7, 16, st.sampled_from([1, 1, 1, 2, 9, 20])
 """Pages of a pool, the bytes between them, and tokens that a sequence reads at once."""
@@ -20,58 +20,63 @@ CALLS = st.lists(st.dictionaries(st.integers(0, 3), LENGTHS, min_size=1), min_si
 """Which sequences read in a call, and how many tokens each."""
 
 
-def pools_of(layer):
-    """A pool for each group, side by side in pages that have other bytes around them; and all of it."""
-    sizes = [layer.layout_of(n).bytes for n in range(len(layer.groups))]
-    whole = torch.randint(0, 256, (PAGES, sum(sizes) + GAP), dtype=torch.uint8)
-    return list(whole[:, : sum(sizes)].split(sizes, 1)), whole
+def layer_of(**shape):
+    return AttentionLayer([heads_of(0, **shape)])
+
+
+def inputs_of(layer, seed, *shape):
+    return vectors(seed, layer.compressed, *shape)
+
+
+def pool_of(layer):
+    """A pool whose pages have other bytes around them, and all of it."""
+    size = layer.compressed.layout.bytes
+    whole = torch.randint(0, 256, (PAGES, size + GAP), dtype=torch.uint8)
+    return whole[:, :size], whole
 
 
 def check(layer, calls, groups, exact=False):
     """Sequences that read pieces of texts in turns, some together, by pages and each by states of its own."""
-    pools, whole = pools_of(layer)
+    pool, whole = pool_of(layer)
     pages, begun = torch.randperm(PAGES)[:4], {}
     free = [page for page in range(PAGES) if page not in pages]
     untouched = whole[free].clone(), whole[:, -GAP:].clone()
     for number, call in enumerate(calls):
         call = dict(sorted(call.items(), key=lambda item: item[1] > 1))  # those that read one token stand first
         starts, out = [0, *accumulate(call.values())], []
-        inputs = vectors(number, layer, 1, groups, starts[-1])
+        inputs = inputs_of(layer, number, 1, groups, starts[-1])
         for (n, length), start in zip(call.items(), starts, strict=False):
             if n not in begun:
-                begun[n] = [layer.layout_of(n).empty(1, torch.device("cpu")) for n in range(len(layer.groups))]
-                for pool, state in zip(pools, begun[n], strict=True):
-                    pool[pages[n]] = state.tokens[0]
+                begun[n] = layer.compressed.layout.empty(1, torch.device("cpu"))
+                pool[pages[n]] = begun[n].rows[0]
             own = [x[:, :, start : start + length] for x in inputs]
-            found, begun[n] = layer(*own, scaling=SCALING, states=begun[n], exact=exact)
+            found, (begun[n],) = layer(*own, scaling=SCALING, states=[begun[n]], exact=exact)
             out.append(found)
-        options = {"pools": pools, "pages": pages[list(call)], "starts": starts, "exact": exact}
+        options = {"pool": pool, "pages": pages[list(call)], "starts": starts, "exact": exact}
         assert torch.equal(read_pages(layer, *inputs, scaling=SCALING, **options), torch.cat(out, 2))
-        for n in call:
-            for state, pool in zip(begun[n], pools, strict=True):
-                assert torch.equal(pool[pages[n]], state.tokens[0])
+        assert all(torch.equal(pool[pages[n]], begun[n].rows[0]) for n in call)
     assert torch.equal(whole[free], untouched[0])
     assert torch.equal(whole[:, -GAP:], untouched[1])
 
 
 @needs_kernels
-@settings(max_examples=60, deadline=None)
-@given(shape=LAYERS, calls=CALLS, groups=st.sampled_from([1, 3]))
+@settings(max_examples=40, deadline=None)
+@given(shape=HEADS, calls=CALLS, groups=st.sampled_from([1, 3]))
 def test_pages_are_read_and_written_by_the_kernels(shape, calls, groups):
-    check(layer_of(0, **shape | {"features": 0}), calls, groups)
+    check(layer_of(**shape), calls, groups)
 
 
 @needs_kernels
 def test_a_token_may_stand_behind_a_longer_part():
-    layer = layer_of(0, 16, 24, 5, 2, [TIERS[0], TIERS[0]], 0, 6)
-    inputs, pages = vectors(0, layer, 1, 2, 7), torch.tensor([4, 2])
+    layer = layer_of()
+    inputs, pages = inputs_of(layer, 0, 1, 2, 7), torch.tensor([4, 2])
     found = []
     for starts, order in (([0, 6, 7], [0, 1, 2, 3, 4, 5, 6]), ([0, 1, 7], [6, 0, 1, 2, 3, 4, 5])):
-        (pool,), _ = pools_of(layer)
-        pool[:] = layer.layout_of(0).empty(1, torch.device("cpu")).tokens
+        pool, _ = pool_of(layer)
+        pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
         own = [x[:, :, order] for x in inputs]
         own_pages = pages if starts[1] == 6 else pages.flip(0)
-        out = read_pages(layer, *own, scaling=SCALING, pools=[pool], pages=own_pages, starts=starts)
+        out = read_pages(layer, *own, scaling=SCALING, pool=pool, pages=own_pages, starts=starts)
         found.append((out[:, :, torch.tensor(order).argsort()], pool[pages]))
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
@@ -81,7 +86,7 @@ def test_a_token_may_stand_behind_a_longer_part():
 def test_without_kernels_and_with_exact_prefill(exact, kernels, monkeypatch):
     if not kernels:
         monkeypatch.setattr(compiled, "usable", lambda *_: False)
-    layer = layer_of(0, 16, 24, 5, 2, [((4, 3.0),), ((4, 3.0),)], 0, 6)
+    layer = layer_of(sizes=[SIZE, SIZE._replace(window=3)])
     check(layer, [{0: 9, 2: 9}, {1: 1}, {2: 1, 1: 1, 0: 1}, {0: 12, 1: 1, 3: 1}], 2, exact)
 
 
@@ -95,7 +100,10 @@ def test_without_kernels_and_with_exact_prefill(exact, kernels, monkeypatch):
     ],
 )
 def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
-    layer = layer_of(0, 16, 16, 5, 2, [TIERS[0]], 0, 1)
-    inputs, pool = vectors(0, layer, 1, 1, 1), torch.zeros(3, bytes_ or layer.layout_of(0).bytes, dtype=torch.uint8)
+    layer = layer_of(sizes=[SIZE])
+    inputs, pool = (
+        inputs_of(layer, 0, 1, 1, 1),
+        torch.zeros(3, bytes_ or layer.compressed.layout.bytes, dtype=torch.uint8),
+    )
     with pytest.raises(RuntimeError, match=words):
-        read_pages(layer, *inputs, scaling=SCALING, pools=[pool], pages=torch.tensor(pages), starts=starts)
+        read_pages(layer, *inputs, scaling=SCALING, pool=pool, pages=torch.tensor(pages), starts=starts)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def matmul(tmp_path_factory):
     folder = tmp_path_factory.mktemp("product")
     (folder / "product.cpp").write_text(SOURCE, encoding="utf-8")
-    build.write_constants(folder)
+    build.write_headers(folder)
     flags = [*build.FLAGS[platform.machine()], "-std=c++17", "-shared", "-fPIC"]
     command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "-I.", "product.cpp", "-o", "product.so"]
     subprocess.run(command, cwd=folder, check=True)

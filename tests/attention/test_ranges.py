@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from arithmetic import sum_error
-from forms import FORMS, Opaque, needs_kernels, sample
+from forms import FORMS, Opaque, attend, needs_kernels, sample
 
-from dofla.attention import LOG_ZERO, FeatureState, attend, compiled, naive_attention
+from dofla.attention import LOG_ZERO, FeatureState, compiled, naive_attention
 from dofla.feature_maps import PRF
 
 REACH = 300.0

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
-import pytest
 import torch
+from compressed_heads import HEADS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import LOG_ZERO, CodedTiers, Layout, ScoredTokens
-from dofla.attention.constants import ALIGNMENT
+from dofla.attention import CompressedHeads, Layout, tier_bytes
+from dofla.attention.compiled import build
+from dofla.attention.constants import ALIGNMENT, FREE, LOG_ZERO
+from dofla.attention.layout import HEAD_NUMBERS, PARTS, Contents, Group, layout_header
 from dofla.attention.rows import Rows
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.float32, torch.float64]
-PARTS = st.lists(st.tuples(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(DTYPES)), min_size=1)
+PARTS_OF_ROWS = st.lists(
+    st.tuples(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(DTYPES)), min_size=1
+)
 
 
 def numbers(seed, parts, *batch):
@@ -27,7 +32,7 @@ def same(some, others):
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), parts=PARTS, batch=st.sampled_from([(), (1,), (3,)]))
+@given(seed=st.integers(0, 2**31), parts=PARTS_OF_ROWS, batch=st.sampled_from([(), (1,), (3,)]))
 def test_parts_come_back_from_rows_as_they_were(seed, parts, batch):
     rows, given_in = Rows(parts), numbers(seed, parts, *batch)
     joined = rows.joined(given_in)
@@ -40,7 +45,7 @@ def test_parts_come_back_from_rows_as_they_were(seed, parts, batch):
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31), parts=PARTS)
+@given(seed=st.integers(0, 2**31), parts=PARTS_OF_ROWS)
 def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
     rows, given_in, order = Rows(parts), numbers(seed, parts, 4), torch.tensor([2, 0, 0])
     joined = rows.joined(given_in)
@@ -51,37 +56,89 @@ def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
     assert same(rows.cut(joined)[1:], given_in[1:])
 
 
-@pytest.mark.parametrize(("window", "sinks", "heavy_hitters"), [(5, 2, 0), (5, 0, 3), (0, 2, 3)])
-def test_a_state_in_one_piece_is_the_state(window, sinks, heavy_hitters):
-    coded_tiers = CodedTiers(2, 16, 24, [(3, 4.0), (4, 2.5)], heavy_hitters)
-    coded_tiers.reset()
-    layout = Layout(coded_tiers, [0, 2], 6, window, sinks)
-    state = layout.opened(layout.empty(3, torch.device("cpu")))
-    for n, tokens in enumerate((state.window, state.sinks, *state.tiers)):
-        for part in () if tokens is None else vars(tokens).values():
-            part.copy_(torch.arange(part.numel()).view_as(part) % 100 + n)
-    flat = layout.flat(state)
-    opened = layout.opened(flat)
-    assert layout.sizes == [2, 0, 2, window, sinks, heavy_hitters, 1, 2, 3, 4]
-    assert flat.tokens.shape == (3, layout.bytes)
-    assert opened.features is state.features
-    assert (opened.window is None, opened.sinks is None) == (window == 0, sinks == 0)
-    assert isinstance(opened.tiers[-1], ScoredTokens) == (heavy_hitters > 0)
-    for ours, theirs in zip(
-        (opened.window, opened.sinks, *opened.tiers), (state.window, state.sinks, *state.tiers), strict=True
-    ):
-        assert ours is theirs is None or same(vars(ours).values(), vars(theirs).values())
-    again = layout.flat(layout.opened(flat.reorder(torch.tensor([2, 2, 1]))))
-    assert torch.equal(again.tokens, flat.tokens[[2, 2, 1]])
+# --- the state of a compressed cache ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heavy_hitters", [0, 3])
-def test_every_sequence_begins_with_nothing(heavy_hitters):
-    coded_tiers = CodedTiers(2, 16, 24, [(3, 4.0), (4, 2.5)], heavy_hitters)
-    coded_tiers.reset()
-    layout = Layout(coded_tiers, [0, 1], 6, 5, 2)
+def layout_of(shape):
+    return Layout(shape["sizes"], shape["head_dim"], shape["value_dim"], shape["bits"])
+
+
+def tensors(contents: list[Contents]) -> list[torch.Tensor]:
+    kinds = [getattr(own, kind.name) for own in contents for kind in fields(Contents)]
+    return [part for kind in kinds if kind is not None for part in vars(kind).values()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=HEADS)
+def test_tokens_come_back_from_a_state_as_they_were(shape):
+    layout = layout_of(shape)
+    state = layout.empty(3, torch.device("cpu"))
+    contents = layout.open(state)
+    for n, part in enumerate(tensors(contents)):  # views: what is written there, is written into the row
+        part.copy_(torch.arange(part.numel()).view_as(part) % 100 + n)
+    given_in = [part.clone() for part in tensors(contents)]
+    assert state.rows.shape == (3, layout.bytes)
+    assert same(tensors(layout.open(state)), given_in)  # no part overlaps another
+    closed = layout.close(contents)
+    assert same(tensors(layout.open(closed)), given_in)
+    assert closed.rows.data_ptr() != state.rows.data_ptr()
+    order = torch.tensor([2, 2, 1])
+    assert same(tensors(layout.open(closed.reorder(order))), [part[order] for part in given_in])
+    assert all((part.data_ptr() - closed.rows.data_ptr()) % ALIGNMENT == 0 for part in tensors(layout.open(closed)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=HEADS)
+def test_every_sequence_begins_with_nothing(shape):
+    layout = layout_of(shape)
     alone, three = (layout.empty(batch, torch.device("cpu")) for batch in (1, 3))
-    assert torch.equal(three.tokens, alone.tokens.expand(3, -1))
-    opened = layout.opened(three)
-    for tokens in (opened.window, opened.sinks, *opened.tiers):
-        assert (tokens.log_weight == LOG_ZERO).all()
+    assert torch.equal(three.rows, alone.rows.expand(3, -1))
+    for own in layout.open(three):
+        for tokens in (own.window, own.sinks, own.tier):
+            assert tokens is None or (tokens.log_weight == LOG_ZERO).all()
+        assert (own.tier.score == FREE).all()
+    assert torch.equal(layout.close(layout.open(three)).rows, three.rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=HEADS)
+def test_a_row_takes_the_bytes_of_its_tokens(shape):
+    """A byte per number of a token in int8, and two exponents; in the tier, its bits, scales and a score."""
+    layout, dims = layout_of(shape), (shape["head_dim"], shape["value_dim"])
+    heads = CompressedHeads(shape["sizes"], *dims, shape["bits"])
+    of_tokens = sum(
+        (size.window + size.sinks) * (sum(dims) + 2)
+        + (size.newest + size.heavy_hitters) * tier_bytes(*dims, shape["bits"])
+        for size in shape["sizes"]
+    )
+    shared = sum(4 * (size.window + size.sinks) for size in layout.sizes)  # log-weights
+    padding = layout.bytes - of_tokens - shared
+    assert 0 <= padding < ALIGNMENT * len(PARTS) * len(layout.groups)
+    assert heads.bytes(2) == heads.layout.bytes == layout.bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=HEADS)
+def test_numbers_of_a_head_say_where_its_tokens_begin(shape):
+    layout = layout_of(shape)
+    state = layout.empty(1, torch.device("cpu"))
+    found = [dict(zip(HEAD_NUMBERS, own, strict=True)) for own in layout.head_numbers()]
+    assert sorted(own["head"] for own in found) == list(range(len(shape["sizes"])))
+    for contents, heads in zip(layout.open(state), layout.heads, strict=True):
+        for place, head in enumerate(heads):
+            own = next(x for x in found if x["head"] == head)
+            assert own["slots"] == len(contents.tier)
+            assert own["first"] == (place == 0)
+            for name, tokens, field in (("window_key", "window", "key"), ("tier_score", "tier", "score")):
+                part = getattr(getattr(contents, tokens), field)[:, place]
+                assert own[name] == part.data_ptr() - state.rows.data_ptr()
+
+
+def test_the_kernels_read_the_groups_of_python(tmp_path):
+    build.write_headers(tmp_path)
+    header = (tmp_path / "layout.h").read_text(encoding="utf-8")
+    assert header == layout_header()
+    declared = header.split("std::int64_t ")[1].split(";")[0].split(", ")
+    assert declared == list(Group._fields)
+    assert f"kGroupNumbers = {len(Group._fields)};" in header
+    assert Group._fields[-len(PARTS) :] == tuple(PARTS)

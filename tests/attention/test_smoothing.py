@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dofla.feature_maps.layer import LinearAttention
 from forms import KernelCalls, needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import KeySmoothing, Moments, compiled, naive_attention
+from dofla.attention import CompressedHeads, HeadSizes, KeySmoothing, Moments, compiled, naive_attention
+from dofla.layers import AttentionLayer
 
 SCALING, HEADS, GROUPS, DIM = 0.125, 2, 3, 64
 
@@ -48,17 +48,16 @@ def softmax_of(query, key, value):
     return naive_attention(*(x.double() for x in logits), value, **options)
 
 
-def layer_for(key, *, smooth: bool, window: int, tier: int, bits: float) -> LinearAttention:
-    tiers = [[(tier, bits)]] * HEADS
-    layer = LinearAttention("none", [0] * HEADS, DIM, window, 2, "int8", tiers, [8] * HEADS, smooth_keys=smooth)
+def layer_for(key, *, smooth: bool, window: int, newest: int, bits: float) -> AttentionLayer:
+    heads = CompressedHeads([HeadSizes(window, 2, newest, 8)] * HEADS, DIM, DIM, bits)
+    layer = AttentionLayer([heads], KeySmoothing(HEADS, DIM) if smooth else None)
     layer.reset_parameters()
     moments = Moments.of(key[0])
     if smooth:
         layer.smoothing.calibrate(moments)
         _, moments = layer.smoothing.moments(moments, moments)
-    for coded_tiers in layer.coded_tiers.values():
-        coded_tiers.key.calibrate(moments)
-    return layer.requires_grad_(False)
+    heads.tiers[0].key.calibrate(moments)
+    return layer
 
 
 def run(layer, inputs, cuts):
@@ -76,22 +75,22 @@ def off(found, wanted):
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("compiled", marks=needs_kernels)])
 @pytest.mark.parametrize(
-    ("tier", "bits", "most"),
+    ("newest", "bits", "most"),
     [(8, 3.0, 0.03), (200, 5.0, 0.1)],  # all tokens in int8 but the first ones; most of them in five
     ids=["window", "tier"],
 )
-def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, tier, bits, most, monkeypatch):
+def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, newest, bits, most, monkeypatch):
     inputs = sample()
-    window = 200 if tier == 8 else 20
+    window = 200 if newest == 8 else 20
     if backend == "torch":
         monkeypatch.setattr(compiled, "usable", lambda *_: False)
     wanted = softmax_of(*inputs)
     errors = {}
     for smooth in (True, False):
-        layer = layer_for(inputs[1], smooth=smooth, window=window, tier=tier, bits=bits)
+        layer = layer_for(inputs[1], smooth=smooth, window=window, newest=newest, bits=bits)
         with KernelCalls() as calls:
             found, _ = run(layer, inputs, [0, 150, 199, 200])
-        assert ("attend_and_code" in calls.names) == (backend == "compiled")
+        assert ("read_compressed" in calls.names) == (backend == "compiled")
         errors[smooth] = off(found, wanted)
     assert errors[True] < most
     assert errors[True] < errors[False] / 4
@@ -101,12 +100,12 @@ def test_biases_and_outlier_channels_cost_as_little_as_other_keys(backend, tier,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_of_the_kernels_are_those_of_plain_torch(dtype, monkeypatch):
     inputs = [x.to(dtype) for x in sample()]
-    layer = layer_for(inputs[1].float(), smooth=True, window=20, tier=60, bits=3.0)
+    layer = layer_for(inputs[1].float(), smooth=True, window=20, newest=60, bits=3.0)
     out, ours = run(layer, inputs, [0, 150, 199, 200])
     monkeypatch.setattr(compiled, "usable", lambda *_: False)
     _, plain = run(layer, inputs, [0, 60, 200])
     assert out.dtype == dtype
-    assert torch.equal(ours[0].tokens, plain[0].tokens)
+    assert torch.equal(ours[0].rows, plain[0].rows)
 
 
 @settings(max_examples=25, deadline=None)

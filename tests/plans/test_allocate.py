@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 import dofla
 from dofla import allocate
 from dofla.errors import DoflaError
+from dofla.feature_maps.cost import HeadCost
 from dofla.integration.surgery import even_plan
 from dofla.plans.allocate import STRATEGIES
 from dofla.plans.curves import Curves, LayerCurve, Point
-from dofla.plans.hybrid import HeadCost, split
+from dofla.plans.hybrid import split
+from dofla.plans.layers import SoftmaxLayer
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import Spectrum
 
@@ -213,7 +215,7 @@ def test_window_and_sinks_are_paid_for_at_the_price_of_features():
 def test_layers_kept_softmax_take_no_part():
     profile = known([5.0, 1.0, 3.0], skipped=[SkippedLayer("odd", 2, 16, 8, "asked for")])
     plan = allocate(profile, 16, "dof", keep_softmax=["layers.0", "odd"])
-    kept = {x.name: x.keep_softmax for x in plan.layers}
+    kept = {x.name: isinstance(x, SoftmaxLayer) for x in plan.layers}
     assert kept == {"layers.0": True, "layers.1": False, "layers.2": False, "odd": True}
     assert [plan[f"layers.{n}"].features for n in (1, 2)] == [8, 24]
     assert (plan["odd"].kv_heads, plan["odd"].head_dim, plan["odd"].value_dim) == (2, 16, 8)
@@ -221,7 +223,7 @@ def test_layers_kept_softmax_take_no_part():
 
 def test_all_layers_may_be_kept_softmax():
     plan = allocate(known([5.0, 1.0]), strategy="dof", keep_softmax=["layers.0", "layers.1"])
-    assert all(x.keep_softmax for x in plan.layers)
+    assert all(isinstance(x, SoftmaxLayer) for x in plan.layers)
     assert plan.state_bytes() == 0
 
 
@@ -256,7 +258,7 @@ def test_lambda_and_normalization_reach_the_spectra():
 
 
 def sizes(plan):
-    return [None if x.keep_softmax else (x.features, x.window, x.sinks) for x in plan.layers]
+    return [None if isinstance(x, SoftmaxLayer) else (x.features, x.window, x.sinks) for x in plan.layers]
 
 
 def head_cost(layer, itemsize, token_dtype="int8"):
@@ -267,10 +269,10 @@ def spent(profile, plan, itemsize, context=0):
     """Bytes of state; layers that stayed softmax at the price of ``context`` tokens."""
     total = 0
     for layer, x in zip(profile.layers, plan.layers, strict=True):
-        cost = head_cost(layer, itemsize, x.token_dtype)
-        if x.keep_softmax:
+        if isinstance(x, SoftmaxLayer):
             total += layer.kv_heads * context * itemsize * (layer.head_dim + layer.value_dim)
         else:
+            cost = head_cost(layer, itemsize, x.token_dtype)
             total += sum(cost.total(*size) for size in x.sizes)
     return total
 
@@ -437,11 +439,11 @@ def test_a_measured_plan_stays_within_the_budgets_bytes(
     curves = curves_for(profile, budget, effects, itemsize, token_dtype=token_dtype, heads=heads)
     plan = allocate(profile, budget, "measured", curves=curves, context=context, per_head=per_head)
     assert spent(profile, plan, itemsize, context) <= budget_bytes(profile, budget)
-    assert context is not None or not any(x.keep_softmax for x in plan.layers)
-    for x in plan.layers:
-        assert x.keep_softmax or min(x.features_per_head) >= 1
+    assert context is not None or not any(isinstance(x, SoftmaxLayer) for x in plan.layers)
+    for x in plan.linear:
+        assert min(x.features_per_head) >= 1
         assert len(set(x.sizes)) <= (1 if per_head is False else 2)
-        assert x.keep_softmax or x.token_dtype == token_dtype
+        assert x.token_dtype == token_dtype
         # A number for each head only where they differ.
         for what, each in zip(("features", "window", "sinks"), zip(*x.sizes, strict=True), strict=True):
             assert getattr(x, what) == (list(each) if len(set(each)) > 1 else each[0])

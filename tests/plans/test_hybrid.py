@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.plans.hybrid import SINKS, TOKEN_SHARE, HeadCost, split
+from dofla.feature_maps.cost import HeadCost
+from dofla.plans.hybrid import SINKS, TOKEN_SHARE, split
 
 quick = settings(max_examples=200, deadline=None, derandomize=True)
 

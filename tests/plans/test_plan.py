@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.layers import CompressedLayer, FeatureLayer, SoftmaxLayer
+from dofla.plans.plan import PREFILLS, Plan
 
 FLOAT = 4
 
@@ -54,10 +55,24 @@ def test_every_sequence_of_a_batch_has_a_state_of_its_own(tiny):
     assert cache_bytes(generated_cache(model, tiny.tokens(3, 7), 4)) == 3 * plan.state_bytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [{}, {"window": [4, 7], "heavy_hitters": [6, 1]}], ids=str)
+def test_the_bytes_of_a_compressed_cache_are_the_plans_beside_log_weights_and_padding(tiny, dtype, sizes):
+    model = tiny.llama().to(dtype)
+    plan = tiny.compressed_plan(model, **sizes)
+    dofla.linearize(model, plan)
+    held = cache_bytes(generated_cache(model, tiny.tokens(1, 4), 6))
+    groups = [set(layer.sizes) for layer in plan.compressed]
+    weights = sum(size.window + size.sinks for own in groups for size in own) * FLOAT
+    padding = held - plan.state_bytes(dtype) - weights
+    assert 0 <= padding < 16 * 15 * sum(map(len, groups))  # each of the 15 parts begins at a multiple of 16
+
+
 def test_layers_kept_softmax_cost_what_their_cache_costs(tiny):
     model = tiny.llama()
     plan = tiny.plan(model, features=6)
-    plan.layers[1].keep_softmax = True
+    second = plan.layers[1]
+    plan.layers[1] = SoftmaxLayer(second.name, second.kv_heads, second.head_dim, second.value_dim)
     dofla.linearize(model, plan)
     cache = generated_cache(model, tiny.tokens(1, 7), 5)
     length = cache.layers[1].get_seq_length()
@@ -73,59 +88,49 @@ def test_softmax_bytes_are_the_bytes_of_the_teachers_cache(tiny, token_dtype):
     assert cache_bytes(cache) == plan.softmax_bytes(cache.get_seq_length())
 
 
-def test_bytes_of_a_layer_by_hand():
-    layer = LayerPlan("a", kv_heads=2, head_dim=6, value_dim=4, features=[3, 5], window=7, sinks=2)
+def test_bytes_of_layers_by_hand():
+    layer = FeatureLayer("a", kv_heads=2, head_dim=6, value_dim=4, features=[3, 5], window=7, sinks=2)
     assert layer.features_per_head == [3, 5]
     assert layer.sizes == [(3, 7, 2), (5, 7, 2)]
     assert layer.state_bytes(4) == 8 * 6 * 4 + 18 * 10 * 4
-    assert LayerPlan("b", 2, 6, 4, features=3, window=7, keep_softmax=True).state_bytes(4) == 0
-    plan = Plan([layer, LayerPlan("b", 2, 6, 4, keep_softmax=True)])
+    plan = Plan([layer, SoftmaxLayer("b", 2, 6, 4)])
     assert plan.state_bytes() == (48 + 180) * 4
     assert plan.state_bytes(torch.bfloat16) == 48 * 4 + 180 * 2
     assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
     assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
+    # Of a token in int8, a byte a number and one for each power of two, whatever the model's dtype.
+    ragged = FeatureLayer("a", 2, 6, 4, features=3, window=[7, 1], sinks=[0, 2], token_dtype="int8")
+    assert ragged.sizes == [(3, 7, 0), (3, 1, 2)]
+    assert ragged.state_bytes(4) == ragged.state_bytes(2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
 
 
-def test_bytes_of_a_layer_whose_heads_differ_and_keep_eight_bits_by_hand():
-    layer = LayerPlan("a", 2, head_dim=6, value_dim=4, features=3, window=[7, 1], sinks=[0, 2], token_dtype="int8")
-    assert layer.sizes == [(3, 7, 0), (3, 1, 2)]
-    # Of a token, a byte a number and one for each power of two, whatever the model's dtype.
-    assert layer.state_bytes(4) == layer.state_bytes(2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
-    plan = Plan([layer, LayerPlan("b", 2, 6, 4, token_dtype="int8", keep_softmax=True)])
-    assert plan.state_bytes() == plan.state_bytes(torch.bfloat16) == layer.state_bytes(4)
-    assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
-    assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
-
-
-def test_bytes_of_a_layer_with_tiers_by_hand():
-    ragged = [[[7, 4], [9, 2.5]], [[5, 2.5]]]
-    layer = LayerPlan("a", 2, 32, 64, features=3, window=2, sinks=1, token_dtype="int8", tiers=ragged)
-    # Blocks of 16 numbers: 2 of a key, 4 of a value, each with a byte of scale; 2.5 bits are 5 and 10 of those.
-    token, rough = 16 + 2 + 32 + 4, 10 + 2 + 20 + 4
-    assert layer.bytes_by_kind(2) == (2 * 3 * 66 * 4, 2 * 3 * 98, {4: 7 * token, 2.5: 14 * rough})
-    assert layer.state_bytes(2) == 2 * 3 * 66 * 4 + 2 * 3 * 98 + 7 * token + 14 * rough
-    assert LayerPlan("b", 2, 32, 64, keep_softmax=True).bytes_by_kind(2) == (0, 0, {})
+@pytest.mark.parametrize(("bits", "token"), [(4.0, 16 + 2 + 32 + 4 + 2), (2.5, 10 + 2 + 20 + 4 + 2)])
+def test_bytes_of_a_compressed_layer_by_hand(bits, token):
+    """Blocks of 16 numbers: 2 of a key, 4 of a value, each with a byte of scale; 2.5 bits are 5 and 10 of those. And a
+    score."""
+    layer = CompressedLayer("a", 2, 32, 64, window=2, sinks=1, newest=[7, 5], heavy_hitters=[9, 1], bits=bits)
+    assert layer.slots == [19, 9]
+    assert layer.state_bytes(4) == layer.state_bytes(2) == 2 * 3 * 98 + (16 + 6) * token
 
 
 @st.composite
 def layer_plans(draw):
-    kv_heads = draw(st.integers(1, 4))
+    kv_heads, kind = draw(st.integers(1, 4)), draw(st.sampled_from([SoftmaxLayer, CompressedLayer, FeatureLayer]))
 
     def count(least, most):
         one = st.integers(least, most)
         return draw(one | st.lists(one, min_size=kv_heads, max_size=kv_heads))
 
-    return LayerPlan(
-        name=draw(st.text(min_size=1, max_size=8)),
-        kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 128)),
-        value_dim=draw(st.integers(1, 128)),
-        features=count(1, 300),
-        window=count(0, 64),
-        sinks=count(0, 8),
-        token_dtype=draw(st.sampled_from(["int8", "model"])),
-        keep_softmax=draw(st.booleans()),
-    )
+    dims = st.integers(1, 16).map(lambda n: 8 * n)
+    shape = draw(st.text(min_size=1, max_size=8)), kv_heads, draw(dims), draw(dims)
+    if kind is SoftmaxLayer:
+        return kind(*shape)
+    exact = {"window": count(1, 64), "sinks": count(0, 8)}
+    if kind is CompressedLayer:
+        bits = draw(st.sampled_from([1.0, 2.5, 3.0, 5]))
+        return kind(*shape, **exact, newest=count(1, 20), heavy_hitters=count(1, 20), bits=bits)
+    others = {"token_dtype": draw(st.sampled_from(["int8", "model"])), "smooth_keys": draw(st.booleans())}
+    return kind(*shape, features=count(1, 300), **exact, **others)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -134,30 +139,31 @@ def layer_plans(draw):
     model=st.text(max_size=5),
     made_by=st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=5))),
     context=st.none() | st.integers(min_value=1),
+    prefill=st.sampled_from(PREFILLS),
 )
-def test_a_plan_round_trips_through_json(layers, model, made_by, context):
-    plan = Plan(layers, model, made_by, context)
+def test_a_plan_round_trips_through_json(layers, model, made_by, context, prefill):
+    plan = Plan(layers, model, made_by, context, prefill)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_a_plan_round_trips_through_a_file_or_its_folder(tmp_path):
-    plan = Plan([LayerPlan("a", 2, 8, 8, [4, 3], window=2)], "model", {"strategy": "dof", "lambda": 0.1})
+    plan = Plan([FeatureLayer("a", 2, 8, 8, [4, 3], window=2)], "model", {"strategy": "dof", "lambda": 0.1})
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert Plan.load(str(tmp_path)) == plan
 
 
 def test_a_plan_that_says_nothing_of_how_tokens_are_kept_keeps_them_in_the_models_dtype():
-    data = Plan([LayerPlan("a", 2, 8, 8, 4, window=3, token_dtype="int8")]).to_dict()
+    data = Plan([FeatureLayer("a", 2, 8, 8, 4, window=3, token_dtype="int8")]).to_dict()
     del data["layers"]["a"]["token_dtype"]
     assert Plan.from_dict(data)["a"].token_dtype == "model"
 
 
 def test_the_map_none_needs_something_for_every_head_to_see():
-    plan = LayerPlan("a", 2, 8, 8, 1, window=[3, 0], sinks=[0, 1], feature_map="none")
-    assert plan.sizes == [(1, 3, 0), (1, 0, 1)]
+    plan = FeatureLayer("a", 2, 8, 8, window=[3, 0], sinks=[0, 1], feature_map="none")
+    assert plan.sizes == [(0, 3, 0), (0, 0, 1)]
     with pytest.raises(DoflaError, match="feature_map 'none' requires window > 0 or sinks > 0"):
-        LayerPlan("a", 2, 8, 8, 1, window=[3, 0], feature_map="none")
+        FeatureLayer("a", 2, 8, 8, 1, window=[3, 0], feature_map="none")
 
 
 def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
@@ -167,18 +173,19 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
     data = json.loads(path.read_text())
     first, second = data["layers"].values()
     first |= {"features": [3, 9], "window": 4, "sinks": [2, 0], "token_dtype": "int8"}
-    second["keep_softmax"] = True
-    del second["features"], second["token_dtype"], data["made_by"], data["model"]
+    second["kind"] = "softmax"
+    for name in second.keys() - {"kind", "kv_heads", "head_dim", "value_dim"}:
+        del second[name]
+    del data["made_by"], data["model"]
     path.write_text(json.dumps(data))
 
     plan = Plan.load(path)
     dofla.linearize(model, plan)
     first, second = (layer.self_attn for layer in model.model.layers)
-    assert first.dofla.features == [3, 9]
-    assert first.dofla.exact_tokens == [(4, 2), (4, 0)]
-    assert first.dofla.keeps_eight_bits
+    found = [(group.features, group.window, group.sinks, group.int8) for group in first.dofla.groups]
+    assert found == [(3, 4, 2, True), (9, 4, 0, True)]
     assert not hasattr(second, "dofla")
-    assert plan["model.layers.1.self_attn"].keep_softmax
+    assert plan["model.layers.1.self_attn"].kind == "softmax"
     with pytest.raises(KeyError):
         plan["model.layers.2.self_attn"]
 
@@ -213,13 +220,14 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
         ({"kv_heads": 0}, "kv_heads is 0"),
         ({"head_dim": "8"}, "head_dim is '8'"),
         ({"value_dim": None}, "value_dim is None"),
-        ({"keep_softmax": "no"}, "keep_softmax is 'no'"),
-        ({"color": "red"}, "color"),
-        ({"name": "other"}, "wrong fields"),
+        ({"smooth_keys": "no"}, "smooth_keys is 'no': give true or false"),
+        ({"color": "red"}, "unknown field 'color': choose from feature_map, features, "),
+        ({"kind": "magic"}, "kind is 'magic': choose one of softmax, compressed, features"),
+        ({"kind": None}, "kind is None"),
     ],
 )
 def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, edit, message):
-    plan = Plan([LayerPlan("first.attention", 2, 8, 8, 4), LayerPlan("second.attention", 2, 8, 8, 4)])
+    plan = Plan([FeatureLayer("first.attention", 2, 8, 8, 4), FeatureLayer("second.attention", 2, 8, 8, 4)])
     data = plan.to_dict()
     data["layers"]["second.attention"] |= edit
     path = tmp_path / "plan.json"
@@ -232,21 +240,44 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, e
 
 
 @pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"window": 0}, "window is 0: every KV head needs an integer, 1 or more"),
+        ({"newest": 0}, "newest is 0"),
+        ({"heavy_hitters": [3, 0]}, r"heavy_hitters is \[3, 0\]"),
+        ({"heavy_hitters": [3]}, "heavy_hitters has 1 numbers for 2 KV heads"),
+        ({"sinks": -1}, "sinks is -1"),
+        ({"bits": 0.5}, "bits is 0.5: give 1 to 5"),
+        ({"bits": 6}, "bits is 6"),
+        ({"bits": "3"}, "bits is '3'"),
+        ({"head_dim": 12}, "heads have 12 and 8 numbers: a compressed cache needs multiples of 8"),
+        ({"features": 3}, "unknown field 'features'"),
+    ],
+)
+def test_a_compressed_layer_that_is_off_is_one_line_naming_layer_and_field(edit, message):
+    data = Plan([CompressedLayer("a", 2, 8, 8, 4, 2, 5, 6)]).to_dict()
+    data["layers"]["a"] |= edit
+    with pytest.raises(DoflaError, match=f"the plan: layer a: .*{message}"):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda data: data.pop("layers"), "has no layers"),
         (lambda data: data.update(layers={}), "has no layers"),
         (lambda data: data.update(layers=[1]), "has no layers"),
-        (lambda data: data.update(layers={"a": 5}), "layer a has wrong fields"),
-        (lambda data: data.update(layers={"a": {"kv_heads": 1}}), "layer a has wrong fields: .*head_dim"),
+        (lambda data: data.update(layers={"a": 5}), "layer a: kind is 5"),
+        (lambda data: data.update(layers={"a": {"kind": "softmax"}}), "layer a has wrong fields: .*head_dim"),
         (lambda data: data.update(made_by="me"), "made_by is 'me'"),
         (lambda data: data.update(context=0), "context is 0: give a number of tokens"),
         (lambda data: data.update(context=True), "context is True"),
         (lambda data: data.update(context="512"), "context is '512'"),
+        (lambda data: data.update(prefill="stream"), "prefill is 'stream': choose one of auto, exact, sequential"),
     ],
 )
 def test_a_plan_of_another_form_is_one_line_naming_the_file(tmp_path, change, message):
-    data = Plan([LayerPlan("a", 2, 8, 8, 4)]).to_dict()
+    data = Plan([FeatureLayer("a", 2, 8, 8, 4)]).to_dict()
     change(data)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
@@ -263,10 +294,10 @@ def test_a_missing_plan_is_one_line(tmp_path):
 
 def test_a_plan_of_an_older_format_is_to_be_made_again(tiny):
     data = tiny.plan(tiny.llama(), features=4).to_dict()
-    assert data["format"] == 3
+    assert data["format"] == 4
     Plan.from_dict(data)
-    for older in (1, 2):
-        with pytest.raises(DoflaError, match="the plan was made by an older version of dofla: make it again"):
+    for older in (1, 2, 3):
+        with pytest.raises(DoflaError, match="the plan was made by another version of dofla: make it again"):
             Plan.from_dict(data | {"format": older})
     del data["format"]
     Plan.from_dict(data)  # written by hand

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,7 +155,7 @@ def check_fit(
             f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer"
         )
     if calibration is None:
-        options: dict[str, Any] = {"keep_softmax": keep_softmax, "context": context}
-        compressed_plan(target, int(LEAST * size) if head_budgets == "measured" else size, **options)
-        shares, full = {site.name: [1.0] * site.kv_heads for site in sites}, by_layer(heads[:retrieval_heads])
-        compressed_plan(target, size, head_budgets=HeadBudgets(shares, full), **options)
+        least = LEAST if head_budgets == "measured" else 1.0
+        for share, full in ((least, 0), (1.0, retrieval_heads)):
+            budgets = HeadBudgets({x.name: [share] * x.kv_heads for x in sites}, by_layer(heads[:full]))
+            compressed_plan(target, size, head_budgets=budgets, keep_softmax=keep_softmax, context=context)

@@ -189,11 +189,11 @@ def smallest_size(sites: Collection[AttentionSite], share: float = 1.0) -> int:
 
 
 def _smallest_head(head_dim: int, value_dim: int) -> int:
-    total = head_bytes(HeadSizes(1, SINKS, 1, 1), head_dim, value_dim, BITS)
+    """Bytes from which on every number is enough: what is rounded leaves some smaller ones enough, and the next not."""
+    total = 5 * head_bytes(HeadSizes(1, 0, 1, 0), head_dim, value_dim, BITS)
     while True:
         try:
-            head_sizes(total, head_dim, value_dim)
+            head_sizes(total - 1, head_dim, value_dim)
         except TooSmall:
-            total += 1
-        else:
             return total
+        total -= 1

@@ -168,7 +168,8 @@ class FeatureLayer(LayerPlan):
             raise self._error(str(error)) from None
         if self.token_dtype not in TOKEN_DTYPES:
             raise self._error(f"token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}")
-        if self.feature_map == "none" and not all(window or sinks for _, window, sinks in self.sizes):
+        sizes = self.sizes  # and its errors
+        if self.feature_map == "none" and not all(window or sinks for _, window, sinks in sizes):
             raise self._error("feature_map 'none' requires window > 0 or sinks > 0")
 
     @property

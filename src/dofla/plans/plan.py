@@ -142,7 +142,10 @@ class Plan(Result):
         if context is not None and not (is_integer(context) and context > 0):
             raise DoflaError(f"{where}: context is {context!r}: give a number of tokens, or leave it out")
         prefill = data.get("prefill", "auto")
-        check_prefill(prefill)
+        try:
+            check_prefill(prefill)
+        except DoflaError as error:
+            raise DoflaError(f"{where}: {error}") from None
         return cls(plans, str(data.get("model", "")), made_by, context, prefill)
 
     def save(self, path: str | Path) -> None:

@@ -1,16 +1,14 @@
-"""How KV heads share the bytes of a memory that fades."""
+"""How KV heads share the bytes of a compressed cache."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
 
 import pytest
-from dofla.plans.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dofla.compression.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide, held_out_line
 from dofla.errors import DoflaError
 
 COST = st.floats(-1, 1) | st.floats(-1e-6, 1e-6)
@@ -32,7 +30,7 @@ def test_shares_take_the_bytes_of_an_even_split(layers):
             assert rung <= math.log(MOST / LEAST, RUNG) + 1e-9
 
 
-def test_heads_share_by_the_root_of_what_forgetting_costs():
+def test_heads_share_by_the_root_of_what_eviction_costs():
     # Beside heads that need nothing, few enough that bytes run out before anybody has the most.
     found = divide({"a": 100, "rest": 100}, {"a": [0.64, 0.16, 0.04, 0.04], "rest": [0.0] * 12})["a"]
     for more, less in ((found[0], found[1]), (found[1], found[2])):
@@ -59,11 +57,11 @@ def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layer
     found, total = before.at_most(bounds, sizes), sum(size * len(costs[name]) for name, size in sizes.items())
     beyond = max(total / sum(bounds[name] * size * len(costs[name]) for name, size in sizes.items()), 1)
     bounds = {name: beyond * bound for name, bound in bounds.items()}  # or all get as much more
-    heads = [(name, n) for name, own in before.layers.items() for n in range(len(own))]
-    assert all(found.layers[name][n] <= bounds[name] * (1 + 1e-9) for name, n in heads)
-    assert sum(found.layers[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
-    below = [(name, n) for name, n in heads if found.layers[name][n] < bounds[name] * (1 - 1e-9)]
-    more = [found.layers[name][n] / before.layers[name][n] for name, n in below]
+    heads = [(name, n) for name, own in before.shares.items() for n in range(len(own))]
+    assert all(found.shares[name][n] <= bounds[name] * (1 + 1e-9) for name, n in heads)
+    assert sum(found.shares[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
+    below = [(name, n) for name, n in heads if found.shares[name][n] < bounds[name] * (1 - 1e-9)]
+    more = [found.shares[name][n] / before.shares[name][n] for name, n in below]
     assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
 
 
@@ -82,12 +80,12 @@ def test_whole_heads_have_the_most_and_the_others_share_the_rest(layers, most, d
             before.at_most(bounds, sizes)
         return
     found, beyond = before.at_most(bounds, sizes), max(1 / most, 1)  # all get as much more if nobody can fill the rest
-    assert sum(found.layers[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
-    assert all(found.layers[name][n] == pytest.approx(beyond * most) for name, n in chosen)
+    assert sum(found.shares[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
+    assert all(found.shares[name][n] == pytest.approx(beyond * most) for name, n in chosen)
     rest = [(name, n) for name, n in heads if (name, n) not in chosen]
-    assert all(0 < found.layers[name][n] <= beyond * most * (1 + 1e-9) for name, n in rest)
-    below = [(name, n) for name, n in rest if found.layers[name][n] < beyond * most * (1 - 1e-9)]
-    more = [found.layers[name][n] / before.layers[name][n] for name, n in below]
+    assert all(0 < found.shares[name][n] <= beyond * most * (1 + 1e-9) for name, n in rest)
+    below = [(name, n) for name, n in rest if found.shares[name][n] < beyond * most * (1 - 1e-9)]
+    more = [found.shares[name][n] / before.shares[name][n] for name, n in below]
     assert max(more, default=1) == pytest.approx(min(more, default=1))
 
 
@@ -96,44 +94,20 @@ def test_shares_that_all_can_fill_stay_as_they_are():
     assert head_budgets.at_most({"a": 1.5, "b": 1.0}, {"a": 100, "b": 300}) == head_budgets
 
 
-def test_budgets_are_whole_features():
+def test_what_a_plan_says_of_them():
+    head_budgets = HeadBudgets({"a": [1.5, 0.5]})
+    assert head_budgets.record() == {"head_budgets": {"a": [1.5, 0.5]}}
+    compared = HeadBudgets({"a": [1.5, 0.5]}, {"a": [1]}, {"measured": 0.2, "even": 0.3})
+    assert compared.record() == head_budgets.record() | {
+        "retrieval_heads": {"a": [1]},
+        "held_out": {"measured": 0.2, "even": 0.3},
+    }
+    assert "0.2000 measured, 0.3000 even: measured budgets are kept" in held_out_line(compared.held_out)
+    assert "even budgets are kept" in held_out_line({"measured": 0.4, "even": 0.3})
+
+
+def test_layers_that_were_not_measured_get_an_even_split_and_others_are_refused():
     head_budgets = HeadBudgets({"a": [1.5, 1 / 3]})
-    assert [head_budgets.budgets(name, 2, 96) for name in ("a", "b")] == [[144, 32], [96, 96]]
-    with pytest.raises(DoflaError, match="layer a has 3 KV heads, and head budgets for 2: measure them again"):
-        head_budgets.budgets("a", 3, 96)
-
-
-def test_shares_are_read_as_they_were_written(tmp_path):
-    head_budgets = HeadBudgets({"a": [0.5, 0.9], "b": [1.3]}, {"a": [0.0, 0.1], "b": [-0.5]}, "teacher", {"budget": 64})
-    head_budgets.save(tmp_path / "head-budgets.json")
-    assert HeadBudgets.load(tmp_path / "head-budgets.json") == head_budgets
-    assert "0.70" in str(head_budgets)
-    assert "every token" not in str(head_budgets)
-    some = replace(head_budgets, full_heads={"a": [1], "b": [0]})
-    some.save(tmp_path / "head-budgets.json")
-    assert HeadBudgets.load(tmp_path / "head-budgets.json") == some
-    assert "KV heads that hold every token: a 1; b 0" in str(some)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [{}, *({"layers": own} for own in ({}, {"a": [-1]}, {"a": []}, {"a": 1.0}, 3, {"a": "x"}))]
-    + [
-        {"layers": {"a": [1.0]}, "full_heads": full_heads}
-        for full_heads in ({"a": [1]}, {"b": [0]}, {"a": 0}, {"a": [-1]}, [0])
-    ],
-)
-def test_damaged_head_budgets_are_named(tmp_path, damage):
-    path = tmp_path / "head-budgets.json"
-    path.write_text(json.dumps({"format": 3, **damage}))
-    with pytest.raises(DoflaError, match=r"head-budgets\.json holds no head budgets .*: measure them again"):
-        HeadBudgets.load(path)
-
-
-def test_files_of_older_versions_are_refused(tmp_path):
-    path = tmp_path / "shares.json"
-    path.write_text(json.dumps({"format": 2, "layers": {"a": [1.0]}, "whole": {}}))
-    with pytest.raises(
-        DoflaError, match=r"shares\.json was made by an older version of dofla: measure head budgets again"
-    ):
-        HeadBudgets.load(path)
+    assert [head_budgets.of_layer(name, 2) for name in ("a", "b")] == [[1.5, 1 / 3], [1.0, 1.0]]
+    with pytest.raises(DoflaError, match="layer a has 3 KV heads, and was calibrated with 2: calibrate again"):
+        head_budgets.of_layer("a", 3)

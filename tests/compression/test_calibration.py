@@ -1,0 +1,155 @@
+"""Calibration: measured once, saved as one file, and good for every size of the cache of its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import dofla
+from dofla.compression.calibration import Calibration
+from dofla.errors import DoflaError
+from dofla.integration.student import Student
+
+FIRST = "model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def windows(tiny):
+    return dofla.TokenWindows.of(tiny.tokens(6, 96))
+
+
+@pytest.fixture(scope="module")
+def calibration(tiny, windows):
+    return dofla.calibrate(tiny.llama(), windows)
+
+
+def same(one: Calibration, other: Calibration) -> bool:
+    plain = [dataclasses.asdict(x) | {"directions": None, "retrieval": list(x.retrieval)} for x in (one, other)]
+    tensors = [
+        [t for own in x.directions.values() for t in (own.weighing, *_moments(own)) if t is not None]
+        for x in (one, other)
+    ]
+    return plain[0] == plain[1] and len(tensors[0]) == len(tensors[1]) and all(map(torch.equal, *tensors))
+
+
+def _moments(own):
+    return [
+        t for side in (own.queries, own.keys, own.values) for t in (torch.tensor(side.count), side.total, side.square)
+    ]
+
+
+def test_it_is_frozen_and_leaves_the_model_as_it_was(tiny, windows, calibration):
+    model, ids = tiny.llama(), tiny.tokens(1, 30)
+    before = model(ids).logits
+    assert same(dofla.calibrate(model, windows), calibration)
+    assert torch.equal(model(ids).logits, before)
+    assert not hasattr(model, "_dofla_softmax_implementation")
+    assert calibration.made_by["tokens"] == 6 * 96
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        calibration.model = "another"
+
+
+@pytest.mark.parametrize("options", [{}, {"head_budgets": "even"}], ids=str)
+@pytest.mark.parametrize("size", ["3KB", "8KB"])
+def test_calibrate_then_compress_is_compress(tiny, windows, options, size):
+    ids = tiny.tokens(2, 90)
+    at_once = dofla.compress(tiny.llama(), windows, size, **options)
+    one = dofla.calibrate(tiny.llama(), windows, **options)
+    model = dofla.compress(tiny.llama(), size=size, calibration=one)
+    assert Student.of(model).plan == Student.of(at_once).plan
+    assert torch.equal(model(ids).logits, at_once(ids).logits)
+
+
+def test_one_calibration_serves_every_size(tiny, calibration, tmp_path):
+    calibration.save(tmp_path / "calibration.safetensors")
+    model, ids, found = tiny.llama(), tiny.tokens(2, 200), []
+    with dofla.softmax(dofla.compress(model, size="4KB", calibration=calibration)):
+        wanted = model(ids).logits.log_softmax(-1)
+    dofla.restore(model)
+    for size in (1_000, 2_000, 4_000, 16_000):
+        dofla.compress(model, size=size, calibration=tmp_path / "calibration.safetensors")
+        plan = Student.of(model).plan
+        assert 0.9 * size < plan.state_bytes(model.dtype) <= size
+        assert plan.made_by["head_budgets"].keys() == calibration.shares.keys()
+        found.append((wanted.exp() * (wanted - model(ids).logits.log_softmax(-1))).sum(-1).mean().item())
+        dofla.restore(model)
+    assert found[0] > found[1] > found[-1]
+
+
+@pytest.mark.parametrize("head_budgets", ["measured", "even"])
+def test_it_comes_back_from_its_file(tiny, windows, tokenizer, tmp_path, head_budgets):
+    model, path = tiny.llama(vocab_size=2048), tmp_path / "calibration.safetensors"
+    for written in (dofla.calibrate(model, windows, head_budgets=head_budgets, tokenizer=t) for t in (None, tokenizer)):
+        written.save(path)
+        assert same(Calibration.load(path), written)
+        assert str(Calibration.load(path)) == str(written)
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["calibration"])["model"] == "LlamaForCausalLM"
+
+
+def test_another_model_is_refused_and_other_weights_are_told(tiny, calibration, caplog):
+    others = {
+        "is not in it": tiny.gpt2(),
+        "has other heads there": tiny.llama(num_key_value_heads=4),
+        r"\(LlamaForCausalLM\): layer model.layers.2.self_attn is not in it": tiny.llama(num_hidden_layers=3),
+    }
+    for words, model in others.items():
+        with pytest.raises(DoflaError, match=f"the calibration is of another model .*{words}.*; calibrate this one"):
+            dofla.compress(model, size="8KB", calibration=calibration)
+        assert not hasattr(model, "_dofla_softmax_implementation")
+    with caplog.at_level(logging.WARNING):
+        dofla.compress(tiny.llama(), size="4KB", calibration=calibration)
+        assert "other weights" not in caplog.text
+        dofla.compress(tiny.llama().bfloat16(), size="4KB", calibration=calibration)
+        assert "other weights" not in caplog.text  # the same in another dtype
+        dofla.compress(tiny.llama(seed=1), size="4KB", calibration=calibration)
+        assert "the calibration was made with other weights of LlamaForCausalLM" in caplog.text
+
+
+def _without_a_tensor(tensors, metadata):
+    tensors.pop(f"{FIRST}:keys.total")
+
+
+def _of_another_format(tensors, metadata):
+    metadata["format"] = "0"
+
+
+def _with_an_unknown_field(tensors, metadata):
+    metadata["calibration"] = json.dumps(json.loads(metadata["calibration"]) | {"color": "red"})
+
+
+def _not_json(tensors, metadata):
+    metadata["calibration"] = "{"
+
+
+def _not_a_number(tensors, metadata):
+    tensors[f"{FIRST}:keys.total"][0, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    "damage", [_without_a_tensor, _of_another_format, _with_an_unknown_field, _not_json, _not_a_number]
+)
+def test_a_damaged_file_is_one_line_that_names_it(calibration, tmp_path, damage):
+    path = tmp_path / "calibration.safetensors"
+    calibration.save(path)
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    damage(tensors, metadata)
+    save_file(tensors, path, metadata)
+    with pytest.raises(DoflaError, match=r"calibration\.safetensors .*calibrate again") as error:
+        Calibration.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_calibration_is_refused(tmp_path):
+    with pytest.raises(DoflaError, match=r"missing\.safetensors"):
+        Calibration.load(tmp_path / "missing.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(DoflaError, match="is no calibration of this version of dofla: calibrate again"):
+        Calibration.load(tmp_path / "weights.safetensors")

@@ -1,0 +1,54 @@
+"""Directions of keys and values: moments of what attention gets, weighed by what errors do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sizes import compress
+from tiny_families import teacher, tokens
+
+import dofla
+from dofla.attention import Moments
+from dofla.compression.directions import measure_directions
+from dofla.integration.recorder import recording, run_body
+from dofla.integration.sites import attention_sites
+from dofla.integration.student import Student
+
+FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
+
+
+def test_moments_are_those_of_all_tokens_of_the_windows(tiny):
+    model, seen = tiny.llama().double(), []
+    windows = dofla.TokenWindows.of(tiny.padded(3, 40))
+    name, *_ = names = list(attention_sites(model))
+    found = measure_directions(model, windows, names, batch_size=2, context=40)
+    with torch.no_grad(), recording(model, [name], seen.append):
+        run_body(model, {"input_ids": windows.input_ids, "attention_mask": windows.attention_mask})
+    (call,) = seen
+    real = windows.attention_mask.bool()
+    queries = call.query.unflatten(1, (2, 2)).transpose(1, 3)[real].movedim(2, 0).flatten(1, 2)  # [Hkv, n, d]
+    keys, values = (x.transpose(1, 2)[real].transpose(0, 1) for x in (call.key, call.value))
+    for moments, x in ((found[name].queries, queries), (found[name].keys, keys), (found[name].values, values)):
+        wanted = Moments.of(x)
+        assert moments.count == wanted.count
+        torch.testing.assert_close(moments.total, wanted.total)
+        torch.testing.assert_close(moments.square, wanted.square)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_weighed_by_the_output_projection(family):
+    model = teacher(family).double()
+    compress(model, tokens(4, 48), head_budgets="even")
+    layer = next(iter(Student.of(model).layers.values()))
+    with_output = layer.compressed.tiers[0].value.rotation.clone()
+    dofla.restore(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "c_proj.weight", "dense.weight", "out_proj.weight")) and "mlp" not in name:
+            with torch.no_grad():
+                # Errors in half of each head's numbers count for nothing now.
+                wide = parameter.T if "c_proj" in name else parameter
+                wide.view(len(wide), -1, layer.compressed.tiers[0].value.dim)[..., ::2] *= 1e-3
+    compress(model, tokens(4, 48), head_budgets="even")
+    rotation = next(iter(Student.of(model).layers.values())).compressed.tiers[0].value.rotation.double()
+    assert not torch.equal(rotation.short(), with_output)
+    assert rotation[..., ::2].abs().mean() < 0.2 * rotation[..., 1::2].abs().mean()

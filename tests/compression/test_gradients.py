@@ -1,0 +1,101 @@
+"""Compressed caches under gradients: no answer changes, and gradients are those of softmax attention, or refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from sizes import compress
+from tiny_families import teacher, tokens
+from transformers import DynamicCache
+
+import dofla
+from dofla.data import TokenWindows
+from dofla.errors import DoflaError
+from dofla.evaluation.language import next_token_figures
+from dofla.integration.interface import dofla_attention, softmax_attention
+from dofla.integration.student import Student
+
+FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
+
+
+def compressed(model, slots=48, **options):
+    return compress(model, tokens(4, 48), slots, head_budgets="even", **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_change_no_answer(family, dtype):
+    model, ids = compressed(teacher(family).to(dtype)), tokens(2, 90)
+    logits = model(ids, use_cache=False).logits
+    assert logits.requires_grad
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, logits)
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+def test_what_passes_back_is_what_passes_through_softmax_attention(padding):
+    model = compressed(teacher("llama"))
+    module = model.get_submodule(next(iter(Student.of(model).layers)))
+    heads, kv_heads, dim = model.config.num_attention_heads, module.dofla.kv_heads, module.head_dim
+    generator = torch.Generator().manual_seed(5)
+    vectors = [torch.randn(2, n, 90, dim, generator=generator).requires_grad_() for n in (heads, kv_heads, kv_heads)]
+    mask = None
+    if padding:
+        mask = torch.ones(2, 90, dtype=torch.int64)
+        mask[1, :padding] = 0
+    upstream = torch.randn(2, 90, heads, dim, generator=generator)
+    upstream[1, :padding] = 0  # of padding nothing is asked
+    answers = [f(module, *vectors, mask, scaling=module.scaling)[0] for f in (dofla_attention, softmax_attention)]
+    found, wanted = (torch.autograd.grad(out, vectors, upstream) for out in answers)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("prefill", ["sequential", "exact"])
+def test_a_first_call_with_a_cache_has_the_gradients_of_one_without(prefill):
+    model, ids = compressed(teacher("llama").double(), prefill=prefill), tokens(2, 90)
+    found = []
+    for cache in (None, DynamicCache(config=model.config)):
+        model.zero_grad()
+        model(ids, past_key_values=cache, use_cache=cache is not None).logits[:, :5].square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    # Of the first tokens: what nothing was evicted before is the same however it was read, up to quantization.
+    assert len(found[0]) == len(found[1]) > 0
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= (1e-9 if prefill == "sequential" else 0.2) * one.norm() + 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 30])
+@pytest.mark.parametrize("prefill", ["sequential", "exact"])
+@pytest.mark.parametrize("begun_with_gradients", [True, False])
+def test_a_call_that_goes_on_from_a_cache_answers_and_refuses_gradients(family, length, prefill, begun_with_gradients):
+    """The state holds no gradients of earlier tokens: those that passed would be wrong, and nobody would notice."""
+    model, ids = compressed(teacher(family), prefill=prefill), tokens(1, 60 + length)
+
+    def read(begin, go_on):
+        cache = DynamicCache(config=model.config)
+        with begin:
+            model(ids[:, :60], past_key_values=cache, use_cache=True)
+        with go_on:
+            return model(ids[:, 60:], past_key_values=cache, use_cache=True).logits
+
+    piece = read(nullcontext() if begun_with_gradients else torch.no_grad(), nullcontext())
+    assert torch.equal(piece, read(torch.no_grad(), torch.no_grad()))
+    with pytest.raises(DoflaError, match="no gradients pass through a cache that holds earlier tokens: give the whole"):
+        piece.square().mean().backward()
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)])
+def test_trained_end_to_end_it_comes_closer(family, checkpointing):
+    model, windows = compressed(teacher(family), 16), TokenWindows.of(tokens(8, 90))
+
+    def divergence():
+        return next_token_figures(model, windows, batch_size=8)["kl"]
+
+    before = divergence()
+    options = {"learning_rates": {"weights": 1e-3}, "gradient_checkpointing": checkpointing, "context": 90}
+    losses = dofla.distill_end_to_end(model, windows, steps=15, batch_size=8, progress=False, **options).losses
+    assert losses[0].item() == pytest.approx(before, rel=1e-3)
+    assert divergence() < 0.9 * before
