@@ -11,7 +11,8 @@ from device import DEVICE, calls_of_kernels
 from dofla.attention import Call, CompressedHeads, CompressedState, HeadSizes, Moments, log_weights
 
 SCALING = 0.3
-CACHES = {  # sizes of keys and values; window, sinks, newest and heavy hitters of each KV head; bits; tokens read before
+# Sizes of keys and values; window, sinks, newest and heavy hitters of each KV head; bits; and tokens read before.
+CACHES = {
     "alike": (16, 24, [(3, 2, 4, 5)] * 2, 3.0, 14),
     "others in each head": (16, 24, [(3, 2, 4, 5), (4, 1, 3, 6)], 2.5, 14),
     "tiers of other sizes": (16, 24, [(3, 2, 4, kept) for kept in (5, 9, 5, 2)], 3.0, 14),

@@ -76,7 +76,8 @@ def test_vectors_of_codes(dim, bits):
 
     coder, fall = coder_of(dim, bits)
     codes = coder.encode(torch.randn(2, 2, 45, dim, generator=torch.Generator().manual_seed(0)) * fall + 0.5)
-    wanted = coder.unrotate(coder.decode(*codes).double())
+    numbers = coder.decode(*codes)
+    wanted = coder.unrotate(numbers.double())
     coder.to(DEVICE)
     found = unrotated(coder, CodedVectors.of(coder, *(part.to(DEVICE) for part in codes))).cpu()
     # The sum of the absolute products, of which a vector adds up as many as it has numbers.
