@@ -125,7 +125,14 @@ def limited(plans: dict[nn.Module, CompressedLayer], choice: Choice) -> Callable
     """Softmax attention of what a memory of each layer's plan would hold."""
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        dropout: float,
+        scaling: float,
+        **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         group, length = query.shape[1] // key.shape[1], key.shape[2]
         scores = (query.float().unflatten(1, (-1, group)) @ key.float().unsqueeze(2).mT * scaling)[0]
@@ -133,7 +140,7 @@ def limited(plans: dict[nn.Module, CompressedLayer], choice: Choice) -> Callable
         chosen = choice(plans[module], scores.masked_fill(~causal, -torch.inf))
         visible = (chosen | ~old_enough(plans[module], length) & causal).repeat_interleave(group, 0).unsqueeze(0)
         hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-        return softmax_attention(module, query, key, value, hidden, scaling, **kwargs)
+        return softmax_attention(module, query, key, value, hidden, dropout, scaling, **kwargs)
 
     return attention
 
@@ -142,7 +149,7 @@ def forgetting(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, 
     """Divergence from the model of the same whose layers see what a memory of ``plan`` would hold."""
     plans = {model.get_submodule(layer.name): layer for layer in plan.compressed}
     with visiting(model, None, limited(plans, choice)):
-        return divergence(Objective(model, partial(visiting, None)), windows)
+        return divergence(Objective(model, partial(visiting, model, None)), windows)
 
 
 def main(
