@@ -23,16 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dofla.attention import CodedTiers, Coder, FeatureState, gpu
+from dofla.attention import Coder, CompressedHeads, FeatureState, HeadSizes, gpu
 from dofla.attention.coding.heavy_hitters import WEIGHTS
 from dofla.attention.drawn import Line
-from dofla.attention.flat import Layout
-from dofla.attention.gpu.codes import Codes
+from dofla.attention.gpu.codes import CodedVectors
 from dofla.attention.gpu.drawn import drawn
-from dofla.attention.gpu.encode import entered
+from dofla.attention.gpu.encode import encode
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
-from dofla.attention.gpu.tiers import attend
+from dofla.attention.gpu.tier import attend
 from dofla.attention.gpu.token import Decoder
 from dofla.attention.gpu.unrotate import unrotated
 
@@ -79,22 +78,20 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     """Of all kernels, for ``length`` tokens."""
     a, b, value = torch.zeros(1, groups, length, dim), torch.zeros(1, 1, length, dim), torch.zeros(1, 1, length, dim)
     features = FeatureState.empty(1, 1, dim, dim)
-    coder = Coder(1, dim, [3.0])
+    coder = Coder(1, dim, 3.0)
     coder.reset()
     line = torch.zeros(1, 1, tokens + length, dim)
-    codes = Codes.of(coder, *coder.encode(line), 0)
+    codes = CodedVectors.of(coder, *coder.encode(line))
     rotated, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
     score, evicted_at = log_weight.to(torch.int16), log_weight.int()
     prompt = Line(line.bfloat16(), line.bfloat16(), log_weight == 0, padded=False)
     if length == 1:  # all that a decoded token of a compressed cache takes
-        sizes, newest = (tokens, tokens // 2), tokens // 4
-        tiers = [CodedTiers(1, dim, dim, [(newest, 3.0)], size - newest) for size in sizes]
-        for own in tiers:
-            own.reset()
-        layouts = [Layout(own, [n], 0, 31, 2) for n, own in enumerate(tiers)]
-        states = torch.cat([layout.empty(1, a.device).tokens for layout in layouts], 1)
+        newest = tokens // 4
+        heads = CompressedHeads([HeadSizes(31, 2, newest, n - newest) for n in (tokens, tokens // 2)], dim, dim, 3.0)
+        heads.reset_parameters()
+        states, decoder = heads.layout.empty(1, a.device).rows, Decoder(heads, [0, 1])
         query, new = torch.zeros(1, 2 * groups, 1, dim), torch.zeros(1, 2, 1, dim)
-        decoder, out, pages = Decoder(layouts), torch.zeros_like(query), torch.tensor([0])
+        out, pages = torch.zeros_like(query), torch.tensor([0])
         padding = torch.zeros(1, 1)
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
@@ -105,12 +102,11 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     return [
         lambda: gpu.linear_attention(a, b, value, state=features),
         lambda: gpu.linear_attention(a, b, value.bfloat16(), state=features),
-        lambda: entered(coder, b),
+        lambda: encode(coder, b),
         lambda: rotate_queries(coder, a, groups),
         lambda: select_survivors(
             coder.rotate_query_integer(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS
         ),
-        lambda: attend(rotated, codes, codes, log_weight[0], None, 1.0),
         lambda: attend(rotated, codes, codes, log_weight, evicted_at, 1.0),
         lambda: drawn(a.bfloat16(), prompt, rotated[..., 0], 31, 2, 1.0),
         lambda: unrotated(coder, codes),

@@ -12,7 +12,7 @@ every ``--length`` the same tokens are judged, with more or less before them. Py
 library of the interpreter that runs this, is always among the texts.
 
 ``--student NAME=FOLDER`` puts an adapter of the same model beside them, one that was trained, say: a row of the bytes,
-among those of ``--budget``, that are nearest to its own.
+among those of ``--cache``, that are nearest to its own.
 
 What is measured stays in the folder and is not measured again. ``--kvpress`` is the Python of an environment with
 ``benchmarks/peers/requirements.txt``, where presses.py is run; ``--windows 1`` tries everything in minutes.
@@ -52,6 +52,8 @@ from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, Qu
 from transformers.utils import is_optimum_quanto_available
 
 import dofla
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.size import parse_size
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.errors import DoflaError
@@ -59,8 +61,8 @@ from dofla.evaluation.language import bootstrap_interval
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.checkpoint import load_model
-from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.recorder import evaluation_mode
+from dofla.integration.surgery import convert
 from dofla.storage.files import replacing
 
 sys.path.append(str(Path(__file__).parents[1] / "quality"))
@@ -72,19 +74,21 @@ CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2) if is_optimum_q
 RESIDUAL = 128
 """Tokens that a QuantizedCache, as it comes, gathers before it codes them together."""
 CONSTANT, GROWS = "constant", "grows with the text"
+SIZES = ("1.5MiB", "5.8MiB")
+"""Of compressed caches."""
 Make = Callable[[PreTrainedModel], PreTrainedModel]
 
 
-def students(budget: int, known: TokenWindows, own: TokenWindows | None, context: int | None = None) -> dict[str, Make]:
+def students(
+    size: str | int, known: TokenWindows, own: TokenWindows | None, context: int | None = None
+) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
     made = {
-        OURS: lambda model: dofla.compress(model, known, budget * feature_bytes(model), context=context),
-        "window and sinks, 8 bits": lambda model: window_alone(budget, None)(model, known),
+        OURS: lambda model: dofla.compress(model, known, size, context=context),
+        "window and sinks, 8 bits": lambda model: window_alone(size, None)(model, known),
     }
     if own is not None:
-        made["dofla.compress, own samples"] = lambda model: dofla.compress(
-            model, own, budget * feature_bytes(model), context=context
-        )
+        made["dofla.compress, own samples"] = lambda model: dofla.compress(model, own, size, context=context)
     return made
 
 
@@ -145,11 +149,11 @@ def saved(students: list[str]) -> dict[str, str]:
     return {name: folder for name, _, folder in (each.partition("=") for each in students)}
 
 
-def limit_of(model: PreTrainedModel, budget: int, context: int | None = None) -> int:
+def limit_of(model: PreTrainedModel, size: str | int, context: int | None = None) -> int:
     """Bytes of the compressed cache."""
-    student = dofla.linearize(model, compressed_plan(model, budget, context=context))
-    held = held_by(student)
-    dofla.restore(student)
+    convert(model, compressed_plan(Target.of(model), parse_size(size), context=context))
+    held = held_by(model)
+    dofla.restore(model)
     return held
 
 
@@ -170,7 +174,7 @@ def write_texts(folder: Path, texts: dict[str, Tensor], limits: list[int]) -> No
     if path.exists():
         there, limits_there = read_texts(folder)
         if limits_there != limits or there.keys() != texts.keys() or any(not there[x].equal(texts[x]) for x in texts):
-            raise DoflaError(f"{folder} was begun with other windows or budgets: choose another folder or remove it")
+            raise DoflaError(f"{folder} was begun with other windows or sizes: choose another folder or remove it")
         return
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
@@ -219,7 +223,7 @@ def main(
     calibrate: Annotated[Path, typer.Option(help="Text to measure directions on.")],
     out: Annotated[Path, typer.Option(help="Folder of the rows.")],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
-    budget: Annotated[list[int] | None, typer.Option(help="Features per KV head; repeatable; default 64, 256.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="Sizes; repeatable; default 1.5MiB, 5.8MiB.")] = None,
     length: Annotated[int, typer.Option(help="Tokens per window, of which the last 512 are judged.")] = 2048,
     longest: Annotated[int, typer.Option(help="Tokens of the windows whose ends these are.")] = 4096,
     windows: Annotated[int, typer.Option(help="Of each text, spread over it evenly.")] = 8,
@@ -238,7 +242,7 @@ def main(
     for name, where in sources(text or []).items():
         there = dofla.token_windows(where, tokenizer, length=longest, split="all").input_ids
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long(), -length:]
-    limits = {each: limit_of(teacher, each, context) for each in budget or [64, 256]}
+    limits = {each: limit_of(teacher, each, context) for each in cache or SIZES}
     write_texts(out, texts, list(limits.values()))
     there = read_rows(out)
     if f"{SOFTMAX}, 0" not in there:

@@ -29,15 +29,13 @@ import transformers
 import typer
 from transformers import PreTrainedModel
 
-import dofla
 from dofla.display import size
 from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
-from dofla.integration.compressed import feature_bytes
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
-from latency import COMPILED, EMPTY, SHIPPED, head_budgets_of, prompt, random_tokens, token
+from latency import COMPILED, EMPTY, SHIPPED, compressed_by, head_budgets_of, prompt, token
 from model import machine
 from turns import least
 
@@ -87,12 +85,11 @@ def running(python: str, positions: int, kinds: list[str]) -> Iterator[Llama]:
             yield Llama(process)
 
 
-def originals_and_students(name: str, dtypes: list[str], budget: int) -> dict[str, PreTrainedModel]:
+def originals_and_students(name: str, dtypes: list[str], size: str) -> dict[str, PreTrainedModel]:
     models = {}
     for dtype in dtypes:
         original, student = (load_model(name, dtype=getattr(torch, dtype)) for _ in range(2))
-        size = budget * feature_bytes(student)
-        dofla.compress(student, random_tokens(student, 1, 256), size, head_budgets=head_budgets_of(SHIPPED))
+        compressed_by(student, size, head_budgets_of(SHIPPED))
         models |= {f"softmax {dtype}": original, COMPRESSED + dtype: student}
     return models
 
@@ -140,7 +137,7 @@ def main(
     dtype: Annotated[list[str] | None, typer.Option(help="In torch; default bfloat16 and float32.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Of a prompt.")] = None,
-    budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
+    cache: Annotated[str, typer.Option(help="Size of the compressed cache.")] = "1.5MiB",
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Times each prompt is read.")] = 2,
     compile: Annotated[bool, typer.Option(help="Students' tokens under torch.compile as well.")] = True,
@@ -149,9 +146,9 @@ def main(
     transformers.logging.set_verbosity_error()
     inductor.freezing = True
     contexts, lengths = sorted(context or [EMPTY, 512, 2048, 4096]), sorted(length or [512, 2048, 4096])
-    found: dict[str, Any] = {"machine": machine("cpu"), "budget": budget, "tokens": {}, "prompts": {}, "bytes": {}}
+    found: dict[str, Any] = {"machine": machine("cpu"), "cache": cache, "tokens": {}, "prompts": {}, "bytes": {}}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()), flush=True)
-    models = originals_and_students(model, dtype or ["bfloat16", "float32"], budget)
+    models = originals_and_students(model, dtype or ["bfloat16", "float32"], cache)
     longest = max(*lengths, contexts[-1] + new_tokens + 1)
     with running(llama_python, longest, kind or ["f16", "bf16", "q8_0"]) as llama, torch.inference_mode():
         timing = Timing(models, llama, compile)

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import torch
 import typer
-from continuation import CODED, OURS, coded_bytes, limit_of, nearest_limit, saved, students
+from continuation import CODED, OURS, SIZES, coded_bytes, limit_of, nearest_limit, saved, students
 from judging import SOFTMAX, filled, token_bytes
 from needles import KINDS, Writer
 from questions import Context, Found, Task, read_found, write, write_tasks
@@ -44,7 +44,6 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.runs.teacher import load_teacher
@@ -132,7 +131,7 @@ def main(
     template: Annotated[
         list[str] | None, typer.Option(help="To choose of, in kinds that have it; repeatable; default all.")
     ] = None,
-    budget: Annotated[list[int] | None, typer.Option(help="Features per KV head; repeatable; default 64, 256.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="Sizes; repeatable; default 1.5MiB, 5.8MiB.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable; default 1024 and 2048.")] = None,
     questions: Annotated[int, typer.Option(help="Of each kind and length, at least.")] = 50,
     choosing: Annotated[int, typer.Option(help="Contexts that choose among templates.")] = 6,
@@ -145,7 +144,7 @@ def main(
     kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
-    kinds, lengths, budgets = kind or list(KINDS), length or [1024, 2048], budget or [64, 256]
+    kinds, lengths = kind or list(KINDS), length or [1024, 2048]
     if unknown := set(kinds) - KINDS.keys():
         raise typer.BadParameter(f"no kind is called {min(unknown)!r}: choose of {', '.join(KINDS)}")
     templates = {each: [name for name in KINDS[each][1] if name in (template or KINDS[each][1])] for each in kinds}
@@ -184,7 +183,7 @@ def main(
     dofla.restore(teacher)
     if not tasks:
         raise DoflaError(f"the original scores below {least} on every kind: give a smaller --least or a larger model")
-    limits = {features: limit_of(teacher, features, context) for features in budgets}
+    limits = {each: limit_of(teacher, each, context) for each in cache or SIZES}
     write_tasks(out, tasks, list(limits.values()))
     for name, bits in CODED.items():
         for task in tasks:
@@ -195,10 +194,10 @@ def main(
             limit = nearest_limit(adapter, limits.values())
             for task in tasks:
                 ask(out, name, limit, partial(answer, adapter, tokenizer), task)
-    for features, limit in () if adapters else limits.items():
-        made = students(features, known, None, context)
+    for each, limit in () if adapters else limits.items():
+        made = students(each, known, None, context)
         if retrieval_heads:
-            options = {"size": features * feature_bytes(teacher), "context": context, "tokenizer": tokenizer}
+            options = {"size": each, "context": context, "tokenizer": tokenizer}
             made[f"{OURS}, {retrieval_heads} retrieval heads"] = partial(
                 dofla.compress, windows=known, retrieval_heads=retrieval_heads, **options
             )

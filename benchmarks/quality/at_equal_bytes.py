@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
-from torch import nn
 from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows
-from dofla.distillation.objective import hidden_windows
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.feature_maps import feature_map_class
+from dofla.feature_maps.heads import FeatureHeads
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.paper.bench import Bench
@@ -118,8 +117,8 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
     def texts(model: PreTrainedModel) -> dict[str, Any]:
         with evaluation_mode(model):
             found = {name: next_token_figures(model, windows) for name, windows in others.items()}
-            for name, hidden in (("no_window", hidden_windows), ("no_features", hidden_features)):
-                with hidden(model):
+            for name, what in (("no_window", "windows"), ("no_features", "features")):
+                with hidden(model, what):
                     found[name] = next_token_figures(model, bench.students.opened.validation.take(4))
         return found
 
@@ -132,17 +131,21 @@ def _windows(bench: Bench, name: str) -> TokenWindows:
 
 
 @contextmanager
-def hidden_features(student: PreTrainedModel) -> Iterator[None]:
-    """Within the block the layers see their windows and sinks alone."""
-    layers = [layer for layer in Student.of(student).layers.values() if layer.is_hybrid]
-    kept, nothing = [layer.maps for layer in layers], feature_map_class("none")
-    for layer in layers:
-        layer.maps = nn.ModuleList(nothing(m.heads, m.head_dim, m.features) for m in layer.maps)
+def hidden(student: PreTrainedModel, what: str) -> Iterator[None]:
+    """Within the block the layers that have both see their features alone, or their window and sinks alone."""
+    groups = [x for layer in Student.of(student).layers.values() for x in layer.groups if isinstance(x, FeatureHeads)]
+    hybrid = [x for x in groups if (x.window or x.sinks) and x.features]
+    kept, nothing = [(x.map, x.window, x.sinks) for x in hybrid], feature_map_class("none")
+    for group in hybrid:
+        if what == "windows":
+            group.window = group.sinks = 0
+        else:
+            group.map = nothing(group.map.heads, group.map.head_dim, 0)
     try:
         yield
     finally:
-        for layer, maps in zip(layers, kept, strict=True):
-            layer.maps = maps
+        for group, (features, window, sinks) in zip(hybrid, kept, strict=True):
+            group.map, group.window, group.sinks = features, window, sinks
 
 
 def _embeddings(bench: Bench, specs: list[StudentSpec]) -> Table:

@@ -4,9 +4,9 @@
         --text data/english-val.txt.gz --text data/books-val.txt.gz \\
         --text data/stories-val.txt.gz --out choosing.json
 
-Students of four budgets read windows of all texts; Python source, the modules of the standard library, is always among
-them. Then many times, of a few windows of the first text, drawn by chance, the smallest state within the target is
-found, by a power law between the budgets: where the loss increase is within it, the upper end of the loss increase's
+Compressed models of four sizes read windows of all texts; Python source, the modules of the standard library, is always
+among them. Then many times, of a few windows of the first text, drawn by chance, the smallest state within the target
+is found, by a power law between the sizes: where the loss increase is within it, the upper end of the loss increase's
 interval, or both loss increase and KL. Printed is that state, 5th to 95th percentile, and beside each text, with what
 it then loses in the mean, how often that is more than 1.3 times the target. With --rows the windows are taken from a
 file of --out, not read again.
@@ -30,13 +30,12 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import read_json, write_json
 
-BUDGETS = (32, 64, 128, 256)
+SIZES = ("750KiB", "1.5MiB", "3MiB", "6MiB")
 WINDOWS = {512: (12, 36, 18), 2048: (6, 18, 6)}
 """By length: that choose, of the first text that they are drawn from, of each other text."""
 DRAWS, EXCESS = 200, 1.3
@@ -89,8 +88,8 @@ def main(
 def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[str, Any]]:
     teacher, tokenizer, rows = *load_teacher(model), []
     made_from = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
-    for budget in BUDGETS:
-        student = dofla.compress(teacher, made_from, budget * feature_bytes(teacher))
+    for each in SIZES:
+        student = dofla.compress(teacher, made_from, each)
         held = Student.of(student).plan.state_bytes(teacher.dtype)
         for length, (_, pool, others) in WINDOWS.items():
             for n, (kind, where) in enumerate(texts.items()):
@@ -99,7 +98,7 @@ def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[st
                     with evaluation_mode(student):
                         figures = next_token_figures(student, TokenWindows(ids[None]))
                     known = {"loss_increase": figures["loss_increase"], "kl": figures["kl"]}
-                    rows.append({"text": kind, "length": length, "budget": budget, "bytes": held, **known})
+                    rows.append({"text": kind, "length": length, "size": each, "bytes": held, **known})
         dofla.restore(teacher)
     return rows
 

@@ -1,5 +1,5 @@
 """What a compressed cache keeps without training, on several kinds of text, beside a window of the same bytes, one
-whose tokens all go by their age, one whose layers are all of one size, and one with features for what it forgets.
+whose tokens all go by their age, and one whose layers are all of one size.
 
     python benchmarks/quality/compressed.py --model models/smollm2-135m \\
         --calibrate data/english-train.txt.gz \\
@@ -32,17 +32,16 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
-from dofla.attention import tier_bytes
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.size import parse_size
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
-from dofla.integration.compressed import compressed_plan, feature_bytes
-from dofla.integration.directions import measure_directions
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student
-from dofla.plans.hybrid import FEATURE_MAP, SINKS, HeadCost
+from dofla.integration.surgery import convert
+from dofla.plans.layers import FeatureLayer
 from dofla.runs.teacher import load_teacher
 from dofla.storage.files import write_json
 
@@ -50,85 +49,54 @@ Make = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrained
 Figures = dict[str, float | list[float]]
 
 
-def window_alone(budget: int, _: int | None) -> Make:
-    """A window and sinks in eight bits, of the bytes of so many features per KV head."""
+def window_alone(size: str | int, _: int | None) -> Make:
+    """A window and sinks in int8, of as many bytes."""
 
     def make(model: PreTrainedModel, *_: object) -> PreTrainedModel:
         layers = []
-        for site in attention_sites(model).values():
-            cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, "int8")
-            window = budget * cost.feature // cost.token - SINKS
-            shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
-            layers.append(dofla.LayerPlan(*shape, 0, window, SINKS, "none", "int8"))
+        for layer in compressed_plan(Target.of(model), parse_size(size)).compressed:
+            shape = layer.name, layer.kv_heads, layer.head_dim, layer.value_dim
+            held = layer.state_bytes(model.dtype.itemsize) // layer.kv_heads
+            window = held // (layer.head_dim + layer.value_dim + 2) - layer.sinks
+            layers.append(FeatureLayer(*shape, 0, window, layer.sinks, "none", "int8"))
         return dofla.linearize(model, dofla.Plan(layers))
 
     return make
 
 
-def compressed(budget: int, context: int | None, head_budgets: str | dofla.HeadBudgets = "measured") -> Make:
+def compressed(size: str, context: int | None, **options: object) -> Make:
     """:func:`dofla.compress`."""
-    options = {"context": context, "head_budgets": head_budgets}
-    return lambda model, tokens, _: dofla.compress(model, tokens, budget * feature_bytes(model), **options)
+    return lambda model, tokens, _: dofla.compress(model, tokens, size, context=context, **options)
 
 
-def even(budget: int, context: int | None) -> Make:
+def even(size: str, context: int | None) -> Make:
     """:func:`dofla.compress` with the same size for all layers."""
-    return compressed(budget, context, "even")
+    return compressed(size, context, head_budgets="even")
 
 
-def by_age(budget: int, context: int | None) -> Make:
-    """:func:`even` with no token kept for the attention it draws, and more that are there for their age."""
+def by_age(size: str, context: int | None) -> Make:
+    """:func:`even`, where all tokens of the tier but one are there for their age."""
 
     def make(model: PreTrainedModel, tokens: TokenWindows, _: object) -> PreTrainedModel:
-        plan = compressed_plan(model, budget)
-        for layer in plan.layers:
-            before = layer.state_bytes(model.dtype.itemsize)
-            layer.tiers, layer.heavy_hitters = layer.coded_per_head[0], 0
-            spare = before - layer.state_bytes(model.dtype.itemsize)
-            per_token = tier_bytes(layer.head_dim, layer.value_dim, layer.tiers[-1][1])
-            layer.tiers[-1][0] += spare // (layer.kv_heads * per_token)
-        student = dofla.linearize(model, plan)
-        measure_directions(Student.of(student), tokens, context=context)
-        return student
+        calibration = dofla.calibrate(model, tokens, head_budgets="even", context=context)
+        plan = compressed_plan(Target.of(model), parse_size(size), context=context)
+        for layer in plan.compressed:
+            layer.newest, layer.heavy_hitters = layer.newest + layer.heavy_hitters - 1, 1
+        convert(model, plan)
+        calibration.apply(Student.of(model).layers)
+        return model
 
     return make
 
 
-def retrieval(
-    budget: int, context: int | None, heads: int = 8, tokenizer: PreTrainedTokenizerBase | None = None
-) -> Make:
-    """:func:`compressed`, with so many KV heads that hold every token of ``context``."""
-    options = {"context": context, "retrieval_heads": heads, "tokenizer": tokenizer}
-    return lambda model, tokens, _: dofla.compress(model, tokens, budget * feature_bytes(model), **options)
-
-
-def features(budget: int, context: int | None) -> Make:
-    """:func:`compressed` with an eighth of the bytes for features, which sum up what is forgotten: trained layer by
-    layer, on the text that it was measured on."""
-
-    def make(model: PreTrainedModel, tokens: TokenWindows, training: TokenWindows) -> PreTrainedModel:
-        behind = max(1, budget // 8)
-        size = (budget - behind) * feature_bytes(model)
-        head_budgets = dofla.measure_head_budgets(model, tokens, size, context=context)
-        plan = compressed_plan(model, budget - behind, head_budgets=head_budgets, context=context)
-        for layer in plan.layers:
-            layer.features, layer.feature_map = behind, FEATURE_MAP
-        student = dofla.linearize(model, plan)
-        measure_directions(Student.of(student), tokens, context=context)
-        dofla.distill(student, training, batch_size=1, context=context)
-        return student
-
-    return make
-
-
-def trained(budget: int, context: int | None, rate: float | None = None) -> Make:
+def trained(size: str, context: int | None, rate: float | None = None) -> Make:
     """:func:`dofla.compress`, and then end to end, :data:`AT_ONCE` tokens a step, on the text that it was measured
     on."""
 
     def make(model: PreTrainedModel, tokens: TokenWindows, training: TokenWindows) -> PreTrainedModel:
-        student = dofla.compress(model, tokens, budget * feature_bytes(model), context=context)
-        size = max(1, AT_ONCE // training.length)
-        options = {"steps": len(training) // size, "batch_size": size, "context": context}
+        student = dofla.compress(model, tokens, size, context=context)
+        batch = max(1, AT_ONCE // training.length)
+        options = {"steps": len(training) // batch, "batch_size": batch, "context": context}
         rates = {} if rate is None else {"weights": rate}
         dofla.distill_end_to_end(student, training, learning_rates=rates, **options)
         return student
@@ -136,8 +104,8 @@ def trained(budget: int, context: int | None, rate: float | None = None) -> Make
     return make
 
 
-STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "compressed": compressed, "features": features}
-STUDENTS |= {"trained": trained, "retrieval": retrieval}
+STUDENTS = {"window": window_alone, "by-age": by_age, "even": even, "compressed": compressed, "trained": trained}
+STUDENTS |= {"retrieval": compressed}
 MEASURED = 12
 """Windows that students are measured on."""
 TRAINED, AT_ONCE = 120 * 512, 2 * 512
@@ -156,7 +124,7 @@ def main(
         str, typer.Option(help="Text to measure directions and head budgets on; self: the model's own.")
     ],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to judge on; repeatable.")] = None,
-    budget: Annotated[list[int] | None, typer.Option(help="In features per KV head; repeatable; default 64.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="Sizes; repeatable; default 1.5MiB.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text; beyond 512 tokens a third.")] = 24,
     seeds: Annotated[int, typer.Option(help="Draws of the windows that students are made from.")] = 1,
@@ -167,8 +135,8 @@ def main(
     measured_length: Annotated[int, typer.Option(help="Tokens of the windows that students are made from.")] = 512,
     trained_length: Annotated[int, typer.Option(help="Of those that they are trained on; as many in all.")] = 512,
     rate: Annotated[float | None, typer.Option(help="Learning rate of weights, instead of the default.")] = None,
-    head_budgets: Annotated[
-        Path | None, typer.Option(help="Saved head budgets of the student compressed; default measured again.")
+    calibration: Annotated[
+        Path | None, typer.Option(help="Saved calibration of the student compressed; default calibrated anew.")
     ] = None,
     context: Annotated[int | None, typer.Option(help="Positions to read these among; default all there are.")] = None,
     retrieval_heads: Annotated[int, typer.Option(help="Of the student of that name, which hold every token.")] = 8,
@@ -185,18 +153,16 @@ def main(
         for tokens, (kind, where) in product(lengths, texts.items())
     }
     students = STUDENTS | {
-        "compressed": partial(
-            compressed, head_budgets=dofla.HeadBudgets.load(head_budgets) if head_budgets else "measured"
-        ),
+        "compressed": partial(compressed, calibration=calibration),
         "trained": partial(trained, rate=rate),
-        "retrieval": partial(retrieval, heads=retrieval_heads, tokenizer=tokenizer),
+        "retrieval": partial(compressed, retrieval_heads=retrieval_heads, tokenizer=tokenizer),
     }
     pools = [_pool(calibrate, tokenizer, teacher, measured_length, MEASURED, seeds), [None] * seeds]
-    if {"trained", "features"} & set(names):
+    if "trained" in names:
         pools[1] = _pool(calibrate, tokenizer, teacher, trained_length, TRAINED // trained_length, seeds)
     columns = ["student", "tokens", "state", *texts, "mean, perplexity", "made in"]
     shown, rows = table(*columns, gap=2), []
-    for each, name in product(budget or [64], names):
+    for each, name in product(cache or ["1.5MiB"], names):
         found: dict[tuple[int, str], list[Figures]] = {}
         for seed in range(1 if name == "window" else seeds):
             started = time.perf_counter()
@@ -211,7 +177,7 @@ def main(
             dofla.restore(made)
         for tokens in lengths:
             by_kind = {kind: found[tokens, kind] for kind in texts}
-            row = {"student": name, "budget": each, "bytes": state, "length": tokens, "texts": by_kind}
+            row = {"student": name, "size": each, "bytes": state, "length": tokens, "texts": by_kind}
             cells = [*map(_cell, by_kind.values()), _mean_cell(by_kind.values())]
             rows.append(row)
             shown.add_row(f"{name}, {each}", str(tokens), size(state), *cells, f"{seconds:.0f} s")

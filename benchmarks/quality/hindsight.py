@@ -31,15 +31,16 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.attention.constants import DECAY
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.size import parse_size
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.compressed import compressed_plan
 from dofla.integration.interface import softmax_attention, visiting
-from dofla.plans.plan import LayerPlan
+from dofla.plans.layers import CompressedLayer
 from dofla.runs.teacher import load_teacher
 
-Choice = Callable[[LayerPlan, Tensor], Tensor]
+Choice = Callable[[CompressedLayer, Tensor], Tensor]
 """Of masked scores [Hkv, G, queries, keys], which of the old tokens a query sees [Hkv, queries, keys]."""
 
 
@@ -48,12 +49,12 @@ def squares(scores: Tensor) -> Tensor:
     return scores.softmax(-1).square().sum(1)
 
 
-def newest(_: LayerPlan, scores: Tensor) -> Tensor:
+def newest(_: CompressedLayer, scores: Tensor) -> Tensor:
     """The later the better."""
     return torch.arange(scores.shape[-1], dtype=scores.dtype).expand_as(scores[:, 0])
 
 
-def drawn_before(_: LayerPlan, scores: Tensor) -> Tensor:
+def drawn_before(_: CompressedLayer, scores: Tensor) -> Tensor:
     """By the queries before each, of the original."""
     score, found = torch.zeros_like(scores[:, 0, 0]), []
     for row in squares(scores).unbind(1):
@@ -62,7 +63,7 @@ def drawn_before(_: LayerPlan, scores: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def drawn_now(_: LayerPlan, scores: Tensor) -> Tensor:
+def drawn_now(_: CompressedLayer, scores: Tensor) -> Tensor:
     """By each query itself."""
     return squares(scores)
 
@@ -72,7 +73,7 @@ def to_be_drawn(scores: Tensor) -> Tensor:
     return squares(scores).flip(1).cumsum(1).flip(1)
 
 
-def anew(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], Tensor]) -> Tensor:
+def anew(plan: CompressedLayer, scores: Tensor, worth: Callable[[CompressedLayer, Tensor], Tensor]) -> Tensor:
     """The tokens that are worth most as a query asks, whatever others saw."""
     old = old_enough(plan, scores.shape[-1])
     ranked = worth(plan, scores).masked_fill(~old, -torch.inf)
@@ -80,7 +81,7 @@ def anew(plan: LayerPlan, scores: Tensor, worth: Callable[[LayerPlan, Tensor], T
     return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, chosen, True) & old
 
 
-def held(plan: LayerPlan, scores: Tensor, foreseen: bool) -> Tensor:
+def held(plan: CompressedLayer, scores: Tensor, foreseen: bool) -> Tensor:
     """What is left where, with each token that grows old, one goes for good: that which drew least from queries that
     saw it there, or, if the future is ``foreseen``, which is going to draw least from all."""
     heads, length, near = torch.arange(len(scores)), scores.shape[-1], near_tokens(plan)
@@ -109,22 +110,29 @@ CHOICES: dict[str, Choice] = {
 }
 
 
-def near_tokens(plan: LayerPlan) -> int:
+def near_tokens(plan: CompressedLayer) -> int:
     """How many are there for their age."""
-    return plan.window + sum(count for count, _ in plan.tiers)
+    return plan.window + plan.newest
 
 
-def old_enough(plan: LayerPlan, length: int) -> Tensor:
+def old_enough(plan: CompressedLayer, length: int) -> Tensor:
     """[queries, keys], which tokens are there only if they are chosen."""
     at = torch.arange(length)
     return (at.unsqueeze(1) - at >= near_tokens(plan)) & (at >= plan.sinks)
 
 
-def limited(plans: dict[nn.Module, LayerPlan], choice: Choice) -> Callable:
+def limited(plans: dict[nn.Module, CompressedLayer], choice: Choice) -> Callable:
     """Softmax attention of what a memory of each layer's plan would hold."""
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        dropout: float,
+        scaling: float,
+        **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         group, length = query.shape[1] // key.shape[1], key.shape[2]
         scores = (query.float().unflatten(1, (-1, group)) @ key.float().unsqueeze(2).mT * scaling)[0]
@@ -132,27 +140,27 @@ def limited(plans: dict[nn.Module, LayerPlan], choice: Choice) -> Callable:
         chosen = choice(plans[module], scores.masked_fill(~causal, -torch.inf))
         visible = (chosen | ~old_enough(plans[module], length) & causal).repeat_interleave(group, 0).unsqueeze(0)
         hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-        return softmax_attention(module, query, key, value, hidden, scaling, **kwargs)
+        return softmax_attention(module, query, key, value, hidden, dropout, scaling, **kwargs)
 
     return attention
 
 
 def forgetting(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, choice: Choice) -> float:
     """Divergence from the model of the same whose layers see what a memory of ``plan`` would hold."""
-    plans = {model.get_submodule(layer.name): layer for layer in plan.layers}
+    plans = {model.get_submodule(layer.name): layer for layer in plan.compressed}
     with visiting(model, None, limited(plans, choice)):
-        return divergence(Objective(model, partial(visiting, None)), windows)
+        return divergence(Objective(model, partial(visiting, model, None)), windows)
 
 
 def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable.")],
-    budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,
+    size: Annotated[str, typer.Option(help="Of the compressed cache.")] = "1.5MiB",
     length: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 6,
 ) -> None:
     teacher, tokenizer = load_teacher(model)
-    plan = compressed_plan(teacher, budget)
+    plan = compressed_plan(Target.of(teacher), parse_size(size))
     names = {path.name.partition(".")[0]: path for path in text}
     shown = table("tokens", "chosen", *names, gap=2)
     for each in length or [512]:

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 import dofla
 from dofla.attention import Coder, KeySmoothing, rounded
 from dofla.attention.coding.operations import PLAIN
+from dofla.compression.directions import Directions, measure_directions
 from dofla.data import TokenWindows
 from dofla.display import table
-from dofla.integration.directions import Directions, directions_of
 from dofla.integration.interface import softmax_attention, visiting
 from dofla.integration.sites import attention_sites
 from dofla.runs.teacher import load_teacher
@@ -74,14 +74,14 @@ class QuantizedKeys:
         way(self.smoothing, found)
         if bits < 8:
             queries, keys = self.smoothing.moments(found.queries, found.keys)
-            self.coder = Coder(heads, dim, [bits])
+            self.coder = Coder(heads, dim, bits)
             self.coder.calibrate(keys, queries.second)
 
     def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, H, L, d] and keys [B, Hkv, L, d] with which scores are computed."""
         query, key = self.smoothing(query, key)
         key = rounded(key)
-        return query, key if self.coder is None else PLAIN.chain(self.coder, key)[0]
+        return query, key if self.coder is None else PLAIN.decode(self.coder, self.coder.encode(key))
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def main(
         for kind, where in sources.items()
     }
     measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=teacher)
-    found = directions_of(teacher, measured, list(attention_sites(teacher)), context=length)
+    found = measure_directions(teacher, measured, list(attention_sites(teacher)), context=length)
     shown = table("keys", "bits", *texts, gap=2)
     before = {kind: logs(teacher, own) for kind, own in texts.items()}
     for name, way in WAYS.items():

@@ -23,7 +23,6 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.placement import placed
 from dofla.runs.teacher import load_teacher
 
@@ -40,7 +39,7 @@ def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model with rotary positions.")],
     calibrate: Annotated[str, typer.Option(help="Text to measure directions on; self: the model's own.")],
     text: Annotated[list[Path], typer.Option(help="Texts to judge on; repeatable.")],
-    budget: Annotated[int, typer.Option(help="In features per KV head.")] = 64,
+    size: Annotated[str, typer.Option(help="Of the compressed cache.")] = "1.5MiB",
     windows: Annotated[int, typer.Option(help="Of 512 tokens, of each text.")] = 8,
     first: Annotated[list[int] | None, typer.Option(help="Positions; repeatable; default 0, 1500, 6000.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Default 512, 2048 and all that the model has.")] = None,
@@ -52,7 +51,6 @@ def main(
         for path in text
     }
     shown = table("measured over", "windows begin at", *judged, gap=2)
-    size = budget * feature_bytes(teacher)
     for each in context or [512, 2048, None]:
         student = dofla.compress(teacher, tokens, size, head_budgets="even", context=each)
         loss = Objective(student, partial(dofla.softmax, student))

@@ -24,7 +24,6 @@ from transformers import DynamicCache, PreTrainedModel
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
@@ -38,8 +37,8 @@ def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[str, typer.Option(help="Calibration text; self: the model's own.")],
     text: Annotated[list[Path] | None, typer.Option(help="Texts to evaluate on; repeatable.")] = None,
-    budget: Annotated[int, typer.Option(help="Size of the cache, in features per KV head.")] = 64,
-    head_budgets: Annotated[str, typer.Option(help="measured, even, or a file of measured ones.")] = "measured",
+    size: Annotated[str, typer.Option(help="Of the compressed cache.")] = "1.5MiB",
+    calibration: Annotated[Path | None, typer.Option(help="Saved calibration; default calibrated anew.")] = None,
     length: Annotated[int, typer.Option(help=f"Tokens per window, of which {WRITTEN} come after the prompt.")] = 2048,
     windows: Annotated[int, typer.Option(help="Windows of each text, spread over it evenly.")] = 4,
     split: Annotated[list[int] | None, typer.Option(help="Tokens per exact call; default 512, 2048, 8192.")] = None,
@@ -52,11 +51,9 @@ def main(
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long()]
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=original)
     right = {name: losses(original, rows, length) for name, rows in texts.items()}
-    budgets = head_budgets if head_budgets in ("measured", "even") else dofla.HeadBudgets.load(head_budgets)
-    size = budget * feature_bytes(original, ())
-    compressed = dofla.compress(original, known, size, head_budgets=budgets)
+    compressed = dofla.compress(original, known, size, calibration=calibration)
     shown = table("prefill", *texts, "mean", gap=2)
-    for way, tokens in [("stream", length), *(("exact", n) for n in split or [512, 2048, 8192])]:
+    for way, tokens in [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]:
         for layer in Student.of(compressed).layers.values():
             layer.prefill = way
         found = [losses(compressed, rows, tokens) - right[name] for name, rows in texts.items()]

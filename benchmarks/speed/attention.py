@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from dofla.attention import attend, compiled
+from dofla.attention import Call, attend, compiled
 from dofla.feature_maps import PRF
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import layer_of
+from dofla.plans.layers import FeatureLayer
 
 HEADS, DIM, FEATURES, CHUNK = 12, 64, 64, 64
-SCALING = DIM**-0.5
+SHAPE, SCALING = ("layer", HEADS, DIM, DIM), DIM**-0.5
 RAGGED = [16, 16, 32, 32, 48, 48, 64, 64, 96, 96, 128, 128]
 WINDOW, SINKS = 32, 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,7 +84,7 @@ def prefill(lengths: list[int], softmax_up_to: int, repeats: int) -> list[dict[s
         print(f"\nprefill, {name}\n{'tokens':>7} {'linear':>10} {'per token':>10} {'softmax':>10} {'ratio':>7}")
         for length in lengths:
             q, k, v = vectors(1, length, dtype)
-            seconds = best(lambda q=q, k=k, v=v: attend(q, k, v, prf, scaling=SCALING), repeats)
+            seconds = best(lambda q=q, k=k, v=v: attend(Call(q, k, v, SCALING), prf), repeats)
             row = {"dtype": name, "tokens": length, "linear": seconds}
             line = f"{length:>7} {seconds * 1e3:>7.1f} ms {seconds / length * 1e6:>7.2f} us"
             if length <= softmax_up_to:
@@ -99,9 +100,9 @@ def layers(length: int, repeats: int) -> dict[str, float]:
     """Whole layers of 12 KV heads: uniform, ragged with the same total, and with a window and sinks. The cases take
     turns, so that a machine that changes its speed meanwhile does so for all."""
     cases = {
-        "uniform": LinearAttention("prf", [FEATURES] * HEADS, DIM),
-        "ragged": LinearAttention("prf", RAGGED, DIM),
-        "window and sinks": LinearAttention("prf", [FEATURES] * HEADS, DIM, WINDOW, SINKS),
+        "uniform": layer_of(FeatureLayer(*SHAPE, FEATURES)),
+        "ragged": layer_of(FeatureLayer(*SHAPE, RAGGED)),
+        "window and sinks": layer_of(FeatureLayer(*SHAPE, FEATURES, WINDOW, SINKS)),
     }
     q, k, v = vectors(1, length, torch.float32)
     seconds = {name: float("inf") for name in cases}
@@ -123,9 +124,9 @@ def decode(lengths: list[int], repeats: int) -> list[dict[str, Any]]:
         print(f"\ndecoding, float32, batch {batch}\n{'cache':>7} {'linear':>10} {'softmax':>11} {'ratio':>7}")
         for length in lengths:
             k, v = torch.randn(2, batch, HEADS, length, DIM).unbind(0)
-            _, state = attend(*vectors(batch, 128, torch.float32), prf, scaling=SCALING)
+            _, state = attend(Call(*vectors(batch, 128, torch.float32), SCALING), prf)
             new = vectors(batch, 1, torch.float32)
-            step = best(lambda n=new, s=state: attend(*n, prf, scaling=SCALING, state=s), 40 * repeats)
+            step = best(lambda n=new, s=state: attend(Call(*n, SCALING), prf, s), 40 * repeats)
             cached = best(lambda q=new[0], k=k, v=v: F.scaled_dot_product_attention(q, k, v), 2 * repeats)
             rows.append({"batch": batch, "tokens": length, "linear": step, "softmax": cached, "ratio": cached / step})
             print(f"{length:>7} {step * 1e6:>7.0f} us {cached * 1e6:>8.0f} us {cached / step:>6.1f}x", flush=True)
@@ -145,7 +146,7 @@ def memory(length: int) -> dict[str, float] | None:
         inputs = 3 * q.numel() * 4
         reset.write_text("5", encoding="utf-8")
         before = resident(status)
-        attend(q, k, v, prf, scaling=SCALING, **options)
+        attend(Call(q, k, v, SCALING), prf, **options)
         figures[name] = (resident(status) - before) / inputs
     print(f"\npeak memory of a prefill of {length} tokens, beyond its inputs and in units of them")
     print("  " + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()))

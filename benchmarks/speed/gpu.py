@@ -3,7 +3,7 @@
     python benchmarks/speed/gpu.py
     python benchmarks/speed/gpu.py --shape llama-8b --out gpu-8b.json
 
-Random weights in bfloat16, the compressed cache of 64 features per KV head, even head budgets. Softmax attention is
+Random weights in bfloat16, a compressed cache of some 16 to 32 KiB per KV head, even head budgets. Softmax attention is
 torch's scaled_dot_product_attention in the same run, with a KV cache that is written in place. The least of some
 repeats counts; ratios are times softmax attention. What the time left does not allow is left out.
 """
@@ -27,7 +27,6 @@ from transformers.cache_utils import DynamicLayer
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.student import Student
 from dofla.serving import CompiledModel
 
@@ -47,7 +46,9 @@ SHAPES = {
         **{"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
     },
 }
-POSITIONS, BUDGET, PROMPT = 262_144, 64, 512
+SIZES = {"tiny": "16KiB", "smollm2": "1.5MiB", "llama-1b": "2MiB", "llama-8b": "8MiB"}
+"""Of the compressed caches."""
+POSITIONS, PROMPT = 262_144, 512
 LONG = 32_768
 """Tokens of the sequences that are counted in memory."""
 
@@ -210,8 +211,7 @@ def main(
 
     _forget_what_was_compiled(model)
     windows = torch.randint(config.vocab_size, (4, 256), device=device)
-    size_of_cache = BUDGET * feature_bytes(model)
-    dofla.compress(model, windows, size_of_cache, head_budgets="even", prefill="exact", progress=False)
+    dofla.compress(model, windows, SIZES[shape], head_budgets="even", prefill="exact", progress=False)
     bench = Bench(model, begun + seconds, repeats)
     ours: dict[str, Any] = {"prefill": {n: bench.prefill(n) for n in prompts}, "token": {}, "generate": {}}
     state_bytes = cache_bytes(bench.compressed(1, short))
@@ -223,13 +223,13 @@ def main(
     if compiled:
         ours["generate"]["compiled"] = bench.generated(1, short, tokens, CompiledModel(model))
     for layer in Student.of(model).layers.values():
-        layer.prefill = "stream"
-    stream = bench.prefill(prompts[0])
+        layer.prefill = "sequential"
+    sequential = bench.prefill(prompts[0])
 
-    shown = table("prompt", "softmax", "exact prefill", 'prefill="stream"')
+    shown = table("prompt", "softmax", "exact prefill", 'prefill="sequential"')
     for n in prompts:
         base, own = softmax["prefill"][n], ours["prefill"][n]
-        rest = _prompt(stream, base) if n == prompts[0] else ""
+        rest = _prompt(sequential, base) if n == prompts[0] else ""
         shown.add_row(f"{n:,} tokens", _prompt(base), _prompt(own, base), rest)
     console.print(shown)
     shown = table("sequences", *(f"softmax, {n:,} tokens" for n in contexts), "compressed", "of the last")
@@ -247,7 +247,7 @@ def main(
     fit = {"softmax": room // kv_bytes, "compressed": room // state_bytes}
     print(f"sequences of {LONG:,} tokens beside the weights in {memory / 2**30:.0f} GiB: {fit}")
     if out:
-        found = {"device": name, "torch": torch.__version__, "shape": shape, "fit": fit, "stream": stream}
+        found = {"device": name, "torch": torch.__version__, "shape": shape, "fit": fit, "sequential": sequential}
         for memory_name, times in (("softmax", softmax), ("compressed", ours)):
             found[memory_name] = {what: {str(key): x for key, x in rows.items()} for what, rows in times.items()}
         with open(out, "w", encoding="utf-8") as file:

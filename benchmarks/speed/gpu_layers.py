@@ -3,8 +3,8 @@ beside a long KV cache.
 
     python benchmarks/speed/gpu_layers.py
 
-12 heads, d = M = 64, bfloat16, computing the features included, and as many heads that remember what `budget=64` does
-(docs/maths/compressed-cache.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run.
+12 heads, d = M = 64, bfloat16, computing the features included, and as many heads with compressed caches of as many
+bytes (docs/maths/compressed-cache.md), against torch's scaled_dot_product_attention (its flash kernel) in the same run.
 Ratios above 1 mean that softmax attention is slower. Times are between CUDA events around many calls, so that a call
 too short for Python to keep up with counts as long as Python takes.
 """
@@ -22,16 +22,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dofla.attention import gpu
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import AttentionLayer, layer_of
+from dofla.plans.layers import CompressedLayer, FeatureLayer
 
 HEADS, DIM, FEATURES = 12, 64, 64
-MEMORY = {
-    "window": 31,
-    "sinks": 2,
-    "token_dtype": "int8",
-    "tiers": [[(58, 3.0)]] * HEADS,
-    "heavy_hitters": [159] * HEADS,
-}
+SHAPE = "layer", HEADS, DIM, DIM
 SCALING = DIM**-0.5
 
 
@@ -47,8 +42,8 @@ def main(
         return
     torch.manual_seed(0)
     layers = {
-        "linear": LinearAttention("prf", [FEATURES] * HEADS, DIM),
-        "compressed": LinearAttention("none", [0] * HEADS, DIM, **MEMORY),
+        "linear": layer_of(FeatureLayer(*SHAPE, features=FEATURES)),
+        "compressed": layer_of(CompressedLayer(*SHAPE, window=31, sinks=2, newest=58, heavy_hitters=159)),
     }
     for layer in layers.values():
         layer.reset_parameters()
@@ -72,7 +67,7 @@ def main(
             json.dump(report, file, indent=2)
 
 
-def prefill(layers: dict[str, LinearAttention], length: int, repeats: int) -> dict[str, object]:
+def prefill(layers: dict[str, AttentionLayer], length: int, repeats: int) -> dict[str, object]:
     q, k, v = vectors(1, length), vectors(1, length), vectors(1, length)
     softmax = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), repeats)
     print(f"{length:>7} {softmax * 1e3:>7.3f} ms", end="", flush=True)
@@ -85,7 +80,7 @@ def prefill(layers: dict[str, LinearAttention], length: int, repeats: int) -> di
     return row
 
 
-def decode(layers: dict[str, LinearAttention], batch: int, cache: int, repeats: int) -> dict[str, object]:
+def decode(layers: dict[str, AttentionLayer], batch: int, cache: int, repeats: int) -> dict[str, object]:
     """One token for each sequence."""
     q, k, v = vectors(batch, 1), vectors(batch, 1), vectors(batch, 1)
     keys, values = vectors(batch, cache), vectors(batch, cache)

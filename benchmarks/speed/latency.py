@@ -36,8 +36,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from turns import least
 
 import dofla
+from dofla.compression.head_budgets import HeadBudgets
+from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.size import parse_size
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.compressed import feature_bytes
+from dofla.integration.student import Student
+from dofla.integration.surgery import convert
+from dofla.storage.files import read_json
 
 SHIPPED = Path(__file__).parents[2] / "docs/students/smollm2-135m-compressed/plan.json"
 KINDS = ("softmax", "compressed")
@@ -54,7 +59,7 @@ def main(
     dtypes: Annotated[list[str] | None, typer.Option(help="Default float32 and bfloat16.")] = None,
     contexts: Annotated[list[int] | None, typer.Option(help="Tokens before those decoded.")] = None,
     prompts: Annotated[list[int] | None, typer.Option(help="Tokens read in one call.")] = None,
-    budget: Annotated[int, typer.Option(help="Bytes of the memory, in features per KV head.")] = 64,
+    size: Annotated[str, typer.Option(help="Of the compressed cache.")] = "1.5MiB",
     plan: Annotated[Path, typer.Option(help="Of a student whose head budgets to take.")] = SHIPPED,
     even: Annotated[bool, typer.Option("--even", help="All KV heads the same size instead.")] = False,
     longest: Annotated[int, typer.Option(help="Tokens of context up to which softmax attention takes part.")] = 8192,
@@ -69,13 +74,13 @@ def main(
     inductor.freezing = True
     contexts = sorted(contexts or [EMPTY, 512, 2048, 4096])
     prompts = [] if compile else sorted(prompts or [512, 2048])
-    found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "budget": budget, "batch": batch, "rows": []}
+    found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "size": size, "batch": batch, "rows": []}
     print(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
-    own = "even" if even or model != "smollm2-135m" else head_budgets_of(plan)
+    own = None if even or model != "smollm2-135m" else head_budgets_of(plan)
     for dtype in dtypes or ["float32", "bfloat16"]:
-        models = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
+        models = both(model, dtype, size, max(contexts + prompts) + new_tokens, own)
         if int8:
-            others = both(model, dtype, budget, max(contexts + prompts) + new_tokens, own)
+            others = both(model, dtype, size, max(contexts + prompts) + new_tokens, own)
             models |= {kind + INT8: in_eight_bits(other) for kind, other in others.items()}
         kinds = [kind + way for way in ("", COMPILED)[: 1 + compile] for kind in models]
         shown = [*kinds, *[LINEAR] * bool(prompts), FLOOR]
@@ -98,21 +103,28 @@ def main(
         Path(out).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def head_budgets_of(plan: Path) -> dofla.HeadBudgets:
-    """Of a student's KV heads."""
-    return dofla.HeadBudgets(dofla.Plan.load(plan).made_by["head_budgets"])
+def head_budgets_of(plan: Path) -> HeadBudgets:
+    """Of a compressed model's KV heads."""
+    return HeadBudgets(read_json(plan, "a plan")["made_by"]["head_budgets"])
 
 
 def both(
-    name: str, dtype: str, budget: int, longest: int, head_budgets: dofla.HeadBudgets | str
+    name: str, dtype: str, size: str, longest: int, head_budgets: HeadBudgets | None
 ) -> dict[str, PreTrainedModel]:
     shared = {"batch": 1, "tokens": max(longest, CONTEXT), "new_tokens": 1, "chunk": longest}
     job = Job(name, "softmax", dtype=dtype, device="cpu", seconds=0, memory_gib=0, **shared)
     models = {kind: build(job) for kind in KINDS}
-    model = models["compressed"]
-    size, options = budget * feature_bytes(model), {"head_budgets": head_budgets, "context": CONTEXT}
-    dofla.compress(model, random_tokens(model, 1, 256), size, **options)
+    compressed_by(models["compressed"], size, head_budgets)
     return models
+
+
+def compressed_by(model: PreTrainedModel, size: str, head_budgets: HeadBudgets | None) -> PreTrainedModel:
+    """The model with a compressed cache of these head budgets, calibrated on random tokens."""
+    target = Target.of(model)
+    calibration = dofla.calibrate(model, random_tokens(model, 1, 256), head_budgets="even", context=CONTEXT)
+    convert(model, compressed_plan(target, parse_size(size), head_budgets=head_budgets, context=CONTEXT))
+    calibration.apply(Student.of(model).layers)
+    return model
 
 
 @torch.inference_mode()

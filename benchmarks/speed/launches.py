@@ -23,9 +23,10 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dofla.attention import Moments, gpu
+from dofla.attention import Moments, gpu, tier_bytes
 from dofla.display import table
-from dofla.feature_maps.layer import LinearAttention
+from dofla.layers import AttentionLayer, layer_of
+from dofla.plans.layers import CompressedLayer
 
 HEADS, GROUPS, DIM, SLOTS, SCALING = 8, 4, 64, 300, 0.125
 MEMORY = {"empty", "empty_like", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"}
@@ -62,13 +63,13 @@ def launches(work: Callable[[], object]) -> Counter[str]:
     return by_name
 
 
-def layer_of(sizes: int) -> LinearAttention:
+def layer_with(sizes: int) -> AttentionLayer:
     retained = [SLOTS - 8 * (head % sizes) for head in range(HEADS)]
-    layer = LinearAttention("none", [0] * HEADS, DIM, 31, 4, "int8", [[(16, 3.0)]] * HEADS, retained, DIM)
+    layer = layer_of(CompressedLayer("layer", HEADS, DIM, DIM, 31, 4, 16, retained))
     generator = torch.Generator().manual_seed(0)
     layer.reset_parameters(generator)
-    for tiers in layer.coded_tiers.values():
-        for coder in (tiers.key, tiers.value):
+    for tier in layer.compressed.tiers:
+        for coder in (tier.key, tier.value):
             coder.calibrate(Moments.of(torch.randn(coder.heads, 200, DIM, generator=generator)))
     return layer.requires_grad_(False)
 
@@ -77,7 +78,7 @@ def inputs(length: int) -> list[Tensor]:
     return [torch.randn(1, heads, length, DIM).bfloat16() for heads in (HEADS * GROUPS, HEADS, HEADS)]
 
 
-def calls_of(layer: LinearAttention, length: int) -> dict[str, Callable[[], object]]:
+def calls_of(layer: AttentionLayer, length: int) -> dict[str, Callable[[], object]]:
     prompt, token, states = inputs(length), inputs(1), []
     return {
         "prompt": lambda: states.__setitem__(slice(None), layer(*prompt, scaling=SCALING, exact=True)[1]),
@@ -86,18 +87,15 @@ def calls_of(layer: LinearAttention, length: int) -> dict[str, Callable[[], obje
     }
 
 
-def bytes_moved(layer: LinearAttention) -> tuple[int, int]:
+def bytes_moved(layer: AttentionLayer) -> tuple[int, int]:
     """Bytes of the cache, and those that the kernels of a decoded token read and write beside reading it once: tokens
     that move up, and what the first kernel hands to the second."""
-    held = moved = 0
-    for layout in layer.layouts:
-        tiers, heads, slots = layout.coded_tiers, len(layout.heads), layout.coded_tiers.slots[-1]
-        held += layout.bytes
-        coded = tiers.key.bytes_per_token(0) + tiers.value.bytes_per_token(0)
-        window = layout.window * (tiers.key.dim + tiers.value.dim + 2)
-        shared = 4 * GROUPS * (2 * tiers.key.dim + slots)  # queries, and steps of the scores
-        moved += 2 * heads * (slots // 2 * coded + window + shared)
-    return held, moved
+    moved, coded = 0, tier_bytes(DIM, DIM, 3.0)
+    for size in layer.compressed.layout.sizes:
+        slots, window = size.newest + size.heavy_hitters, size.window * (2 * DIM + 2)
+        shared = 4 * GROUPS * (2 * DIM + slots)  # queries, and steps of the scores
+        moved += 2 * HEADS * (slots // 2 * coded + window + shared)
+    return layer.compressed.layout.bytes, moved
 
 
 def main(
@@ -107,7 +105,7 @@ def main(
 ) -> None:
     shown, counted = table("sizes", "call", "launches", "of Triton"), []
     for each in sizes or [1, 4, 8]:
-        for call, work in calls_of(layer_of(each), length).items():
+        for call, work in calls_of(layer_with(each), length).items():
             launches(work)  # tables are on the device then
             found = launches(work)
             of_triton = sum(n for name, n in found.items() if name.startswith(TRITON))
@@ -115,7 +113,7 @@ def main(
             counted.append((f"{each} sizes, {call}", found))
     console = Console()
     console.print(shown)
-    held, moved = bytes_moved(layer_of(1))
+    held, moved = bytes_moved(layer_with(1))
     print(
         f"a token: a layer's cache has {held:,} bytes, {held + moved:,} are moved, {1 + moved / held:.1f} times as many"
     )

@@ -1,11 +1,11 @@
 """Whole models with linear attention beside softmax attention: prefill, decoding, peak memory and cache, by prompt.
 
     python benchmarks/speed/model.py
-    python benchmarks/speed/model.py --compressed 64 --models smollm2-135m --batches 1      # what dofla.compress makes
+    python benchmarks/speed/model.py --compressed 1.5MiB --models smollm2-135m --batches 1   # what dofla.compress makes
 
 Models in the shapes of GPT-2-small, SmolLM2-135M and Llama-3.2-1B, with random weights, once as they are (transformers'
 "sdpa" attention and its default dynamic cache) and once linearized: the same number of prf features for every KV head
-of every layer, or, with --compressed, a compressed cache of as many bytes as so many features take. For each model,
+of every layer, or, with --compressed, a compressed cache of that size. For each model,
 batch and prompt, in turn:
 
 - prefill: prompt tokens per second, over all sequences, read through the cache --chunk tokens at a time (again over all
@@ -45,8 +45,8 @@ from transformers.initialization import no_init_weights
 
 import dofla
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.compressed import feature_bytes
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.layers import FeatureLayer
+from dofla.plans.plan import Plan
 
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "gpt2": (GPT2Config, {}),
@@ -87,7 +87,7 @@ class Job:
     features: int = 0
     window: int = 0
     sinks: int = 0
-    compressed: int = 0
+    compressed: str = ""
 
 
 def main(
@@ -99,7 +99,7 @@ def main(
     features: Annotated[int, typer.Option(help="Per KV head.")] = 64,
     window: int = 0,
     sinks: int = 0,
-    compressed: Annotated[int, typer.Option(help="Budget of a compressed cache, instead of features; 0 for none.")] = 0,
+    compressed: Annotated[str, typer.Option(help="Size of a compressed cache, instead of features: 1.5MiB.")] = "",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (bf16).")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seconds: Annotated[float, typer.Option(help="Limit of one measurement, building the model not included.")] = 60,
@@ -192,7 +192,7 @@ def uniform_plan(config: PretrainedConfig, job: Job) -> Plan:
     heads = config.num_attention_heads
     kv_heads, dim = getattr(config, "num_key_value_heads", heads), config.hidden_size // heads
     sizes = (kv_heads, dim, dim, job.features, job.window, job.sinks)
-    return Plan([LayerPlan(name.format(i), *sizes) for i in range(config.num_hidden_layers)])
+    return Plan([FeatureLayer(name.format(i), *sizes) for i in range(config.num_hidden_layers)])
 
 
 # The child.
@@ -246,9 +246,7 @@ def build(job: Job) -> PreTrainedModel:
     if job.kind == "softmax":
         return model
     if job.compressed:
-        return dofla.compress(
-            model, random_tokens(model, job, 256)[:1], job.compressed * feature_bytes(model), head_budgets="even"
-        )
+        return dofla.compress(model, random_tokens(model, job, 256)[:1], job.compressed, head_budgets="even")
     return dofla.linearize(model, uniform_plan(config, job))
 
 
@@ -343,11 +341,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def print_head(job: Job) -> None:
     beside = f", window {job.window}, {job.sinks} sinks" if job.window or job.sinks else ""
-    state = (
-        f"a compressed cache of {job.compressed} features' bytes"
-        if job.compressed
-        else f"{job.features} features{beside}"
-    )
+    state = f"a compressed cache of {job.compressed}" if job.compressed else f"{job.features} features{beside}"
     print(f"\n{job.model}, batch {job.batch}, {job.dtype}, {state}")
     print(f"{'':6}{'prefill, tokens/s':>22}{'decode, tokens/s':>22}{'peak, MiB':>15}{'cache, MiB':>15}")
     titles = f"{'linear':>7}{'softmax':>8}{'ratio':>7}"

@@ -9,7 +9,7 @@ from random import Random
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import levels
 from dofla.attention.constants import UNIT
-from dofla.plans.compressed import even_counts
+from dofla.compression.plan import BITS, head_sizes
 from dofla.plans.hybrid import HeadCost
 
 OUT = Path(__file__).parents[2] / "docs" / "maths"
@@ -214,14 +214,13 @@ def memory() -> None:
     """What a KV head holds of a long text: as wide as there are tokens, as high as they have bits."""
     dim, floor, per_token, per_bit = 64, 224, 1.55, 13
     cost = HeadCost.of(dim, dim, 4, "int8")
-    found = even_counts(64, dim, dim, cost)
-    ((newest, far),) = found.tiers
+    found, far = head_sizes(64 * cost.feature, dim, dim), BITS
     parts = [text(20, 28, "The life of a token in the cache of a KV head", "title")]
     parts += [text(540, 62, "a new token", "small", "end"), arrow((458, 58), (150, 58))]
     parts += [text(142, 62, "evicted", "small", "end")]
     columns = [
         (540, found.window, 8, BLUE, "local window", "int8"),
-        (466, newest, far, BLUE, "older tokens", f"{far:g} bits"),
+        (466, found.newest, far, BLUE, "older tokens", f"{far:g} bits"),
         (340, found.heavy_hitters, far, RED, "heavy hitters", f"{far:g} bits, by attention"),
     ]
     for right, tokens, bits, color, name, precision in columns:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from benches import scripts
-from dofla.integration.directions import directions_of
 
 import dofla
+from dofla.compression.directions import measure_directions
 from dofla.integration.sites import attention_sites
 
 
@@ -19,7 +19,7 @@ def module():
 
 def divergences(module, model, tokens, bits):
     """KL to the original, by way."""
-    found = directions_of(model, tokens, list(attention_sites(model)), context=tokens.length)
+    found = measure_directions(model, tokens, list(attention_sites(model)), context=tokens.length)
     before, kl = module.logs(model, tokens), {}
     for name, way in module.WAYS.items():
         with module.quantized(model, {x: module.QuantizedKeys(own, way, bits) for x, own in found.items()}):

@@ -203,7 +203,7 @@ def test_saved_students_are_asked_instead_of_compressing(
     monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     monkeypatch.setattr(dofla, "load", lambda folder, **_: opened.append(folder) or saved)
-    options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 2, "least": 0.0}
+    options = {"kind": ["single"], "cache": ["25KiB"], "length": [150], "questions": 2, "choosing": 2, "least": 0.0}
     for _ in range(2):  # the second time all is measured
         lookups.main("model", tmp_path, tmp_path, tmp_path / "run", **options, student=["mine=folder"])
         printed = capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenize
     monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
     monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
-    options = {"kind": ["single"], "budget": [24], "length": [150], "questions": 2, "choosing": 2}
+    options = {"kind": ["single"], "cache": ["25KiB"], "length": [150], "questions": 2, "choosing": 2}
     lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, context=160, retrieval_heads=1)
     printed = capsys.readouterr().out
     ours = ("dofla.compress, context 160", "dofla.compress, 1 retrieval heads, context 160")

@@ -7,7 +7,7 @@ import torch
 import typer
 from arithmetic import sum_error
 from benches import scripts
-from sizes import compress
+from sizes import compress, size_of
 from transformers import DynamicCache, QuantizedCache
 
 import dofla
@@ -99,7 +99,7 @@ def test_a_quantized_cache_in_pieces_is_that_of_token_by_token_and_so_are_its_by
 
 def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_the_end(continuation, tiny):
     model = tiny.llama(max_position_embeddings=512)
-    limit = continuation.limit_of(model, 24)
+    limit = continuation.limit_of(model, size_of(model, 48))
     texts = {"books": tiny.tokens(2, WRITTEN + 40), "stories": tiny.tokens(1, WRITTEN + 40, seed=1)}
     student = compress(model, tiny.tokens(2, 48), tokens=48, head_budgets="even")
     found = continuation.student_row("dofla.compress", limit, student, texts)
@@ -109,11 +109,11 @@ def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_t
     assert found.losses["stories"] == [loss]
 
 
-def test_students_of_one_budget_take_no_more_than_its_bytes(continuation, tiny):
+def test_models_of_one_size_take_no_more_than_its_bytes(continuation, tiny):
     model, known = tiny.llama(max_position_embeddings=512), dofla.TokenWindows(tiny.tokens(2, 48))
-    limit = continuation.limit_of(model, 24)
+    limit = continuation.limit_of(model, size_of(model, 48))
     aligned = 21 * (ALIGNMENT - 1)  # KV heads of another size have a row of their own, of so many parts
-    for name, make in continuation.students(24, known, known).items():
+    for name, make in continuation.students(size_of(model, 48), known, known).items():
         held = continuation.judge_student(make(model), tiny.tokens(1, WRITTEN + 40))[1]
         assert 0.5 * limit < held <= limit + aligned, name
         dofla.restore(model)

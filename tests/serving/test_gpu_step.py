@@ -12,10 +12,10 @@ from tiny_families import teacher, tokens
 from torch._subclasses import FakeTensorMode
 from transformers import StaticCache
 
-from dofla.attention import FlatState, gpu
+from dofla.attention import CompressedState, gpu
 from dofla.attention.gpu import operators
 from dofla.integration.cache import linear_entry
-from dofla.integration.interface import linear_attention
+from dofla.integration.interface import dofla_attention
 
 
 def on_a_gpu(model: torch.nn.Module) -> None:
@@ -30,12 +30,12 @@ def on_a_gpu(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("head_budgets", ["even", "measured"])
 @torch.no_grad()
 def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkeypatch):
-    prepared: list[list] = []
+    prepared: list = []
     monkeypatch.setattr(gpu, "_obstacle", lambda: None)
-    monkeypatch.setattr(operators, "decoders_of", lambda layouts: prepared.append(layouts) or [])
+    monkeypatch.setattr(operators, "decoders_of", lambda heads: prepared.append(heads) or [])
     monkeypatch.setattr(operators, "weight_steps", lambda scaling, device: prepared.append([scaling, device.type]))
-    student = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), tokens=48, head_budgets=head_budgets)
-    module = next(module for module in student.modules() if "dofla" in module._modules)
+    model = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), tokens=48, head_budgets=head_budgets)
+    module = next(module for module in model.modules() if "dofla" in module._modules)
     graphs = []
 
     def backend(graph, inputs):
@@ -43,24 +43,22 @@ def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkey
         return graph
 
     with FakeTensorMode():
-        on_a_gpu(student)
-        entry = linear_entry(StaticCache(student.config, 64), module)
+        on_a_gpu(model)
+        entry = linear_entry(StaticCache(model.config, 64), module)
         entry.update(*[torch.empty(2, 2, 9, 8, device="cuda", dtype=torch.bfloat16)] * 2)
-        entry.states = [
-            FlatState(None, torch.empty(2, layout.bytes, dtype=torch.uint8, device="cuda"))
-            for layout in module.dofla.layouts
-        ]
+        heads = module.dofla.compressed
+        entry.states = [CompressedState(torch.empty(2, heads.layout.bytes, dtype=torch.uint8, device="cuda"))]
         rows, count = entry._rows, entry.tokens
 
         def step(query, key, value):
             entry.handed_over = True
-            return linear_attention(module, query, *entry.update(key, value), None, dofla_entry=entry)[0]
+            return dofla_attention(module, query, *entry.update(key, value), None, dofla_entry=entry)[0]
 
-        parts = [torch.empty(2, 1, heads, 8, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        parts = [torch.empty(2, 1, count, 8, device="cuda", dtype=torch.bfloat16) for count in (4, 2, 2)]
         out = torch.compile(step, fullgraph=True, backend=backend)(*(x.transpose(1, 2) for x in parts))
     names = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert [name for name in names if name.startswith("dofla.")] == ["dofla.decode_token.default"]
-    assert prepared == [[8**-0.5, "cuda"], module.dofla.layouts]
+    assert prepared == [[8**-0.5, "cuda"], heads]
     assert out.shape == (2, 1, 4, 8)
     assert out.is_cuda
     assert entry._rows is rows  # neither states nor count moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -39,6 +40,10 @@ class Compressed(Protocol):
     def tiers(self) -> ModuleList[Tier]: ...
 
     def register(self) -> int: ...
+
+
+REGISTERED: WeakValueDictionary[int, Compressed] = WeakValueDictionary()
+"""Heads by the id by which operators find them, since graphs hold no objects (:meth:`Compressed.register`)."""
 
 
 class Backend(CodeOperations):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from dofla.attention.backend import Backend
+from dofla.attention.backend import REGISTERED, Backend
 from dofla.attention.backends import backend_for
 from dofla.attention.call import Call
 from dofla.attention.coding import Tier
@@ -39,8 +37,6 @@ class CompressedHeads(HeadGroup[CompressedState]):
         tiers: of each group of the layout.
     """
 
-    registered: ClassVar[WeakValueDictionary[int, CompressedHeads]] = WeakValueDictionary()
-
     def __init__(self, sizes: Sequence[HeadSizes], head_dim: int, value_dim: int, bits: float) -> None:
         super().__init__(range(len(sizes)))
         self.layout = Layout(sizes, head_dim, value_dim, bits)
@@ -51,8 +47,8 @@ class CompressedHeads(HeadGroup[CompressedState]):
 
     @torch.compiler.assume_constant_result
     def register(self) -> int:
-        """An id by which operators find these heads, since graphs hold no objects. Called while one is traced."""
-        self.registered[id(self)] = self
+        """Their id in :data:`dofla.attention.backend.REGISTERED`. Called while a graph is traced."""
+        REGISTERED[id(self)] = self
         return id(self)
 
     def bytes(self, itemsize: int) -> int:

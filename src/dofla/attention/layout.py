@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -206,16 +206,16 @@ class Layout:
         ]
 
     def close(self, contents: Sequence[Contents]) -> CompressedState:
-        """The reverse of :meth:`open`: a state of its own memory, whose bytes between parts are zeros."""
-        first = contents[0].tier.score
-        rows = torch.zeros(len(first), self.bytes, dtype=torch.uint8, device=first.device)
-        state = CompressedState(rows)
-        for to, own in zip(self.open(state), contents, strict=True):
-            for kind in fields(Contents):
-                tokens = getattr(own, kind.name)
-                for name, part in vars(tokens).items() if tokens is not None else ():
-                    getattr(getattr(to, kind.name), name).copy_(part)
-        return state
+        """The reverse of :meth:`open`: a state of its own memory, whose bytes between parts are zeros. One operation
+        joins all, since a GPU takes as long for each of many copies."""
+        first, pieces = contents[0].tier.score, []
+        zeros = torch.zeros(len(first), ALIGNMENT, dtype=torch.uint8, device=first.device)
+        for own in contents:
+            for tokens in (own.window, own.sinks, own.tier):
+                for part in vars(tokens).values() if tokens is not None else ():
+                    piece = part.reshape(len(first), -1).view(torch.uint8)
+                    pieces += [piece, zeros[:, : -piece.shape[1] % ALIGNMENT]]
+        return CompressedState(torch.cat(pieces, 1))
 
     def head_numbers(self) -> list[list[int]]:
         """:data:`HEAD_NUMBERS` of each KV head, group by group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+from dofla.plans.layers import SoftmaxLayer
 from dofla.vllm import ARCHITECTURE, BACKEND, HYBRID, METHOD
 
 
@@ -50,5 +51,5 @@ def _architecture(model_config: Any) -> str | None:
     plan = getattr(model_config.hf_config, "quantization_config", {})
     if plan.get("quant_method") != METHOD:
         return None
-    compressed = sum(not layer.get("keep_softmax") for layer in plan["layers"].values())
+    compressed = sum(layer["kind"] != SoftmaxLayer.kind for layer in plan["layers"].values())
     return ARCHITECTURE if compressed == model_config.hf_text_config.num_hidden_layers else HYBRID

@@ -23,10 +23,15 @@ needs_device = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def calls_of_kernels() -> Iterator[list[str]]:
-    """The kernels of a compressed cache are used, in the interpreter as well; gives their names as they are called."""
-    from dofla.attention.gpu import heavy_hitters, tiers, token  # noqa: F401, a decoded token's are called there as they are
+    """The kernels are used, in the interpreter as well; gives the names of those of a compressed cache as they are
+    called."""
+    from dofla.attention.gpu import heavy_hitters, operators, tier
 
     called: list[str] = []
+
+    def usable(*tensors: torch.Tensor) -> bool:
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return not gradients and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
 
     def recorded(function):
         def call(*args):
@@ -35,13 +40,10 @@ def calls_of_kernels() -> Iterator[list[str]]:
 
         return call
 
-    def usable(*tensors: torch.Tensor) -> bool:
-        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return not gradients and all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "attend", recorded(tiers.attend))
+        patch.setattr(tier, "attend", recorded(tier.attend))
         patch.setattr(heavy_hitters, "select_survivors", recorded(heavy_hitters.select_survivors))
+        patch.setattr(operators, "decoders_of", recorded(operators.decoders_of))
         if INTERPRETED:
             patch.setattr(gpu, "usable", usable)
         yield called

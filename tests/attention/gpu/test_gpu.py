@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from device import DEVICE, INTERPRETED, needs_device
+from device import DEVICE, INTERPRETED, calls_of_kernels, needs_device
 
-from dofla.attention import FeatureState, chunked, gpu, naive_attention, recurrent
+from dofla.attention import Call, FeatureState, chunked, gpu, naive_attention, recurrent
 from dofla.attention.constants import LOG_ZERO
+from dofla.feature_maps.heads import FeatureHeads
 
 pytestmark = needs_device
 
@@ -196,6 +199,25 @@ def test_chunked_gives_the_same_after_a_state():
     check(got[0], expected[0], 1e-4)
     check(got[1], expected[1], 1e-4)
     check_state(got[2], expected[2], 1e-4)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("trained", [False, True])
+def test_heads_with_features_are_those_of_float64(trained, monkeypatch):
+    """With a window and sinks, in several calls; those that are trained are done in plain torch."""
+    heads, called, kernels = FeatureHeads([0, 1], "prf", 5, 8, 6, window=4, sinks=2), [], gpu.linear_attention
+    heads.reset_parameters(torch.Generator().manual_seed(0))
+    query, key, value = (torch.randn(2, n, 40, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 3))
+    text = query, key, value[:, :2, :, :6].contiguous()
+    wanted, _ = copy.deepcopy(heads).double().step(Call(*(x.double() for x in text), 0.3), None)
+    monkeypatch.setattr(gpu, "linear_attention", lambda *args, **options: called.append(1) or kernels(*args, **options))
+    heads, found, state = heads.to(DEVICE).requires_grad_(trained), [], None
+    with calls_of_kernels():
+        for part in (slice(0, 30), slice(30, 31), slice(31, 40)):
+            out, state = heads.step(Call(*(x[:, :, part].to(DEVICE) for x in text), 0.3), state)
+            found.append(out)
+    check(torch.cat(found, 2).detach(), wanted.detach(), 1e-4)
+    assert len(called) == (0 if trained else 3)
 
 
 def test_small_keys_are_not_lost_from_a_large_mass():

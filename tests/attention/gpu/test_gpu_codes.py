@@ -1,4 +1,4 @@
-"""Codes and rotated queries by the Triton kernels: bit for bit those of plain torch."""
+"""Codes and rotated queries by the Triton kernels: bit for bit those of plain torch; and vectors of codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from arithmetic import sum_error
 from device import DEVICE, needs_device
 
 from dofla.attention import Coder, Moments
-from dofla.attention.coding.operations import PLAIN
+from dofla.attention.gpu.codes import CodedVectors
 
 pytestmark = needs_device
 
@@ -44,45 +44,47 @@ def vectors(batch, heads, length, dim, seed=0):
     ],
 )
 def test_codes(dim, bits, length):
-    from dofla.attention.gpu.encode import entered
+    from dofla.attention.gpu.encode import encode
 
-    coder, fall = coder_of(dim, [bits])
+    coder, fall = coder_of(dim, bits)
     x = vectors(1 if length > 1 else 2, 2, length, dim) * fall + 0.3
     x[0, 0, 0] = 0
-    for precision in (torch.float32, torch.bfloat16):
+    for precision in (torch.float32, torch.bfloat16)[: 2 if dim <= 24 else 1]:  # numbers are numbers
         own = x.to(precision)
-        found = entered(copy.deepcopy(coder).to(DEVICE), own.to(DEVICE))
+        found = encode(copy.deepcopy(coder).to(DEVICE), own.to(DEVICE))
         for mine, plain in zip(found, coder.encode(own), strict=True):
             assert torch.equal(mine.cpu(), plain)
-        if dim > 24:
-            break  # numbers are numbers
 
 
 @pytest.mark.interpreter
 def test_codes_in_several_launches(monkeypatch):
     from dofla.attention.gpu import encode
 
-    coder, _ = coder_of(8, [3.0])
+    coder, _ = coder_of(8, 3.0)
     x, own, launches = vectors(1, 2, 50, 8), copy.deepcopy(coder).to(DEVICE), []
     monkeypatch.setattr(encode, "SCRATCH", 20 * 2 * 8 * 37)  # what twenty tokens of two heads take
     monkeypatch.setattr(encode, "block_count", lambda *sizes: launches.append(sizes) or -(-sizes[0] // sizes[1]))
-    for mine, plain in zip(encode.entered(own, x.to(DEVICE)), coder.encode(x), strict=True):
+    for mine, plain in zip(encode.encode(own, x.to(DEVICE)), coder.encode(x), strict=True):
         assert torch.equal(mine.cpu(), plain)
     assert launches == [(20, 16)] * 3
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("dim", "bits"), [(16, [4.0, 2.5]), (64, [4.25, 2.0])])
-def test_codes_of_codes(dim, bits):
-    from dofla.attention.gpu.encode import age
+@pytest.mark.parametrize(("dim", "bits"), [(64, 3.0), (40, 2.0), (128, 3.5)])
+def test_vectors_of_codes(dim, bits):
+    from dofla.attention.gpu.unrotate import unrotated
 
     coder, fall = coder_of(dim, bits)
-    codes = coder.encode(vectors(1, 2, 3, dim) * fall)
-    numbers = [x.to(DEVICE) for x in coder.numbers(*codes, 0)]
-    for mine, plain in zip(
-        age(copy.deepcopy(coder).to(DEVICE), numbers, 1), PLAIN.requantize([coder], [codes], 0)[0], strict=True
-    ):
-        assert torch.equal(mine.cpu(), plain)
+    codes = coder.encode(torch.randn(2, 2, 45, dim, generator=torch.Generator().manual_seed(0)) * fall + 0.5)
+    numbers = coder.decode(*codes)
+    wanted = coder.unrotate(numbers.double())
+    coder.to(DEVICE)
+    found = unrotated(coder, CodedVectors.of(coder, *(part.to(DEVICE) for part in codes))).cpu()
+    # The sum of the absolute products, of which a vector adds up as many as it has numbers.
+    size = (
+        coder.back.cpu().abs().max() * coder.decode(*(x.to(DEVICE) for x in codes)).cpu().abs().sum(-1).max()
+    ).item()
+    assert (found - wanted).abs().max() <= sum_error(4 * dim**0.5 + 8, size + 1)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -90,7 +92,7 @@ def test_codes_of_codes(dim, bits):
 def test_queries(dim, groups):
     from dofla.attention.gpu.rotate_query import rotate_queries
 
-    coder, _ = coder_of(dim, [3.0])
+    coder, _ = coder_of(dim, 3.0)
     query = 3 * vectors(2, 2 * groups, 3, dim)
     own = query.to(DEVICE).mT.contiguous().mT if groups == 1 else query.to(DEVICE)  # of any strides
     rotated, query_integers = rotate_queries(copy.deepcopy(coder).to(DEVICE), own, groups)
@@ -101,3 +103,15 @@ def test_queries(dim, groups):
     size = longest * query.double().norm(dim=-1, keepdim=True)
     off = (rotated.cpu().double() - torch.cat([wanted, beside.unsqueeze(-1)], -1)).abs()
     assert (off <= sum_error(4 * (dim + 1) ** 0.5 + 8) * size + torch.finfo(torch.float32).tiny).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dim", [8, 40, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_in_int8(dim, dtype):
+    from dofla.attention import eight_bits
+    from dofla.attention.gpu.pack import pack
+
+    x = torch.randn(2, 3, 50, dim, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-25, 25)[:, None]
+    x[0, 0, 0], x = 0.0, x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(pack(x.to(DEVICE)), eight_bits.pack(x), strict=True))

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dofla.attention.backend import Compressed
+from dofla.attention.backend import REGISTERED, Compressed
 from dofla.attention.call import Call
 from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.layout import Layout
@@ -43,7 +43,7 @@ def prepare(known: int, scaling: float, device: torch.device) -> None:
         device: of the queries.
     """
     weight_steps(scaling, device)
-    for decoder in decoders_of(_registered(known)):
+    for decoder in decoders_of(REGISTERED[known]):
         decoder.constants(device)
 
 
@@ -84,15 +84,9 @@ def decode_token(
 ) -> Tensor:
     """:func:`decode` for graphs, which hold no heads but their id
     (:meth:`dofla.attention.CompressedHeads.register`)."""
-    return decode(_registered(known), Call(query, key, value, scaling, log_weight), rows)
+    return decode(REGISTERED[known], Call(query, key, value, scaling, log_weight), rows)
 
 
 @decode_token.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     return value.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-def _registered(known: int) -> Compressed:
-    from dofla.attention.compressed import CompressedHeads  # which knows the backends
-
-    return CompressedHeads.registered[known]

@@ -1,4 +1,4 @@
-"""The rows of bytes that a compressed cache is kept in (flat.py), as the kernels of a decoded token read and update
+"""The rows of bytes that a compressed cache is kept in (layout.py), as the kernels of a decoded token read and update
 them. Importing this file needs triton.
 
 Where the parts of a head begin in a row, its description says (head_numbers.py); NEAR is the window.
