@@ -19,6 +19,8 @@ from typing import Annotated
 import torch
 import triton
 import typer
+from dofla.attention.flat import Layout
+from dofla.attention.gpu.tiers import attend
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -26,13 +28,11 @@ from triton.runtime.jit import JITFunction
 from dofla.attention import CodedTiers, Coder, FeatureState, gpu
 from dofla.attention.coding.heavy_hitters import WEIGHTS
 from dofla.attention.drawn import Line
-from dofla.attention.flat import Layout
 from dofla.attention.gpu.codes import Codes
 from dofla.attention.gpu.drawn import drawn
 from dofla.attention.gpu.encode import entered
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
-from dofla.attention.gpu.tiers import attend
 from dofla.attention.gpu.token import Decoder
 from dofla.attention.gpu.unrotate import unrotated
 

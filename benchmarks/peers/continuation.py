@@ -30,6 +30,7 @@ from typing import Annotated
 
 import torch
 import typer
+from dofla.integration.compressed import compressed_plan, feature_bytes
 from judging import (
     LIMITS,
     SOFTMAX,
@@ -59,7 +60,6 @@ from dofla.evaluation.language import bootstrap_interval
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.checkpoint import load_model
-from dofla.integration.compressed import compressed_plan, feature_bytes
 from dofla.integration.recorder import evaluation_mode
 from dofla.storage.files import replacing
 

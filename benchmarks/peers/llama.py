@@ -27,13 +27,13 @@ import torch
 import torch._inductor.config as inductor
 import transformers
 import typer
+from dofla.integration.compressed import feature_bytes
 from transformers import PreTrainedModel
 
 import dofla
 from dofla.display import size
 from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
-from dofla.integration.compressed import feature_bytes
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))

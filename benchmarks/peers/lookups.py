@@ -31,6 +31,7 @@ from typing import Annotated
 import torch
 import typer
 from continuation import CODED, OURS, coded_bytes, limit_of, nearest_limit, saved, students
+from dofla.integration.compressed import feature_bytes
 from judging import SOFTMAX, filled, token_bytes
 from needles import KINDS, Writer
 from questions import Context, Found, Task, read_found, write, write_tasks
@@ -44,7 +45,6 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.runs.teacher import load_teacher

@@ -24,13 +24,13 @@ from typing import Annotated, Any
 
 import typer
 from compressed import sources
+from dofla.integration.compressed import feature_bytes
 from rich.console import Console
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student
 from dofla.runs.teacher import load_teacher

@@ -28,6 +28,8 @@ from statistics import fmean
 from typing import Annotated
 
 import typer
+from dofla.integration.compressed import compressed_plan, feature_bytes
+from dofla.integration.directions import measure_directions
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,8 +39,6 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
-from dofla.integration.compressed import compressed_plan, feature_bytes
-from dofla.integration.directions import measure_directions
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.sites import attention_sites
 from dofla.integration.student import Student

@@ -24,6 +24,7 @@ from typing import Annotated
 
 import torch
 import typer
+from dofla.integration.compressed import compressed_plan
 from positions import divergence
 from rich.console import Console
 from torch import Tensor, nn
@@ -34,7 +35,6 @@ from dofla.attention.constants import DECAY
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.compressed import compressed_plan
 from dofla.integration.interface import softmax_attention, visiting
 from dofla.plans.plan import LayerPlan
 from dofla.runs.teacher import load_teacher

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from dofla.integration.directions import Directions, directions_of
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -29,7 +30,6 @@ from dofla.attention import Coder, KeySmoothing, rounded
 from dofla.attention.coding.operations import PLAIN
 from dofla.data import TokenWindows
 from dofla.display import table
-from dofla.integration.directions import Directions, directions_of
 from dofla.integration.interface import softmax_attention, visiting
 from dofla.integration.sites import attention_sites
 from dofla.runs.teacher import load_teacher

@@ -17,13 +17,13 @@ from typing import Annotated
 
 import torch
 import typer
+from dofla.integration.compressed import feature_bytes
 from rich.console import Console
 
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.placement import placed
 from dofla.runs.teacher import load_teacher
 

@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 import typer
 from compressed import sources
+from dofla.integration.compressed import feature_bytes
 from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -24,7 +25,6 @@ from transformers import DynamicCache, PreTrainedModel
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.student import Student

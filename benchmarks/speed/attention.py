@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
+from dofla.feature_maps.layer import LinearAttention
 
 from dofla.attention import attend, compiled
 from dofla.feature_maps import PRF
-from dofla.feature_maps.layer import LinearAttention
 
 HEADS, DIM, FEATURES, CHUNK = 12, 64, 64, 64
 SCALING = DIM**-0.5

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from dofla.integration.compressed import feature_bytes
 from rich.console import Console
 from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -27,7 +28,6 @@ from transformers.cache_utils import DynamicLayer
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.compressed import feature_bytes
 from dofla.integration.student import Student
 from dofla.serving import CompiledModel
 

@@ -18,11 +18,11 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from dofla.feature_maps.layer import LinearAttention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dofla.attention import gpu
-from dofla.feature_maps.layer import LinearAttention
 
 HEADS, DIM, FEATURES = 12, 64, 64
 MEMORY = {

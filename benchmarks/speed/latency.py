@@ -31,13 +31,13 @@ import torch
 import torch._inductor.config as inductor
 import transformers
 import typer
+from dofla.integration.compressed import feature_bytes
 from model import MODELS, Job, build, machine
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from turns import least
 
 import dofla
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.compressed import feature_bytes
 
 SHIPPED = Path(__file__).parents[2] / "docs/students/smollm2-135m-compressed/plan.json"
 KINDS = ("softmax", "compressed")

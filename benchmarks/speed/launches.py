@@ -19,13 +19,13 @@ from unittest.mock import patch
 import torch
 import triton.runtime.jit
 import typer
+from dofla.feature_maps.layer import LinearAttention
 from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dofla.attention import Moments, gpu
 from dofla.display import table
-from dofla.feature_maps.layer import LinearAttention
 
 HEADS, GROUPS, DIM, SLOTS, SCALING = 8, 4, 64, 300, 0.125
 MEMORY = {"empty", "empty_like", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"}

@@ -40,12 +40,12 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from dofla.integration.compressed import feature_bytes
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import dofla
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.compressed import feature_bytes
 from dofla.plans.plan import LayerPlan, Plan
 
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from random import Random
 
+from dofla.plans.compressed import even_counts
+
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import levels
 from dofla.attention.constants import UNIT
-from dofla.plans.compressed import even_counts
 from dofla.plans.hybrid import HeadCost
 
 OUT = Path(__file__).parents[2] / "docs" / "maths"

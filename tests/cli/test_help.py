@@ -6,11 +6,11 @@ import re
 
 import pytest
 import typer
+from dofla.cli.menu import GROUPS
 from typer.core import TyperArgument
 from typer.testing import CliRunner
 
 from dofla.cli import app
-from dofla.cli.menu import GROUPS
 
 VERBS = typer.main.get_command(app).commands
 SHORT = {name: options.split() for group in GROUPS.values() for name, options in group.items()}
