@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Field:
     """A parameter.
 
     Attributes:
-        name: as in Python.
+        name: as it is written: of the parameter, but for λ, which is no name in Python.
         kinds: the types of its annotation.
         default: as text.
         help: from the docstring.
@@ -69,11 +69,12 @@ class Function:
 
     @property
     def fields(self) -> dict[str, Field]:
+        """By parameter."""
         found = {}
         for name, one in _parameters(self.file, self.name).items():
             if name not in self.without:
                 default = str(self.defaults.get(name, one.default))
-                found[name] = Field(name, one.kinds, default, one.help)
+                found[name] = replace(one, default=default)
         return found
 
 
@@ -88,8 +89,8 @@ class Settings:
     def fields(self) -> dict[str, Field]:
         """All fields by name, but for what an option of the verb says."""
         functions = [*self.functions.values()][::-1]  # the first says the default of what several have
-        all_of = {name: one for function in functions for name, one in function.fields.items()}
-        return {name: one for name, one in sorted(all_of.items()) if name not in self.options}
+        found = {own: one for function in functions for own, one in function.fields.items() if own not in self.options}
+        return {one.name: one for one in sorted(found.values(), key=lambda one: one.name)}
 
     def read(self, changes: Sequence[str], check: Callable[[str, Any], None]) -> dict[str, dict[str, Any]]:
         """By function, the values of the fields that it has; DoflaError for a wrong name or value."""
@@ -105,7 +106,10 @@ class Settings:
             given[name] = fields[name].value(text)
             check(name, given[name])
         return {
-            where: {**function.defaults, **{name: x for name, x in given.items() if name in function.fields}}
+            where: {
+                **function.defaults,
+                **{own: given[x.name] for own, x in function.fields.items() if x.name in given},
+            }
             for where, function in self.functions.items()
         }
 
@@ -133,7 +137,7 @@ def _names_in(file: str, name: str) -> Iterator[str]:
     for one in (x for kind in kinds for x in _dataclass_fields(classes[kind])):
         inner, own = classes.get(ast.unparse(one.annotation)), ast.unparse(one.target)
         if inner is None:
-            yield "lambda" if own == "lam" else own
+            yield _written(own)
         else:
             yield from (f"{own}.{ast.unparse(x.target)}" for x in _dataclass_fields(inner))
 
@@ -165,10 +169,24 @@ def _parameters(file: str, name: str) -> dict[str, Field]:
     for arg, default in [*given, *zip(args.kwonlyargs, args.kw_defaults, strict=True)]:
         kinds = tuple(_kinds(arg.annotation))
         if default is not None and set(kinds) <= _READERS.keys() and set(kinds) != {"None"}:
-            text = ast.unparse(default).strip("'\"")
-            text = {"None": "none", "()": "none", "True": "true", "False": "false"}.get(text, text)
-            found[arg.arg] = Field(arg.arg, kinds, text, helps.get(arg.arg, ""))
+            found[arg.arg] = Field(_written(arg.arg), kinds, _text(file, default), helps.get(arg.arg, ""))
     return found
+
+
+def _written(name: str) -> str:
+    return "lambda" if name == "lam" else name
+
+
+def _text(file: str, default: ast.expr) -> str:
+    """A default as it is written behind ``--set``; of a constant, the one that the module has or imports."""
+    if isinstance(default, ast.Name):
+        for one in _module(file).body:
+            if isinstance(one, ast.Assign) and default.id in map(ast.unparse, one.targets):
+                return _text(file, one.value)
+            if isinstance(one, ast.ImportFrom) and default.id in (x.name for x in one.names):
+                return _text(f"{str(one.module).removeprefix('dofla.').replace('.', '/')}.py", default)
+    text = ast.unparse(default).strip("'\"")
+    return {"None": "none", "()": "none", "True": "true", "False": "false"}.get(text, text)
 
 
 def _kinds(node: ast.expr | None) -> Iterator[str]:

@@ -108,7 +108,7 @@ def server(
     at_once: int = 1,
     *,
     key: str | None = None,
-    max_body: int = 2**25,
+    max_body: int = 33_554_432,
 ) -> uvicorn.Server:
     """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`.
 
