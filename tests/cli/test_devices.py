@@ -6,12 +6,12 @@ import pytest
 import torch
 import typer
 from command_line import call
+from dofla.runs.folder import claim
 
 import dofla
 from dofla.cli import app
 from dofla.runs.recipe import Recipe
 from dofla.runs.teacher import device_of, load_teacher
-from dofla.runs.workshop import claim
 
 COMMANDS = typer.main.get_command(app).commands
 

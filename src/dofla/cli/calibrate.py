@@ -27,7 +27,7 @@ def calibrate(
     text: Given = text_of(windows=12),
     settings: Given = Function("compression/calibrate.py", "calibrate", ("progress",)),
 ) -> dict[str, Any]:
-    """Measure once what compress needs to know of a model, whatever the size."""
+    """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
     from dofla.cli.texts import windows_from
     from dofla.runs.teacher import load_teacher

@@ -93,7 +93,7 @@ def allocate(
         int | None,
         typer.Option(help="Context length at which a layer may keep softmax, in tokens (measured); default: none may."),
     ] = None,
-    settings: Given = Function("plans/allocate.py", "allocate"),
+    settings: Given = Function("plans/allocate.py", "allocate", (), {"lam": DEFAULT_LAMBDA}),
 ) -> dict[str, Any]:
     """Give each layer its features, local window and attention sinks."""
     from dofla.plans.allocate import allocate as make_plan

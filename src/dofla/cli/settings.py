@@ -226,7 +226,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _list(text: str) -> list[str]:
-    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+    return [] if text == "none" else [word.strip() for word in text.strip("[]").split(",") if word.strip()]
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

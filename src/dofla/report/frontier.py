@@ -32,8 +32,8 @@ def frontier_section(folder: str | Path) -> Section:
             title=model_title(model["name"]),
             verdict=found.verdict(),
             evaluated=[
-                f"{model['class']}, {model['parameters']:,} parameters; calibrated on {made['windows']} windows of "
-                f"{made['length']} tokens: {made['source']}",
+                f"{model['class']}, {model['parameters']:,} parameters; calibrated on {made['tokens']:,} "
+                f"tokens: {made['source']}",
                 "evaluated on " + "; ".join(f"{text}: {source}" for text, source in found.evaluated.items()),
             ],
             parts=list(found.parts())[1:],  # the first is the verdict
