@@ -304,7 +304,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
         (["evaluate", "MODEL", "--data", "TEXT"], ["plain model", "dofla compress"]),
         (["evaluate", "demo", "--data", "sample", "--windows", 1], ["not linearized", "dofla compress"]),
-        (["run", "nosuch"], ["nosuch", "default, demo, features"]),
+        (["run", "nosuch"], ["nosuch", "compress, default, demo"]),
         (["run", "missing.yaml"], ["missing.yaml"]),
     ],
 )
@@ -329,11 +329,11 @@ def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
     ("text", "words"),
     [
         ("- a\n- b", ["expected fields"]),
-        ("budget: 3", ["'model' is missing"]),
+        ("dtype: float32", ["'model' is missing"]),
         ("model: x\nbudgets: 3", ["budgets", "budget"]),
-        ("model: x\nbudget: lots", ["budget", "lots"]),
+        ("model: x\nratio: lots", ["ratio", "lots"]),
         ("model: x\nstudents: [{name: A, token_dtype: 8}]", ["token_dtype", "8"]),
-        ("model: x\nbudget: true", ["budget", "True"]),
+        ("model: x\nratio: true", ["ratio", "True"]),
         ("model: x\ndata: {wrong: 1}", ["data", "wrong"]),
         ("model: x\nseeds: [a]", ["seeds"]),
         ("model: x\nstudents: []", ["students"]),
