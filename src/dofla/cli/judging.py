@@ -11,7 +11,6 @@ from dofla.cli.endings import following, written
 from dofla.cli.options import (
     COMPRESSED,
     DATA,
-    BaseModel,
     CompressedModel,
     Device,
     Given,
@@ -37,7 +36,6 @@ def evaluate(
     windows: Windows = 64,
     length: Length = 512,
     out: Annotated[Path | None, typer.Option(help="JSON file to write; it must be new.", callback=new_file)] = None,
-    base_model: BaseModel = None,
     device: Device = None,
     opening: Given = COMPRESSED,
     text: Given = text_of(),
@@ -60,7 +58,7 @@ def evaluate(
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
     view = current_view()
-    opened, tokenizer = open_student(model, base_model=base_model, device=device, **opening)
+    opened, tokenizer = open_student(model, device=device, **opening)
     figures: dict[str, Any] = {}
     if data is not None:
         cut = {**text, "length": length, "windows": windows}

@@ -92,10 +92,6 @@ CompressedModel = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model),
 ]
-BaseModel = Annotated[
-    str | None,
-    typer.Option(help="Base model of an adapter; default: the one that it names.", callback=_model),
-]
 DATA = "a file (text, JSONL, Parquet, tokens), a datasets name, demo, sample, or self (the model's samples)"
 Data = Annotated[str, typer.Option(help=f"Text: {DATA}.", callback=source)]
 SelfData = Annotated[str, typer.Option(help=f"Calibration text: {DATA}.", callback=source)]
