@@ -137,7 +137,7 @@ def _adapter(folder: Path) -> Any:
 
 def _teacher(folder: Path) -> None:
     model, tokenizer = load_teacher(str(folder / "model"))
-    linear = dofla.linearize(model, tokens=16)
+    linear = dofla.linearize(model, budget=8)
     windows = dofla.token_windows(str(folder / "text.txt"), tokenizer, length=LENGTH, windows=2, split="all")
     dofla.evaluate(linear, windows)
 

@@ -164,7 +164,7 @@ def _parameters(file: str, name: str) -> dict[str, Field]:
     helps = _helps(ast.get_docstring(node) or "")
     if isinstance(node, ast.ClassDef):
         node = _named(node, inner or "__init__")
-    args, found = node.args, {}
+    args, found = node.args, dict[str, Field]()
     given = [*zip(args.args[::-1], args.defaults[::-1], strict=False)][::-1]
     for arg, default in [*given, *zip(args.kwonlyargs, args.kw_defaults, strict=True)]:
         kinds = tuple(_kinds(arg.annotation))
@@ -200,7 +200,7 @@ def _kinds(node: ast.expr | None) -> Iterator[str]:
 def _helps(docstring: str) -> dict[str, str]:
     """By parameter, what the section Args says."""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", inspect.cleandoc(docstring), re.MULTILINE)
-    found = {}
+    found: dict[str, str] = {}
     for names, text in re.findall(r"^    ([\w, ]+): (.*(?:\n {8,}.*)*)", section[1] if section else "", re.MULTILINE):
         words = re.sub(r":\w+:`~?([\w.]+)`", r"\1", " ".join(text.split())).replace("``", "").rstrip(".")
         found |= dict.fromkeys(names.split(", "), words)
