@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 import dofla
 from dofla.cli import app
-from dofla.cli.settings import Settings
 from dofla.cli.pipeline import RECIPES
+from dofla.cli.settings import Settings
 from dofla.runs.demo import teacher_path
 from dofla.runs.demo.documents import recall_documents
 from dofla.runs.recipe import Recipe
