@@ -1,4 +1,4 @@
-"""A server of a student, in the process of the tests."""
+"""A server of a compressed model, in the process of the tests."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.runs.demo import teacher_path
+from dofla.integration.packages import packaged_path
 from dofla.serving.server import listening, server
 
-SIZES = {
-    "features": 0,
-    "window": 8,
-    "sinks": 2,
-    "feature_map": "none",
-    "tiers": [[8, 4.0], [8, 3.0]],
-    "heavy_hitters": 8,
-}
-"""Of a small compressed cache: a window, attention sinks, two tiers, and heavy hitters."""
+
+def small(tiny: Any) -> PreTrainedModel:
+    """A compressed model with the vocabulary of the demo's tokenizer."""
+    return tiny.compressed(tiny.llama(vocab_size=2048))
 
 
 def chat_tokenizer() -> PreTrainedTokenizerBase:
     """The tokenizer of the bundled model with a chat template, which it does not have."""
-    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
+    tokenizer = AutoTokenizer.from_pretrained(packaged_path("demo"))
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     return tokenizer
 
@@ -52,10 +47,10 @@ class Client:
 
 
 @contextmanager
-def served(student: Any, reader: Any, at_once: int = 4, **options: Any) -> Iterator[int]:
-    """Within the block the student answers as ``small`` on the port that is yielded."""
+def served(model: Any, reader: Any, at_once: int = 4, **options: Any) -> Iterator[int]:
+    """Within the block the model answers as ``small`` on the port that is yielded."""
     with listening("127.0.0.1", 0) as place:
-        running = server("small", student, reader, at_once, **options)
+        running = server("small", model, reader, at_once, **options)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [place]})
         thread.start()
         try:

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.cli import app
 from dofla.cli.pipeline import RECIPES
+from dofla.cli.settings import Settings
 from dofla.data import read_documents
 from dofla.runs.demo import teacher_path
 from dofla.runs.recipe import Recipe
@@ -201,6 +202,7 @@ def of_dofla(words: list[str]) -> list[str] | None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_commands_of_a_page_are_ones_that_dofla_takes(page):
     parser = typer.main.get_command(app)
+    fields = {name: getattr(verb.callback, "fields", None) for name, verb in parser.commands.items()}
     for verb in parser.commands.values():
         verb.callback = lambda **_: None
         for param in verb.params:
@@ -208,9 +210,11 @@ def test_the_commands_of_a_page_are_ones_that_dofla_takes(page):
     for words in commands(page):
         if (given := of_dofla(words)) is not None:
             parser.main(list(given), standalone_mode=False)  # raises what is wrong with an option
+            changes = [value for option, value in itertools.pairwise(given) if option == "--set"]
+            if isinstance(fields[given[0]], Settings):
+                fields[given[0]].read(changes, lambda *_: None)
             if given[0] == "run":
                 recipe = next((p for p in (RECIPES / f"{given[1]}.yaml", ROOT / given[1]) if p.is_file()), None)
-                changes = [value for option, value in itertools.pairwise(given) if option == "--set"]
                 if recipe is not None:
                     Recipe.load(recipe, changes)
 

@@ -1,9 +1,9 @@
 # What `import dofla` exports, and where it lives: read by dofla itself, and by editors.
+from . import serving
 from .compression.calibrate import calibrate
 from .compression.calibration import Calibration
 from .compression.compress import compress
 from .compression.config import CacheConfig
-from . import serving
 from .data.windows import TokenWindows
 from .distillation.end_to_end import distill_end_to_end
 from .distillation.loop import distill

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from command_line import call
-from students import reader_of
+from served_models import small
 
 import dofla
 from dofla.cli.chat import _HELP
@@ -24,10 +24,10 @@ STATS = re.compile(r"(\d+) tokens read; cache (.+), full cache (.+)")
 
 
 @pytest.fixture(scope="module")
-def student(tiny, tokenizer, tmp_path_factory):
+def folder(tiny, tokenizer, tmp_path_factory):
     """The folder of a compressed model."""
-    folder = tmp_path_factory.mktemp("chat") / "student"
-    reader_of(tiny, features=0, window=30, sinks=2, feature_map="none").save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("chat") / "compressed"
+    small(tiny).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -56,11 +56,11 @@ def typed(monkeypatch):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_lines_of_a_pipe_are_turns(student, monkeypatch, capsys, plain):
+def test_lines_of_a_pipe_are_turns(folder, monkeypatch, capsys, plain):
     monkeypatch.setattr(
         sys, "stdin", io.StringIO("Once upon a time\n\nThen\n/stats\n/reset\nOnce upon a time\n/stats\n")
     )
-    assert call("chat", "demo" if plain else student, "--new-tokens", 6) == 0
+    assert call("chat", "demo" if plain else folder, "--new-tokens", 6) == 0
     out, err = capsys.readouterr()
     first, _, stats, again, last = out.splitlines()
     assert first == again
@@ -71,8 +71,8 @@ def test_lines_of_a_pipe_are_turns(student, monkeypatch, capsys, plain):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_what_was_said_is_read_once_and_the_answer_is_the_models(student, tokenizer, plain):
-    model = dofla.demo()[0] if plain else dofla.load(student)
+def test_what_was_said_is_read_once_and_the_answer_is_the_models(folder, tokenizer, plain):
+    model = dofla.demo()[0] if plain else dofla.load(folder)
     conversation = Conversation(model, tokenizer, new_tokens=5)
     pieces = []
     first, stopped = conversation.answer("Once upon a time", pieces.append)
@@ -84,9 +84,9 @@ def test_what_was_said_is_read_once_and_the_answer_is_the_models(student, tokeni
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_turns_go_through_the_chat_template(tiny, tokenizer, student, compressed, monkeypatch):
+def test_turns_go_through_the_chat_template(tiny, tokenizer, folder, compressed, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    model = dofla.load(student) if compressed else tiny.llama(vocab_size=2048)
+    model = dofla.load(folder) if compressed else tiny.llama(vocab_size=2048)
     conversation = Conversation(model, tokenizer, new_tokens=4, system="Be brief.")
     answers = [conversation.answer(text, lambda _: None)[0] for text in ("Who?", "Why?")]
     text = f"system: Be brief.\nuser: Who?\nassistant: {answers[0]}\nuser: Why?\nassistant:"
@@ -95,21 +95,21 @@ def test_turns_go_through_the_chat_template(tiny, tokenizer, student, compressed
     assert tokenizer.decode(written, skip_special_tokens=True) == answers[1]
 
 
-def test_a_terminal_is_told_the_commands_and_left_by_exit_or_the_end(student, typed, capsys):
+def test_a_terminal_is_told_the_commands_and_left_by_exit_or_the_end(folder, typed, capsys):
     typed("Once", KeyboardInterrupt, "/what", "/exit", "never")
-    assert call("chat", student, "--new-tokens", 3) == 0
+    assert call("chat", folder, "--new-tokens", 3) == 0
     out, err = capsys.readouterr()
     assert out.startswith(_HELP)
     assert _HELP in err
     typed("Once")
-    assert call("chat", student, "--new-tokens", 3, "--json") == 0
+    assert call("chat", folder, "--new-tokens", 3, "--json") == 0
     found = json.loads(capsys.readouterr().out.strip())
     assert [turn["prompt"] for turn in found["turns"]] == ["Once"]
     assert found["tokens"] > 3
     assert found["cache_bytes"] > 0
 
 
-def test_an_answer_is_stopped_and_the_conversation_goes_on(student, typed, monkeypatch, capsys):
+def test_an_answer_is_stopped_and_the_conversation_goes_on(folder, typed, monkeypatch, capsys):
     pieces, stream = [], View.stream
 
     def interrupted(self, text: str) -> None:
@@ -120,15 +120,15 @@ def test_an_answer_is_stopped_and_the_conversation_goes_on(student, typed, monke
 
     monkeypatch.setattr(View, "stream", interrupted)
     typed("Once upon a time", "and then", "/exit")
-    assert call("chat", student, "--new-tokens", 40) == 0
+    assert call("chat", folder, "--new-tokens", 40) == 0
     assert " [stopped]" in capsys.readouterr().out
     assert len(pieces) > 2
 
 
-def test_what_cannot_be_chatted_with_is_refused(tiny, tokenizer, student, capsys):
+def test_what_cannot_be_chatted_with_is_refused(tiny, tokenizer, folder, capsys):
     with pytest.raises(dofla.DoflaError, match="not a causal language model"):
         Conversation(tiny.bert(), tokenizer)
-    assert call("chat", student, "--system", "Be brief.") == 2
+    assert call("chat", folder, "--system", "Be brief.") == 2
     assert "no chat template" not in capsys.readouterr().out
     assert call("chat", "no/such/model") == 2
     assert "no such folder" in capsys.readouterr().err

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dofla.plans.curves import Curves
-from dofla.plans.plan import LayerPlan, Plan
-from dofla.runs.comparison import student_row
+from dofla.plans.layers import FeatureLayer, SoftmaxLayer
+from dofla.plans.plan import Plan
+from dofla.runs.comparison import model_row
 from dofla.runs.view import View
 
 WORDS = [f"w{n}" for n in range(60)]
@@ -52,9 +53,14 @@ def home(tmp_path_factory):
 def profiled(home: Path, name: str) -> Path:
     folder = home / name
     if not folder.exists():
-        options = ["--data", home / "text.txt", "--length", 32, "--windows", 8, "--samples", 64]
+        options = ["--data", home / "text.txt", "--length", 32, "--windows", 8, "--set", "samples=64"]
         assert call("profile", home / "model", *options, "--out", folder) == 0
     return folder
+
+
+def assert_narrow(shown: str) -> None:
+    """No line is wider than a terminal but those with the next command, which are to be copied."""
+    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("next: dofla "))
 
 
 def test_the_verbs_work_one_after_the_other(home, capsys):
@@ -62,7 +68,7 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     assert json.loads((profile / "profile.json").read_text())["samples"] == 64
     plan = home / "plan.json"
     assert call("allocate", profile, "--budget", 8, "--out", plan) == 0
-    options = ["--data", home / "text.txt", "--length", 32, "--windows", 16, "--batch-size", 4]
+    options = ["--data", home / "text.txt", "--length", 32, "--windows", 16, "--set", "batch_size=4"]
     assert call("distill", home / "model", "--plan", plan, *options, "--out", home / "distilled") == 0
     assert len(json.loads((home / "distilled" / "losses.json").read_text())["layers"]) == 2
     student = home / "distilled" / "adapter"
@@ -74,8 +80,7 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     (home / "document.txt").write_text("w4 w5 w6 w7")
     state = ["--prompt-state", home / "document.safetensors"]
     options = ["--prompt", "w1 w2 w3", "--new-tokens", 5]
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert_narrow(capsys.readouterr().out)
     assert call("generate", student, *options, *state, "--document", home / "document.txt") == 0
     first = capsys.readouterr().out
     assert call("generate", student, *options, *state) == 0
@@ -87,11 +92,11 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
 
 def test_curves_are_measured_and_spent(home, capsys, tmp_path):
     profile, out, plan = profiled(home, "profile"), tmp_path / "curves.json", tmp_path / "plan.json"
-    sizes = ["--length", 32, "--windows", 8, "--steps", 2, "--budget", 16]
+    sizes = ["--length", 32, "--windows", 8, "--set", "steps=2", "--budget", 16]
     assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", out) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    for word in ("attention KL by bytes", "effect", "model.layers.1.self_attn", "written to"):
+    assert_narrow(shown)
+    for word in ("attention KL by bytes", "effect", "model.layers.1.self_attn", "error curves written to"):
         assert word in shown
     made_by = json.loads(out.read_text())["made_by"]
     expected = {"budget": 16, "steps": 2, "batch_size": 2, "feature_map": "mlp", "token_dtype": "int8", "seed": 0}
@@ -100,13 +105,13 @@ def test_curves_are_measured_and_spent(home, capsys, tmp_path):
 
     measured = ["--strategy", "measured", "--curves", out, "--budget", 16]
     assert call("allocate", profile, *measured, "--out", plan) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert_narrow(capsys.readouterr().out)
     made = Plan.load(plan)
     assert made.made_by["strategy"] == "measured"
     assert {(x.feature_map, x.token_dtype) for x in made.layers} == {("mlp", "int8")}
     assert 0 < made.state_bytes() <= sum(16 * x.kv_heads * (x.value_dim + 2) * 4 for x in made.layers)
     assert call("allocate", profile, *measured, "--context", 1, "--out", tmp_path / "softmax.json") == 0
-    assert all(x.keep_softmax for x in Plan.load(tmp_path / "softmax.json").layers)
+    assert all(isinstance(x, SoftmaxLayer) for x in Plan.load(tmp_path / "softmax.json").layers)
     capsys.readouterr()
 
     damaged, whole = tmp_path / "damaged.json", out.read_text()
@@ -120,10 +125,10 @@ def test_curves_are_measured_and_spent(home, capsys, tmp_path):
         assert str(damaged) in error
         assert not (tmp_path / "new.json").exists()
     for options, words in (
-        (["--window", 2], "chooses window and sinks itself"),
+        (["--set", "window=2"], "chooses window and sinks itself"),
         (["--context", 0], "context is 0"),
         (["--budget", 1], "measure the curves at this budget"),
-        (["--token-dtype", "model"], "token_dtype is 'model', the error curves were measured with 'int8'"),
+        (["--set", "token_dtype=model"], "token_dtype is 'model', the error curves were measured with 'int8'"),
     ):
         assert call("allocate", profile, *measured, *options, "--out", tmp_path / "new.json") == 2
         assert words in capsys.readouterr().err
@@ -135,29 +140,29 @@ def test_how_tokens_are_kept_is_chosen_on_the_command_line(home, capsys, tmp_pat
     def kept_as(*options):
         out = tmp_path / f"plan-{len(list(tmp_path.iterdir()))}.json"
         assert call("allocate", profile, "--budget", 8, *options, "--out", out) == 0
-        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+        assert_narrow(capsys.readouterr().out)
         return Plan.load(out)
 
-    eight_bits, plain = kept_as(), kept_as("--token-dtype", "model")
+    eight_bits, plain = kept_as(), kept_as("--set", "token_dtype=model")
     assert {x.token_dtype for x in eight_bits.layers} == {"int8"}
     assert {x.token_dtype for x in plain.layers} == {"model"}
     assert eight_bits.layers[0].window > 3 * plain.layers[0].window
-    exact = ["--strategy", "dof", "--window", 2]
+    exact = ["--strategy", "dof", "--set", "window=2"]
     assert {x.token_dtype for x in kept_as(*exact).layers} == {"model"}
-    assert {x.token_dtype for x in kept_as(*exact, "--token-dtype", "int8").layers} == {"int8"}
+    assert {x.token_dtype for x in kept_as(*exact, "--set", "token_dtype=int8").layers} == {"int8"}
 
     curves = tmp_path / "curves.json"
-    sizes = ["--length", 32, "--windows", 8, "--steps", 1, "--budget", 8, "--token-dtype", "model"]
+    sizes = ["--length", 32, "--windows", 8, "--set", "steps=1", "--budget", 8, "--set", "token_dtype=model"]
     assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", curves) == 0
     assert json.loads(curves.read_text())["made_by"]["token_dtype"] == "model"
     measured = ["--strategy", "measured", "--curves", curves]
     assert {x.token_dtype for x in kept_as(*measured).layers} == {"model"}
-    assert all(len(set(x.sizes)) == 1 for x in kept_as(*measured, "--no-per-head").layers)
+    assert all(len(set(x.sizes)) == 1 for x in kept_as(*measured, "--set", "per_head=false").layers)
 
 
 def test_a_plan_whose_heads_differ_is_shown_with_both_ends():
     sizes = {"features": [3, 5], "window": [20, 4], "sinks": 2, "token_dtype": "int8"}
-    plan = Plan([LayerPlan("layers.0.attention", 2, 8, 8, **sizes), LayerPlan("b", 2, 8, 8, keep_softmax=True)])
+    plan = Plan([FeatureLayer("layers.0.attention", 2, 8, 8, **sizes), SoftmaxLayer("b", 2, 8, 8)])
     shown = str(plan).splitlines()
     (line,) = (line.split() for line in shown if "layers.0.attention" in line)
     assert line[1:4] == ["3-5", "4-20", "2"]
@@ -170,7 +175,7 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
     if not student.exists():
         plan = home / "plan-for-tasks.json"
         assert call("allocate", profiled(home, "profile"), "--budget", 8, "--out", plan) == 0
-        options = ["--data", home / "text.txt", "--length", 32, "--windows", 4, "--steps", 1]
+        options = ["--data", home / "text.txt", "--length", 32, "--windows", 4, "--set", "steps=1"]
         assert call("distill", home / "model", "--plan", plan, *options, "--out", student) == 0
     tasks = []
     for n, name in enumerate(("quiz-test", "riddles")):
@@ -186,12 +191,12 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
     talk |= {"dataset_kwargs": {"data_files": str(tasks[0]), "cache_dir": str(tmp_path / "cache")}}
     (tmp_path / "talk.yaml").write_text(yaml.safe_dump(talk))
     names = ",".join(map(str, [*tasks, "talk"]))
-    options = ["--limit", 10, "--include-path", tmp_path, "--metadata", "{}"]
+    options = ["--set", "limit=10", "--set", f"include_path={tmp_path}", "--set", "metadata={}"]
     capsys.readouterr()
     out = tmp_path / "figures.json"
     assert call("evaluate", student / "adapter", "--tasks", names, *options, "--out", out) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
+    assert_narrow(shown)
     for word in ("quiz", "riddles", "±", "acc_norm", "talk", "exact_match"):
         assert word in shown
     record = json.loads(out.read_text())["tasks"]
@@ -207,8 +212,8 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
         ([], ["--data", "--tasks"]),
         (["--tasks", tmp_path / "bad.jsonl"], ["bad.jsonl, line 1", "choices"]),
         (["--tasks", tmp_path / "none.jsonl"], ["none.jsonl", "does not exist"]),
-        (["--tasks", tasks[0], "--limit", 0], ["limit 0"]),
-        (["--tasks", tasks[0], "--metadata", "[4096]"], ["metadata is '[4096]'", "JSON object"]),
+        (["--tasks", tasks[0], "--set", "limit=0"], ["limit 0"]),
+        (["--tasks", tasks[0], "--set", "metadata=[4096]"], ["metadata=[4096]", "expected Mapping"]),
     ):
         assert call("evaluate", student / "adapter", *arguments) == 2
         error = capsys.readouterr().err
@@ -237,9 +242,9 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     out = home / "run"
     assert call("run", recipe, "--out", out) == 0
     results = json.loads((out / "results.json").read_text())
-    assert [row["name"] for row in results["students"]] == ["Performer", "DoF + Clip"]
-    assert {len(row["runs"]) for row in results["students"]} == {2}
-    finished = out / "students" / "dof-clip-seed1"
+    assert [row["name"] for row in results["models"]] == ["Performer", "DoF + Clip"]
+    assert {len(row["runs"]) for row in results["models"]} == {2}
+    finished = out / "models" / "dof-clip-seed1"
     weights = (finished / "adapter" / "feature_maps.safetensors").read_bytes()
     for path in sorted((finished / "adapter").iterdir()):
         path.unlink()
@@ -248,8 +253,8 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     assert call("run", recipe, "--out", out) == 0
     assert (finished / "adapter" / "feature_maps.safetensors").read_bytes() == weights
     again = json.loads((out / "results.json").read_text())
-    assert [row["loss_increase"] for row in again["students"]] == [row["loss_increase"] for row in results["students"]]
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert [row["loss_increase"] for row in again["models"]] == [row["loss_increase"] for row in results["models"]]
+    assert_narrow(capsys.readouterr().out)
     assert call("run", recipe, "--out", out, "--set", "budget=4") == 2
     assert "another recipe" in capsys.readouterr().err
 
@@ -261,10 +266,10 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["profile", "MODEL", "--data", "missing.txt", "--out", "NEW"], ["missing.txt"]),
         (["profile", "MODEL", "--data", "TEXT", "--length", 100000, "--out", "NEW"], ["100000", "tokens"]),
         (["profile", "MODEL", "--data", "TEXT", "--out", "PROFILE"], ["exists already"]),
-        (["profile", "MODEL", "--data", "TEXT", "--normalization", "size", "--out", "NEW"], ["size", "trace"]),
-        (["profile", "MODEL", "--data", "TEXT", "--estimator", "kernel", "--out", "NEW"], ["kernel", "attention"]),
-        (["profile", "MODEL", "--data", "TEXT", "--dtype", "int3", "--out", "NEW"], ["int3", "bfloat16"]),
-        (["allocate", "PROFILE", "--lambda", 0, "--out", "NEW"], ["lambda is 0"]),
+        (["profile", "MODEL", "--data", "TEXT", "--set", "normalization=size", "--out", "NEW"], ["size", "trace"]),
+        (["profile", "MODEL", "--data", "TEXT", "--set", "estimator=kernel", "--out", "NEW"], ["kernel", "attention"]),
+        (["profile", "MODEL", "--data", "TEXT", "--set", "dtype=int3", "--out", "NEW"], ["int3", "bfloat16"]),
+        (["allocate", "PROFILE", "--set", "lambda=0", "--out", "NEW"], ["lambda is 0"]),
         (["allocate", "PROFILE", "--strategy", "best", "--out", "NEW"], ["best", "dof_clip"]),
         (["allocate", "PROFILE", "--feature-map", "magic", "--out", "NEW"], ["magic", "prf"]),
         (["allocate", "PROFILE", "--budget", 0, "--out", "NEW"], ["budget 0", "too small"]),
@@ -274,14 +279,10 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
             ["allocate", "PROFILE", "--strategy", "measured", "--curves", "missing.json"],
             ["missing.json", "error curves"],
         ),
+        (["allocate", "PROFILE", "--set", "token_dtype=int4", "--out", "NEW"], ["'int4'", "int8, model"]),
+        (["allocate", "PROFILE", "--set", "per_head=true", "--out", "NEW"], ["per_head", "hybrid"]),
         (
-            ["allocate", "PROFILE", "--feature-map", "none", "--window", 0, "--out", "NEW"],
-            ["none", "requires window > 0"],
-        ),
-        (["allocate", "PROFILE", "--token-dtype", "int4", "--out", "NEW"], ["'int4'", "int8, model"]),
-        (["allocate", "PROFILE", "--per-head", "--out", "NEW"], ["per_head", "hybrid"]),
-        (
-            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--token-dtype", "int4", "--out", "NEW"],
+            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--set", "token_dtype=int4", "--out", "NEW"],
             ["'int4'", "int8, model"],
         ),
         (["curves", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
@@ -293,14 +294,17 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
             ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--budget", 0, "--out", "NEW"],
             ["budget 0", "too small"],
         ),
-        (["curves", "MODEL", "--data", "TEXT", "--length", 32, "--keep-softmax", "odd", "--out", "NEW"], ["'odd'"]),
-        (["curves", "MODEL", "--data", "TEXT", "--feature-map", "magic", "--length", 32, "--out", "NEW"], ["magic"]),
+        (["curves", "MODEL", "--data", "TEXT", "--length", 32, "--set", "keep_softmax=odd", "--out", "NEW"], ["'odd'"]),
+        (
+            ["curves", "MODEL", "--data", "TEXT", "--set", "feature_map=magic", "--length", 32, "--out", "NEW"],
+            ["magic"],
+        ),
         (["curves", "MODEL", "--data", "TEXT", "--out", "TEXT"], ["exists already"]),
         (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
         (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
         (["evaluate", "MODEL", "--data", "TEXT"], ["plain model", "dofla compress"]),
         (["evaluate", "demo", "--data", "sample", "--windows", 1], ["not linearized", "dofla compress"]),
-        (["run", "nosuch"], ["nosuch", "default, demo, features"]),
+        (["run", "nosuch"], ["nosuch", "compress, default, demo"]),
         (["run", "missing.yaml"], ["missing.yaml"]),
     ],
 )
@@ -325,11 +329,11 @@ def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
     ("text", "words"),
     [
         ("- a\n- b", ["expected fields"]),
-        ("budget: 3", ["'model' is missing"]),
+        ("dtype: float32", ["'model' is missing"]),
         ("model: x\nbudgets: 3", ["budgets", "budget"]),
-        ("model: x\nbudget: lots", ["budget", "lots"]),
+        ("model: x\nratio: lots", ["ratio", "lots"]),
         ("model: x\nstudents: [{name: A, token_dtype: 8}]", ["token_dtype", "8"]),
-        ("model: x\nbudget: true", ["budget", "True"]),
+        ("model: x\nratio: true", ["ratio", "True"]),
         ("model: x\ndata: {wrong: 1}", ["data", "wrong"]),
         ("model: x\nseeds: [a]", ["seeds"]),
         ("model: x\nstudents: []", ["students"]),
@@ -348,11 +352,6 @@ def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words
         assert word in error
 
 
-def test_a_seed_below_zero_is_refused(capsys):
-    assert call("generate", "student", "--prompt", "w1", "--seed", -1) == 2
-    assert capsys.readouterr().err == "dofla: seed is -1: give 0 or more\n"
-
-
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
     def row(name, gap, error):
         figures = {"student_loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
@@ -363,7 +362,7 @@ def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
     names = ["Fix", "Window and sinks", "Measured"]
     lines = []
     for name, gap, error in zip(names, (12.25, 0.5, 0.0625), (3.0, 0.25, 0.5), strict=True):
-        View().show(*student_row(row(name, gap, error), names, [0]))
+        View().show(*model_row(row(name, gap, error), names, [0]))
         lines += capsys.readouterr().out.splitlines()
     heads, *rows = lines[-4:]
     columns = ["loss", "+loss", "KL", "top-1", "attention", "cache"]

@@ -1,69 +1,93 @@
-"""``dofla compress``: an adapter without training, and its card."""
+"""``dofla calibrate`` and ``dofla compress``: a calibration, a whole model, an adapter, and what is said of them."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
 from command_line import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dofla
 from dofla.integration.student import Student
 
-
-def test_an_adapter_is_written(tmp_path, capsys):
-    words = ["compress", "demo", "--size", "102KiB", "--windows", 2, "--length", 32, "--out", tmp_path / "compressed"]
-    assert call(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    student = dofla.load(tmp_path / "compressed")
-    plan = Student.of(student).plan
-    assert found["state_bytes"] == plan.state_bytes(student.dtype) <= 102 * 1024
-    assert all(layer.tiers and layer.feature_map == "none" for layer in plan.layers)
-    card = (tmp_path / "compressed" / "README.md").read_text()
-    assert "older ones in 3 bits" in " ".join(card.split())
-    assert "heavy hitters stay and the others are evicted" in " ".join(card.split())
-    assert "Nothing was trained: the cache was calibrated" in card
-    assert AutoTokenizer.from_pretrained(tmp_path / "compressed").vocab_size > 1000
-    assert call("generate", tmp_path / "compressed", "--prompt", "Once upon a time", "--new-tokens", 4) == 0
-    assert capsys.readouterr().out.strip()
+SIZE = 102 * 1024
+SHORT = ["--size", "102KiB", "--set", "windows=2", "--set", "length=32"]
 
 
-def test_a_whole_model_is_written(tmp_path, capsys):
-    words = ["compress", "demo", "--size", "102KiB", "--windows", 2, "--length", 32, "--out", tmp_path / "whole"]
-    assert call(*words, "--merged", "--head-budgets", "even", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / "whole")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert Student.of(model).plan.state_bytes(model.dtype) <= 102 * 1024
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    """A file, with ranked retrieval heads."""
+    path = tmp_path_factory.mktemp("calibrated") / "calibration.safetensors"
+    short = ["--data", "sample", "--set", "windows=12", "--set", "length=64", "--set", "context=256"]
+    assert call("calibrate", "demo", *short, "--retrieval-heads", "--out", path) == 0
+    return path
 
 
-def test_heads_that_hold_every_token_are_found(tmp_path, capsys):
-    words = [
-        "compress",
-        "demo",
-        "--size",
-        "204KiB",
-        "--windows",
-        4,
-        "--length",
-        64,
-        "--context",
-        256,
-        "--retrieval-heads",
-        1,
-    ]
-    assert call(*words, "--out", tmp_path / "compressed") == 0
+def test_a_calibration_serves_any_size(calibration, tmp_path, capsys):
+    assert len(dofla.Calibration.load(calibration).retrieval) == 32
+    for size in (SIZE, 2 * SIZE):
+        words = ["compress", "demo", "--calibration", calibration, "--size", f"{size}B", "--json"]
+        assert call(*words, "--adapter", tmp_path / str(size)) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert 0.9 * size < found["state_bytes"] <= size
+        assert found["made_by"]["held_out"].keys() == {"measured", "even"}
+
+
+def test_a_whole_model_and_an_adapter_are_written_and_what_they_are_is_said(tmp_path, capsys):
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    assert call("compress", "demo", *SHORT, "--set", "head_budgets=even", "--out", whole, "--adapter", adapter) == 0
+    said = capsys.readouterr().out
+    for word in ("compressed model written to", "adapter written to", "on disk", f"next: dofla evaluate {whole}"):
+        assert word in " ".join(said.split())
+    models = [AutoModelForCausalLM.from_pretrained(whole), dofla.load(adapter)]
+    plans = [Student.of(model).plan for model in models]
+    assert plans[0].to_dict() == plans[1].to_dict()
+    assert plans[0].state_bytes(models[0].dtype) <= SIZE
+    assert not list(adapter.glob("model*.safetensors"))
+    for folder in (whole, adapter):
+        assert AutoTokenizer.from_pretrained(folder).vocab_size > 1000
+        card = " ".join((folder / "README.md").read_text().split())
+        assert "older ones in 3 bits" in card
+        assert "heavy hitters stay and the others are evicted" in card
+        assert "Nothing was trained: the cache was calibrated" in card
+        assert call("generate", folder, "--prompt", "Once upon a time", "--new-tokens", 4) == 0
+        assert capsys.readouterr().out.strip()
+
+
+def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):
+    words = ["compress", "demo", "--size", "204KiB", "--set", "context=256", "--set", "retrieval_heads=1"]
+    assert call(*words, "--calibration", calibration, "--adapter", tmp_path / "compressed") == 0
     plan = Student.of(dofla.load(tmp_path / "compressed")).plan
     ((name, (head,)),) = plan.made_by["retrieval_heads"].items()
-    assert plan[name].slots_per_head[head] == 256
-    assert f"KV heads that hold every token: {name} {head}\n" in capsys.readouterr().out
-    assert call(*words, "--head-budgets", "even", "--out", tmp_path / "other") == 2
-    assert "retrieval_heads is 1: they are found when head budgets are measured" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
+    assert f"retrieval heads: {name} {head}\n" in capsys.readouterr().out
+    assert max(plan[name].slots) == plan[name].slots[head] == 256
 
 
-def test_what_is_there_is_not_written_over(tmp_path, capsys):
-    (tmp_path / "compressed").mkdir()
-    (tmp_path / "compressed" / "mine.txt").write_text("kept")
-    assert call("compress", "demo", "--out", tmp_path / "compressed") == 2
-    assert "exists" in capsys.readouterr().err
-    assert (tmp_path / "compressed" / "mine.txt").read_text() == "kept"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "102KiB"], "nowhere to write: give --out FOLDER for a whole model, or --adapter FOLDER"),
+        (["--out", "NEW", "--calibration", "CALIBRATION", "--data", "sample"], "are both given: give one of them"),
+        (["--out", "NEW", "--calibration", "none.safetensors"], "none.safetensors does not exist"),
+        (["--out", "NEW", "--size", "1MiB", "--ratio", "16"], "give one of them"),
+        (["--out", "HERE"], "exists already"),
+        (["--adapter", "HERE"], "exists already"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(calibration, tmp_path, capsys, words, message):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mine.txt").write_text("kept")
+    places = {"NEW": tmp_path / "new", "HERE": tmp_path / "here", "CALIBRATION": calibration}
+    assert call("compress", "demo", *(places.get(word, word) for word in words)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "mine.txt"]
+
+
+def test_the_calibration_of_another_model_is_refused(calibration, tiny, tokenizer, tmp_path, capsys):
+    tiny.llama(vocab_size=2048).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert call("compress", tmp_path / "model", "--calibration", calibration, "--out", tmp_path / "new") == 2
+    assert "the calibration is of another model" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -9,9 +9,9 @@ from command_line import call
 
 import dofla
 from dofla.cli import app
+from dofla.runs.folder import claim
 from dofla.runs.recipe import Recipe
 from dofla.runs.teacher import device_of, load_teacher
-from dofla.runs.workshop import claim
 
 COMMANDS = typer.main.get_command(app).commands
 

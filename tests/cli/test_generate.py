@@ -7,7 +7,7 @@ import json
 import sys
 
 from command_line import call
-from students import reader_of
+from served_models import small
 
 
 class Terminal(io.StringIO):
@@ -16,15 +16,22 @@ class Terminal(io.StringIO):
 
 
 def test_the_prompt_comes_from_a_pipe(tiny, tokenizer, tmp_path, monkeypatch, capsys):
-    student = tmp_path / "student"
-    reader_of(tiny).save_pretrained(student)
-    tokenizer.save_pretrained(student)
-    assert call("generate", student, "--new-tokens", 3, "--prompt", "Once upon\na time", "--json") == 0
+    folder = tmp_path / "compressed"
+    small(tiny).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert call("generate", folder, "--new-tokens", 3, "--prompt", "Once upon\na time", "--json") == 0
     given = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon\na time\n"))
-    assert call("generate", student, "--new-tokens", 3, "--json") == 0
+    assert call("generate", folder, "--new-tokens", 3, "--json") == 0
     assert json.loads(capsys.readouterr().out) == given
     monkeypatch.setattr(sys, "stdin", Terminal())
-    assert call("generate", student) == 2
+    assert call("generate", folder) == 2
     message = "no text to continue: give --prompt TEXT, pipe a text in, or start dofla chat"
     assert capsys.readouterr().err == f"dofla: {message}\n"
+
+
+def test_a_seed_below_zero_is_refused(tiny, tokenizer, tmp_path, capsys):
+    small(tiny).save_pretrained(tmp_path / "compressed")
+    tokenizer.save_pretrained(tmp_path / "compressed")
+    assert call("generate", tmp_path / "compressed", "--prompt", "w1", "--set", "seed=-1") == 2
+    assert capsys.readouterr().err == "dofla: seed is -1: give 0 or more\n"

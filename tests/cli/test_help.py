@@ -1,4 +1,4 @@
-"""Help: verbs in groups; of each verb a few options, and all of them with --help-all."""
+"""Help: verbs in groups; of each verb a few options, and the fields that ``--set`` takes."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ import typer
 from typer.core import TyperArgument
 from typer.testing import CliRunner
 
-from dofla.cli import app
-from dofla.cli.menu import GROUPS
+from dofla.cli import GROUPS, app
+from dofla.cli.verb import OPTIONS
 
 VERBS = typer.main.get_command(app).commands
-SHORT = {name: options.split() for group in GROUPS.values() for name, options in group.items()}
 
 
 def shown(*words: str) -> list[str]:
     return CliRunner().invoke(app, words, env={"COLUMNS": "80"}).stdout.splitlines()
 
 
-def options(lines: list[str]) -> list[str]:
+def options(lines: list[str]) -> set[str]:
     """Long names that stand at the beginning of a row."""
     rows = (re.match(r"│ (?:[*] {2}| {3})?(--[\w-]+)", line) for line in lines)
-    return [row[1] for row in rows if row]
+    return {row[1] for row in rows if row}
 
 
 def test_every_verb_is_in_a_group_and_each_group_is_a_panel():
-    assert SHORT.keys() == VERBS.keys()
     lines = shown("--help")
-    titles = [next(n for n, line in enumerate(lines) if f"─ {group} ─" in line) for group in GROUPS]
-    assert titles == sorted(titles)
-    for group, title in zip(GROUPS.values(), titles, strict=True):
-        rows = lines[title + 1 : title + 1 + len(group)]
-        assert [row.split()[1] for row in rows] == list(group)  # each says in one line what it does
+    for group, verbs in GROUPS.items():
+        title = next(n for n, line in enumerate(lines) if f"─ {group} ─" in line)
+        rows = lines[title + 1 : title + 1 + len(verbs)]
+        # Each says in one line what it does.
+        assert [row.split()[1] for row in rows] == [verb.__name__ for verb in verbs]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_short_help_names_at_most_eight_options_and_says_where_the_others_are(verb):
-    lines, known = shown(verb, "--help"), VERBS[verb].params
-    names = options(lines)
-    assert len(names) == len(SHORT[verb]) + 1 <= 8
-    of_verb = {param.name: param for param in known if not isinstance(param, TyperArgument)}
-    assert {of_verb[name].opts[0] for name in SHORT[verb]} | {"--help"} == set(names)
-    last = [line for line in lines if line.strip()][-1]
-    assert last.split() == [str(len(of_verb) - len(SHORT[verb])), *f"more options: root {verb} --help-all".split()]
-    assert all(param.required is False or param.name in SHORT[verb] for param in of_verb.values())
+def test_help_names_at_most_eight_options_and_those_of_the_output_in_their_panel(verb):
+    lines = shown(verb, "--help")
+    named = {param.opts[0] for param in VERBS[verb].params if not isinstance(param, TyperArgument)}
+    output = {f"--{name}" for name in OPTIONS}
+    assert options(lines) == named | {"--help"}
+    assert len(named - output) <= 8
+    panel = next(n for n, line in enumerate(lines) if "─ Output ─" in line)
+    assert options(lines[panel:]) == output
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_all_names_every_option_in_panels(verb):
-    lines = shown(verb, "--help-all")
-    names = {param.opts[0] for param in VERBS[verb].params if not isinstance(param, TyperArgument)}
-    assert set(options(lines)) == names | {"--help"}
-    assert any("─ Output ─" in line for line in lines)
+def test_help_ends_with_the_fields_that_are_set(verb):
+    text = " ".join(" ".join(shown(verb, "--help")).split())
+    assert ("Fields of --set: " in text) == ("set" in {param.name for param in VERBS[verb].params})
+    if verb in ("run", "demo", "reproduce"):
+        for name in (
+            "model",
+            "data.source",
+            "end_to_end.lora_rank",
+            "lambda",
+            *(["tasks.items"] * (verb[0:3] == "rep")),
+        ):
+            assert f" {name}," in text
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in VERBS)], ids=" ".join)
-@pytest.mark.parametrize("how", ["--help", "--help-all"])
-def test_help_fits_a_terminal_and_leaves_room_to_say_something(words, how):
-    lines = shown(*words, how if words else "--help")
+def test_help_fits_a_terminal_and_leaves_room_to_say_something(words):
+    lines = shown(*words, "--help")
     assert max(map(len, lines)) == 80
     assert max(line.index("Show this message and") for line in lines if "--help " in line) <= 50

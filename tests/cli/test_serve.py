@@ -17,11 +17,10 @@ from pathlib import Path
 import openai
 import pytest
 from command_line import call
-from served_models import SIZES, Client, chat_tokenizer
-from students import reader_of
+from served_models import Client, chat_tokenizer, small
 from transformers import AutoTokenizer
 
-from dofla.runs.demo import teacher_path
+from dofla.integration.packages import packaged_path
 from dofla.serving.server import _AtOnce
 
 pytestmark = pytest.mark.slow
@@ -29,9 +28,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client(tiny, tmp_path_factory):
-    """Of a server of the student ``small``, to which no proxy stands in between."""
+    """Of a server of the model ``small``, to which no proxy stands in between."""
     folder = tmp_path_factory.mktemp("served") / "small"
-    reader_of(tiny, **SIZES).save_pretrained(folder)
+    small(tiny).save_pretrained(folder)
     tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(folder)
     with started(folder) as (place, _), pytest.MonkeyPatch.context() as patch:
@@ -71,7 +70,7 @@ def test_a_chat_goes_on_and_is_streamed(client):
     assert prompts[1] > prompts[0]
 
 
-def test_texts_are_completed_and_the_student_has_its_name(client):
+def test_texts_are_completed_and_the_model_has_its_name(client):
     assert [model.id for model in client.models.list()] == ["small"]
     result = client.completions.create(model="small", prompt="Once upon a time", max_tokens=5, temperature=0)
     assert result.usage.completion_tokens <= 5
@@ -83,7 +82,7 @@ def test_what_is_longer_than_the_positions_is_answered_from_its_end(client):
     tail, answers = " and then they went home" * 100, set()
     for start in ("Once upon a time there was a dog", "The sun is warm, said the old man"):
         result = client.completions.create(model="small", prompt=start + tail, max_tokens=8, temperature=0)
-        assert result.usage.prompt_tokens > 256  # positions that the student has
+        assert result.usage.prompt_tokens > 256  # positions that the model has
         answers.add(result.choices[0].text)
     assert len(answers) == 1
 
@@ -112,7 +111,7 @@ def test_requests_at_once_are_all_answered(client):
         assert 1 <= usage.completion_tokens <= 6
 
 
-def test_a_place_that_is_taken_is_refused_before_the_student_is_opened(capsys, tmp_path):
+def test_a_place_that_is_taken_is_refused_before_the_model_is_opened(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert call("serve", tmp_path, "--host", "127.0.0.1", "--port", port) == 2
@@ -131,8 +130,8 @@ def test_what_is_no_place_is_refused(capsys, tmp_path, place):
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_beyond_this_machine_a_key_is_wanted(tiny, tmp_path, key):
     folder = tmp_path / "open"
-    reader_of(tiny, **SIZES).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(teacher_path()).save_pretrained(folder)
+    small(tiny).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(packaged_path("demo")).save_pretrained(folder)
     environment = {} if key is None else {"DOFLA_API_KEY": key}
     with started(folder, host="0.0.0.0", **environment) as (place, errors):
         assert ("anyone who reaches --host 0.0.0.0 is answered: give --api-key, or DOFLA_API_KEY" in errors) == (
@@ -150,7 +149,7 @@ def test_beyond_this_machine_a_key_is_wanted(tiny, tmp_path, key):
     [
         (("--api-key", ""), "--api-key is empty"),
         (("--api-key", "two words"), "--api-key is empty, or has spaces"),
-        (("--max-body", 0), "max_body is 0: give 1 or more"),
+        (("--set", "max_body=0"), "max_body is 0: give 1 or more"),
     ],
 )
 def test_a_key_and_a_bound_must_be_such(capsys, tmp_path, words, reason):
@@ -158,7 +157,7 @@ def test_a_key_and_a_bound_must_be_such(capsys, tmp_path, words, reason):
     assert reason in capsys.readouterr().err
 
 
-def test_what_is_no_student_is_refused(capsys, tmp_path):
+def test_what_is_no_model_is_refused(capsys, tmp_path):
     assert call("serve", tmp_path / "none", "--port", 0) == 2
     assert str(Path(tmp_path / "none")) in capsys.readouterr().err
 

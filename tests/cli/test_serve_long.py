@@ -1,4 +1,4 @@
-"""A server that many clients use at once, and not all of them well: each gets what the student says to it alone."""
+"""A server that many clients use at once, and not all of them well: each gets what the model says to it alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-from served_models import SIZES, Client, chat_tokenizer, served
+from served_models import Client, chat_tokenizer, served
 
-import dofla
 from dofla.serving import ContinuousBatching
 from dofla.serving.server import conversing
 
@@ -28,14 +27,14 @@ WORDS = ("the old dog", "went home and", "the sun was warm", "who came to", "the
 HEADERS = {"content-type": "application/json", "authorization": "Bearer secret"}
 
 
-def student_of(tiny, tokenizer):
+def model_of(tiny, tokenizer):
     """In float64, where the order of sums changes no token; it writes whole letters only, so that parts of a stream
     are those of the text."""
     model = tiny.llama(vocab_size=2048, max_position_embeddings=2048).double()
     broken = [n for n in range(2048) if n in tokenizer.all_special_ids or "\ufffd" in tokenizer.decode([n])]
     with torch.no_grad():
         model.lm_head.weight[broken] = 0
-    return dofla.linearize(model, tiny.plan(model, **SIZES))
+    return tiny.compressed(model)
 
 
 def serve(pipe):
@@ -43,10 +42,10 @@ def serve(pipe):
     from conftest import Tiny
 
     tokenizer = chat_tokenizer()
-    student = student_of(Tiny(), tokenizer)
+    compressed = model_of(Tiny(), tokenizer)
     with (
-        ContinuousBatching(student) as batching,
-        served(conversing(batching, most=8), tokenizer, at_once=8, most=MOST, key="secret") as port,
+        ContinuousBatching(compressed) as batching,
+        served(conversing(batching, most=8), tokenizer, at_once=8, max_body=MOST, key="secret") as port,
     ):
         pipe.send(port)
         pipe.poll(3600)
@@ -157,10 +156,10 @@ def test_sixteen_clients_get_what_each_would_get_alone_in_the_same_memory(tiny):
             person.talk()
         assert process.memory_info().rss < 1.05 * before
     tokenizer = chat_tokenizer()
-    student = student_of(tiny, tokenizer)
+    compressed = model_of(tiny, tokenizer)
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     for person in people:
         for messages, text in person.heard:
             inputs = tokenizer.apply_chat_template(messages, **options)
-            out = student.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+            out = compressed.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
             assert text == tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -9,8 +9,7 @@ import json
 import pytest
 import torch
 from PIL import Image
-from served_models import SIZES, Client, chat_tokenizer, served
-from students import reader_of
+from served_models import Client, chat_tokenizer, served, small
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -21,8 +20,7 @@ from transformers import (
     LlavaProcessor,
 )
 
-import dofla
-from dofla.runs.demo import teacher_path
+from dofla.integration.packages import packaged_path
 from dofla.runs.teacher import reader_of as processor_of
 from dofla.serving import ContinuousBatching
 from dofla.serving.server import conversing
@@ -35,8 +33,10 @@ CHAT = {"messages": [{"role": "user", "content": "Who is it?"}], "max_tokens": 4
 
 @pytest.fixture(scope="module")
 def client(tiny):
-    student = reader_of(tiny, **SIZES)
-    with ContinuousBatching(student) as batching, served(conversing(batching), chat_tokenizer(), most=10_000) as port:
+    with (
+        ContinuousBatching(small(tiny)) as batching,
+        served(conversing(batching), chat_tokenizer(), max_body=10_000) as port,
+    ):
         yield Client(port)
 
 
@@ -100,7 +100,7 @@ def test_a_bias_is_a_whole_number_as_well(client):
 
 
 def test_without_a_chat_template_texts_are_completed_alone(tiny, tokenizer):
-    with served(reader_of(tiny, **SIZES), tokenizer) as port:
+    with served(small(tiny), tokenizer) as port:
         client = Client(port)
         status, said = client.ask("/v1/chat/completions", CHAT)
         assert status == 400
@@ -111,7 +111,7 @@ def test_without_a_chat_template_texts_are_completed_alone(tiny, tokenizer):
 
 
 def test_the_key_is_asked_for_everywhere(tiny, tokenizer):
-    with served(reader_of(tiny, **SIZES), tokenizer, key="secret") as port:
+    with served(small(tiny), tokenizer, key="secret") as port:
         client = Client(port)
         for path in ("/v1/models", "/docs", "/openapi.json", "/v1/nothing"):
             assert client.ask(path)[0] == 401
@@ -127,8 +127,8 @@ SEES += "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% en
 
 
 def seeing(tiny, folder):
-    """A student that sees, and its processor, as a folder has them."""
-    tokenizer = AutoTokenizer.from_pretrained(teacher_path())
+    """A compressed model that sees, and its processor, as a folder has them."""
+    tokenizer = AutoTokenizer.from_pretrained(packaged_path("demo"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "max_position_embeddings": 256, **vision}
@@ -140,13 +140,13 @@ def seeing(tiny, folder):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config).eval()
-    student = dofla.linearize(model, tiny.plan(model, **SIZES))
-    student.save_pretrained(folder)
+    compressed = tiny.compressed(model)
+    compressed.save_pretrained(folder)
     size = {"height": 32, "width": 32}
     pictures = CLIPImageProcessor(size=size, crop_size=size, do_center_crop=False)
     options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     LlavaProcessor(pictures, tokenizer, chat_template=SEES, image_token="<image>", **options).save_pretrained(folder)
-    return student, processor_of(str(folder), student, tokenizer)
+    return compressed, processor_of(str(folder), compressed, tokenizer)
 
 
 def picture(color):
@@ -156,7 +156,7 @@ def picture(color):
 
 
 def test_pictures_are_seen_and_conversations_about_them_go_on(tiny, tmp_path):
-    student, processor = seeing(tiny, tmp_path)
+    compressed, processor = seeing(tiny, tmp_path)
     assert isinstance(processor, LlavaProcessor)
 
     def about(url):
@@ -168,8 +168,8 @@ def test_pictures_are_seen_and_conversations_about_them_go_on(tiny, tmp_path):
     answers = {}
     for kept in (False, True):
         with (
-            ContinuousBatching(student) as batching,
-            served(conversing(batching) if kept else student, processor) as port,
+            ContinuousBatching(small(tiny)) as batching,
+            served(conversing(batching) if kept else compressed, processor) as port,
         ):
             client = Client(port)
             for _ in range(2):
@@ -188,7 +188,7 @@ def test_pictures_are_seen_and_conversations_about_them_go_on(tiny, tmp_path):
 
 
 def test_without_a_processor_it_reads_texts_alone(tiny, tmp_path, caplog):
-    student, processor = seeing(tiny, tmp_path / "whole")
+    compressed, processor = seeing(tiny, tmp_path / "whole")
     for folder in ("bare", "none"):
-        assert processor_of(str(tmp_path / folder), student, processor.tokenizer) is processor.tokenizer
+        assert processor_of(str(tmp_path / folder), compressed, processor.tokenizer) is processor.tokenizer
         assert "reads texts alone, for it has no processor of pictures" in caplog.text

@@ -367,7 +367,9 @@ def rewrite(path, change):
         lambda path: path.write_bytes(b"not a state"),
         lambda path: path.write_bytes(b""),
         lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("curve")),
-        lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.groups.0.map.z:exp_avg")),
+        lambda path: rewrite(
+            path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.groups.0.map.z:exp_avg")
+        ),
         lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.groups.0.map.z")),
         lambda path: rewrite(path, lambda tensors, metadata: metadata.pop("settings")),
         lambda path: rewrite(path, lambda tensors, metadata: metadata.update(settings="{")),

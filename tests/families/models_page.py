@@ -29,7 +29,7 @@ _REFUSED = """
 ## Refused
 
 `dofla.compress` raises an error of one line before anything is changed. Where the reason names a layer,
-the others can be compressed: `keep_softmax` (`--keep-softmax`) leaves that layer as it is.
+the others can be compressed: `keep_softmax` (`--set keep_softmax=NAME`) leaves that layer as it is.
 
 | reason | families |
 |---|---|

@@ -128,7 +128,7 @@ def test_a_processor_without_instructions_for_half_precision_is_named_once(dtype
         dofla.linearize(dofla.restore(own_student("llama")).to(dtype))
     found = [record.getMessage() for record in caplog.records if record.name == precision.__name__]
     assert len(found) == said
-    assert all(str(dtype).removeprefix("torch.") in line and "--dtype float32" in line for line in found)
+    assert all(str(dtype).removeprefix("torch.") in line and "--set dtype=float32" in line for line in found)
     precision._warn.cache_clear()
 
 

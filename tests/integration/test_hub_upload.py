@@ -158,7 +158,7 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
     if moved:
         hub.repositories["owner/moved"] = hub.repositories.pop("owner/base")
-    base = ["--base-model", "owner/moved"] if moved else []
+    base = ["--set", "base_model=owner/moved"] if moved else []
     for verb, *options in (
         ["generate", "--prompt", "w3 w4", "--new-tokens", 4],
         ["evaluate", "--tasks", tmp_path / "test.jsonl"],

@@ -110,7 +110,7 @@ def test_an_adapter_holds_the_feature_maps_and_nothing_else(adapter):
 def test_an_adapter_can_be_given_another_place_for_its_base(adapter, base, tmp_path):
     expected = logits(dofla.load(adapter))
     base.rename(tmp_path / "moved")
-    with pytest.raises(dofla.DoflaError, match=r"adapter is the adapter of .*'.*base'.*; --base-model FOLDER_OR_NAME"):
+    with pytest.raises(dofla.DoflaError, match=r"adapter is the adapter of .*'.*base'.*; base_model=FOLDER_OR_NAME"):
         dofla.load(adapter)
     assert_close(logits(dofla.load(adapter, base_model=tmp_path / "moved")), expected, rtol=0, atol=0)
     pointer = json.loads((adapter / ADAPTER).read_text())
@@ -150,7 +150,7 @@ def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
     assert not caplog.messages
     assert_same_student(dofla.load(tmp_path / "adapter"), model)
     for package in ("no_such", "os.path", ""):
-        with pytest.raises(dofla.DoflaError, match=rf"the package {package} is not installed: .*; --base-model"):
+        with pytest.raises(dofla.DoflaError, match=rf"the package {package} is not installed: .*; base_model=FOLDER"):
             dofla.load(tmp_path / "adapter", base_model=f"package:{package}/folder")
 
 

@@ -15,9 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from dofla.plans.head_budgets import HeadBudgets
 from safetensors.torch import load_file, save_file
-from sizes import measure_head_budgets
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -49,7 +47,7 @@ validation: {{source: {text}, length: 16, windows: 4, split: all}}
 profile: {{samples: 16, windows: 4}}
 students:
   - {{name: Fix, strategy: fixed, trained: false}}
-  - {{name: Even, strategy: hybrid, keep_softmax: []}}
+  - {{name: Even, strategy: hybrid}}
 distill: {{steps: 2, batch_size: 2, rows: 8, checkpoint_every: 1, learning_rates: {{}}}}
 evaluate: {{fidelity_windows: 2}}
 """
@@ -83,7 +81,7 @@ def make(folder: Path, tiny: Any) -> None:
     profile.save(folder / "profile")
     sizes = {"steps": 1, "held_out": 2, "rows": 8}
     dofla.measure_curves(model, windows, 8, **sizes).save(folder / "curves.json")
-    measure_head_budgets(model, windows, 8).save(folder / "head-budgets.json")
+    dofla.calibrate(model, windows).save(folder / "calibration.safetensors")
     plan = dofla.allocate(profile, 8, "hybrid")
     plan.save(folder / "plan.json")
     dofla.linearize(model, plan)
@@ -139,7 +137,7 @@ def _adapter(folder: Path) -> Any:
 
 def _teacher(folder: Path) -> None:
     model, tokenizer = load_teacher(str(folder / "model"))
-    linear = dofla.linearize(model, tokens=16)
+    linear = dofla.linearize(model, budget=8)
     windows = dofla.token_windows(str(folder / "text.txt"), tokenizer, length=LENGTH, windows=2, split="all")
     dofla.evaluate(linear, windows)
 
@@ -156,6 +154,13 @@ def _curves(folder: Path) -> Any:
     with suppress(dofla.DoflaError):  # they are curves, but not for this profile
         dofla.allocate(Profile.load(folder / "profile"), 8, "measured", curves=curves)
     return curves
+
+
+def _calibration(folder: Path) -> Any:
+    found = dofla.Calibration.load(folder / "calibration.safetensors")
+    model, _ = load_teacher(str(folder / "model"))
+    dofla.compress(model, size="8KiB", calibration=found)
+    return found.shares, found.made_by
 
 
 def _prompt_state(folder: Path) -> Any:
@@ -218,7 +223,7 @@ READERS: dict[str, Reader] = {
     "plan": Reader(lambda folder: Plan.load(folder / "plan.json").to_dict(), ("plan.json",)),
     "profile": Reader(_profile, ("profile/profile.json", "profile/spectra.safetensors")),
     "curves": Reader(_curves, ("curves.json",)),
-    "head_budgets": Reader(lambda folder: HeadBudgets.load(folder / "head-budgets.json"), ("head-budgets.json",)),
+    "calibration": Reader(_calibration, ("calibration.safetensors",)),
     "adapter": Reader(_adapter, (*ADAPTERS, f"adapter/{ADAPTER}", f"adapter/{RECORD}"), checked=ADAPTERS),
     "standalone": Reader(_standalone, ("standalone/model.safetensors", "standalone/config.json")),
     "teacher": Reader(_teacher, ("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
@@ -228,8 +233,7 @@ READERS: dict[str, Reader] = {
     "figures": Reader(_figures, ("figures.json",)),
     "report": Reader(
         _report,
-        sealed=("run/students/even-seed0/evaluation.json",),
-        open=("run/recipe.yaml", "run/run.json", "run/students/even-seed0/plan.json"),
+        ("run/models/even-seed0/evaluation.json", "run/recipe.yaml", "run/run.json", "run/models/even-seed0/plan.json"),
     ),
     "text": Reader(_text("text.txt"), ("text.txt",)),
     "gzipped text": Reader(_text("text.txt.gz"), ("text.txt.gz",)),

@@ -15,10 +15,12 @@ from dofla.cli import app
 
 TEXT = "--data text.txt --length 16"
 COMMANDS = {
-    "profile": f"model {TEXT} --windows 4 --samples 16 --out NEW",
-    "curves": f"model {TEXT} --windows 6 --steps 1 --out NEW.json",
+    "profile": f"model {TEXT} --windows 4 --set samples=16 --out NEW",
+    "curves": f"model {TEXT} --windows 6 --set steps=1 --out NEW.json",
     "allocate": "profile --budget 8 --out NEW.json",
-    "distill": f"model --plan plan.json {TEXT} --windows 4 --steps 1 --out NEW",
+    "distill": f"model --plan plan.json {TEXT} --windows 4 --set steps=1 --out NEW",
+    "calibrate": "model --data text.txt --set length=16 --set windows=4 --out NEW.safetensors",
+    "compress": "model --calibration calibration.safetensors --size 8KiB --out NEW",
     "evaluate": f"adapter {TEXT} --windows 2 --out NEW.json",
     "generate": "adapter --prompt w1 --new-tokens 2",
     "run": "recipe.yaml --out NEW",
@@ -116,10 +118,13 @@ def test_hundreds_of_commands(made, here, capsys, part):
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_every_option_of_every_verb(made, here, capsys, verb):
     trials = Trials("command lines")
-    for option, name in options_of(verb):
+    command = typer.main.get_command(app).commands[verb]
+    fields = getattr(getattr(command.callback, "fields", None), "fields", {})
+    for option, name in [*options_of(verb), *(("--set", name) for name in fields)]:
         for value in ("", "-1", "0", "nan", "9" * 30, str(2**62), "\udcff"):
             if name is None or (name in LASTING and value.isdecimal() and value != "0"):
                 continue
+            value = f"{name}={value}" if option == "--set" and name != "set" else value
             words = [verb, *good(verb, made, here / "new"), option, value, *STOPS.get(verb, [])]
             tried(trials, words, here, capsys)
     trials.check()

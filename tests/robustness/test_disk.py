@@ -115,7 +115,7 @@ def test_a_limit_on_files_is_one_line_and_keeps_what_was_there(tmp_path):
 def test_a_run_that_the_disk_stops_goes_on_when_there_is_room(made, tmp_path, capsys):
     undisturbed, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert call("run", made / "recipe.yaml", "--out", undisturbed) == 0
-    state = "students/even-seed0/distill/distill.safetensors"
+    state = "models/even-seed0/distill/distill.safetensors"
     size = (undisturbed / state).stat().st_size
     capsys.readouterr()
     with largest_file(size - 100):
@@ -123,9 +123,9 @@ def test_a_run_that_the_disk_stops_goes_on_when_there_is_room(made, tmp_path, ca
     error = capsys.readouterr().err
     assert error.startswith(f"dofla: cannot write {stopped / state}: File too large")
     assert len(error.splitlines()) == 1
-    assert read_json(stopped / "students/fix-seed0/evaluation.json", "an evaluation")
+    assert read_json(stopped / "models/fix-seed0/evaluation.json", "an evaluation")
     assert call("run", made / "recipe.yaml", "--out", stopped) == 0
-    weights = "students/even-seed0/adapter/feature_maps.safetensors"
+    weights = "models/even-seed0/adapter/feature_maps.safetensors"
     ours, theirs = read_tensors(stopped / weights)[0], read_tensors(undisturbed / weights)[0]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -160,10 +160,10 @@ def another_process_in(folder: Path):
 @pytest.mark.parametrize("verb", ["run", "distill", "reproduce"])
 def test_a_second_process_is_told_who_works_in_the_folder(made, tmp_path, capsys, verb):
     folder = tmp_path / "out"
-    text = ["--data", made / "text.txt", "--length", 16, "--windows", 4]
+    text = ["--data", made / "text.txt", "--length", 16, "--windows", 4, "--set", "steps=1"]
     words = {
         "run": ["run", made / "recipe.yaml"],
-        "distill": ["distill", made / "model", "--plan", made / "plan.json", *text, "--steps", 1],
+        "distill": ["distill", made / "model", "--plan", made / "plan.json", *text],
         "reproduce": ["reproduce", "--model", made / "model"],
     }[verb]
     with another_process_in(folder) as child:

@@ -85,7 +85,7 @@ def test_opening_executes_nothing(trapped, capsys):
         assert not mark.exists()
     text = ["--data", folder / "text.txt", "--length", 16, "--windows", 4]
     for words in (
-        ["profile", folder / "model", *text, "--samples", 16, "--out", folder / "profile"],
+        ["profile", folder / "model", *text, "--set", "samples=16", "--out", folder / "profile"],
         ["evaluate", folder / "standalone", *text],
         ["generate", folder / "adapter", "--prompt", "w1", "--new-tokens", 2],
     ):

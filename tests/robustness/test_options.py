@@ -20,7 +20,7 @@ VERBS = sorted(typer.main.get_command(app).commands)
 @pytest.fixture
 def profiling(made, tmp_path):
     """A short command, without a common option."""
-    text = ["--data", made / "text.txt", "--length", 16, "--windows", 4, "--samples", 16]
+    text = ["--data", made / "text.txt", "--length", 16, "--windows", 4, "--set", "samples=16"]
     return ["profile", made / "model", *text, "--out", tmp_path / "profile"]
 
 
@@ -35,7 +35,8 @@ def test_by_default_results_go_to_standard_output_and_progress_to_standard_error
     assert call(*profiling) == 0
     out, err = capsys.readouterr()
     assert "Degrees of freedom" in out
-    assert "written to" in out
+    assert "profile written to" in out
+    assert "next: dofla allocate" in out
     assert err.startswith("profile: ")
     assert len(err.splitlines()) == 1
 
@@ -76,7 +77,7 @@ def test_an_error_shows_where_it_comes_from_only_when_asked(capsys):
 
 
 def test_a_fault_of_doflas_own_is_one_line_and_exit_code_1(monkeypatch, made, capsys):
-    monkeypatch.setattr("dofla.runs.teacher.open_student", lambda *_: 1 / 0)
+    monkeypatch.setattr("dofla.runs.teacher.open_student", lambda *_, **__: 1 / 0)
     assert call("generate", made / "adapter", "--prompt", "w1") == 1
     error = capsys.readouterr().err
     assert error == "dofla: unexpected ZeroDivisionError: division by zero (a fault of dofla's: --debug shows where)\n"
@@ -91,12 +92,12 @@ def results(capsys, *words) -> dict:
 
 def test_the_results_of_the_verbs_as_json(made, tmp_path, capsys):
     text = ["--data", made / "text.txt", "--length", 16, "--windows", 4]
-    found = results(capsys, "profile", made / "model", *text, "--samples", 16, "--out", tmp_path / "profile")
+    found = results(capsys, "profile", made / "model", *text, "--set", "samples=16", "--out", tmp_path / "profile")
     assert len(found["degrees_of_freedom"]["model.layers.1.self_attn"]) == 2
     found = results(capsys, "allocate", made / "profile", "--budget", 8, "--out", tmp_path / "plan.json")
     assert found["layers"].keys() == {f"model.layers.{n}.self_attn" for n in (0, 1)}
     assert found["state_bytes"] > 0
-    words = ["--plan", made / "plan.json", *text, "--steps", 2, "--out", tmp_path / "out"]
+    words = ["--plan", made / "plan.json", *text, "--set", "steps=2", "--out", tmp_path / "out"]
     found = results(capsys, "distill", made / "model", *words)
     assert found["adapter"] == str(tmp_path / "out" / "adapter")
     assert len(found["last_losses"]) == 2
@@ -105,7 +106,7 @@ def test_the_results_of_the_verbs_as_json(made, tmp_path, capsys):
     found = results(capsys, "generate", made / "adapter", "--prompt", "w1 w2", "--new-tokens", 3)
     assert len(found["tokens"]) == 3
     found = results(capsys, "run", made / "recipe.yaml", "--out", tmp_path / "run")
-    assert [student["name"] for student in found["students"]] == ["Fix", "Even"]
+    assert [student["name"] for student in found["models"]] == ["Fix", "Even"]
 
 
 def test_a_generated_text_is_shown_even_when_quiet(made, capsys):
@@ -129,9 +130,9 @@ def test_options_are_those_of_the_manner():
 
 def test_losses_of_a_run_go_to_a_tracker_which_is_no_other_recipe(made, tmp_path, capsys):
     out = tmp_path / "run"
-    assert call("run", made / "recipe.yaml", "--out", out, "--track", "tensorboard") == 0
+    assert call("run", made / "recipe.yaml", "--out", out, "--set", "track=[tensorboard]") == 0
     assert [path.name for path in (out / "track").iterdir()] == ["even-seed0"]
     assert any((out / "track" / "even-seed0").glob("events.out.tfevents.*"))
     assert call("run", made / "recipe.yaml", "--out", out) == 0
-    assert call("run", made / "recipe.yaml", "--out", tmp_path / "other", "--track", "magic") == 2
+    assert call("run", made / "recipe.yaml", "--out", tmp_path / "other", "--set", "track=[magic]") == 2
     assert "track is magic" in capsys.readouterr().err

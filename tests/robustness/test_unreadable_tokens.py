@@ -12,7 +12,7 @@ import dofla
 from dofla.integration.reading import check_readable
 from dofla.runs.teacher import load_teacher, load_tokenizer
 
-TEXT = ["--length", LENGTH, "--windows", 4, "--samples", 16]
+TEXT = ["--length", LENGTH, "--windows", 4, "--set", "samples=16"]
 
 
 def refused(capsys, *words) -> str:

@@ -14,18 +14,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from dofla import __version__
+from dofla.cli.calibrate import calibrate
 from dofla.cli.chat import chat
 from dofla.cli.check import check
 from dofla.cli.compress import compress
 from dofla.cli.frontier import frontier
 from dofla.cli.judging import evaluate
-from dofla.cli.menu import GROUPS, Verb
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
 from dofla.cli.report import report
 from dofla.cli.reproduce import reproduce
 from dofla.cli.threads import configure_threads
 from dofla.cli.using import generate, serve
-from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verbose, Verbosity
+from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verb, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError
 
@@ -35,26 +35,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-VERBS = (
-    check,
-    compress,
-    frontier,
-    evaluate,
-    generate,
-    chat,
-    serve,
-    demo,
-    report,
-    run,
-    profile,
-    curves,
-    allocate,
-    distill,
-    reproduce,
-)
-for verb in VERBS:
-    group = next(title for title, verbs in GROUPS.items() if verb.__name__ in verbs)
-    app.command(cls=Verb, rich_help_panel=group)(as_verb(verb))
+GROUPS = {
+    "Start": (check, calibrate, compress, frontier, evaluate, generate, chat, serve, demo, report, run),
+    "Paper and training": (profile, curves, allocate, distill, reproduce),
+}
+for group, verbs in GROUPS.items():
+    for verb in verbs:
+        app.command(cls=Verb, rich_help_panel=group)(as_verb(verb))
 
 
 def _version(wanted: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import BaseModel, Device, Dtype, ModelArgument, Offload, Seed
+from dofla.cli.options import COMPRESSED, DRAWS, Device, Given, ModelArgument, set_seed
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError
 
@@ -21,18 +21,14 @@ def chat(
     new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
     sample: Annotated[bool, typer.Option("--sample", help="Sample; default: the model's generation settings.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; default: none.")] = None,
-    base_model: BaseModel = None,
-    dtype: Dtype = None,
     device: Device = None,
-    offload: Offload = None,
-    seed: Seed = 0,
+    opening: Given = COMPRESSED,
+    draws: Given = DRAWS,
 ) -> dict[str, Any]:
     """Chat with a model, compressed or not.
 
     The cache is kept between turns. Lines of a piped standard input are turns, too.
     """
-    import torch
-
     from dofla.display import size
     from dofla.errors import check_numbers
     from dofla.runs.teacher import open_model
@@ -40,13 +36,13 @@ def chat(
 
     check_numbers(new_tokens=new_tokens)
     view, asked = current_view(), sys.stdin.isatty()
-    network, tokenizer = open_model(model, dtype, base_model, device, offload)
+    network, tokenizer = open_model(model, device=device, **opening)
     conversation = Conversation(network, tokenizer, new_tokens=new_tokens, sample=sample, system=system)
     if not conversation.templated:
         view.note("the tokenizer has no chat template: the model continues your text")
     if asked:
         view.say(_HELP)
-    torch.manual_seed(seed)
+    set_seed(**draws)
     turns = []
     for line in filter(str.strip, _lines(asked)):
         if line.strip() == "/exit":

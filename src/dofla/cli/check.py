@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import Context, KeepSoftmax, ModelArgument, Ratio
+from dofla.cli.endings import following
+from dofla.cli.options import Given, ModelArgument, Ratio
+from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
 
 
@@ -14,11 +16,7 @@ def check(
     model: ModelArgument,
     size: Annotated[list[str] | None, typer.Option(help="Size of the compressed cache, as 1.5MiB; repeatable.")] = None,
     ratio: Ratio = None,
-    context: Context = None,
-    keep_softmax: KeepSoftmax = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository.")
-    ] = False,
+    settings: Given = Function("runs/check.py", "check", ("sizes",)),
 ) -> dict[str, Any]:
     """Say whether a model can be compressed, and what that saves.
 
@@ -26,13 +24,9 @@ def check(
     """
     from dofla.runs.check import check as look
 
-    found = look(
-        model,
-        size or (),
-        ratio=ratio,
-        context=context,
-        keep_softmax=keep_softmax or (),
-        trust_remote_code=trust_remote_code,
-    )
+    found = look(model, size or (), ratio=ratio, **settings)
     current_view().show(found)
+    if found.supported:
+        asked = ["--size", size[0]] if size else ["--ratio", f"{ratio or 16:g}"]
+        following("compress", model, *asked, "--out", "compressed")
     return found.to_dict()

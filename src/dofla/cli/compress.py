@@ -2,94 +2,88 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dofla.cli.endings import following, held_out, written
 from dofla.cli.options import (
-    OUTPUT,
-    TEXT,
-    Context,
+    DATA,
+    TEACHER,
     Device,
-    Dtype,
-    KeepSoftmax,
-    Length,
+    Given,
     ModelArgument,
-    Offload,
-    Out,
     Ratio,
-    RetrievalHeads,
-    Seed,
-    SelfData,
     Size,
+    existing,
+    new_folder,
+    source,
+    text_of,
 )
+from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
+from dofla.errors import DoflaError
 
 
 def compress(
     model: ModelArgument,
-    out: Out,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the whole model, as from_pretrained opens it; new.", callback=new_folder),
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder for an adapter instead, which names its base; new.", callback=new_folder)
+    ] = None,
     size: Size = None,
     ratio: Ratio = None,
-    context: Context = None,
-    head_budgets: Annotated[
-        str, typer.Option(help="Bytes of each KV head: measured on the calibration text, even, or a saved file.")
-    ] = "measured",
-    retrieval_heads: RetrievalHeads = 0,
-    data: SelfData = "self",
-    windows: Annotated[int, typer.Option(help="Number of calibration windows.", rich_help_panel=TEXT)] = 12,
-    length: Length = 512,
-    prefill: Annotated[
-        str, typer.Option(help="How prompts are read: exact, stream (token by token), or auto (exact on a GPU).")
-    ] = "auto",
-    keep_softmax: KeepSoftmax = None,
-    merged: Annotated[
-        bool,
-        typer.Option("--merged", help="Write the whole model, as for vLLM, not an adapter.", rich_help_panel=OUTPUT),
-    ] = False,
-    dtype: Dtype = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File from dofla calibrate.", callback=existing("a calibration"))
+    ] = None,
+    data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}; default: self.", callback=source)] = None,
     device: Device = None,
-    offload: Offload = None,
-    seed: Seed = 0,
+    opening: Given = TEACHER,
+    text: Given = text_of(windows=12),
+    settings: Given = Function("compression/compress.py", "compress", ("progress",)),
 ) -> dict[str, Any]:
     """Compress the cache of a model to a constant size; no training."""
-    from dofla.distillation.training_free import WAYS
-    from dofla.distillation.training_free import compress as make
+    from dofla import Calibration
+    from dofla import compress as make
+    from dofla.cli.texts import windows_from
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.student import Student
-    from dofla.plans.head_budgets import HeadBudgets, named
-    from dofla.runs.recipe import DataSpec
-    from dofla.runs.teacher import load_teacher, windows_of
+    from dofla.runs.teacher import load_teacher
     from dofla.storage.files import new_folder
 
-    view = current_view()
-    with new_folder(out) as folder:
-        compressed, tokenizer = load_teacher(model, dtype, device, offload)
-        calibration = windows_of(DataSpec(data, length, windows), compressed, tokenizer, seed=seed, view=view)
+    if out is None and adapter is None:
+        raise DoflaError("nowhere to write: give --out FOLDER for a whole model, or --adapter FOLDER")
+    if calibration is not None and data is not None:
+        raise DoflaError(f"--calibration {calibration} and --data {data} are both given: give one of them")
+    view, kinds = current_view(), {"compressed model": out, "adapter": adapter}
+    measured = None if calibration is None else Calibration.load(calibration)
+    with ExitStack() as stack:
+        folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
+        compressed, tokenizer = load_teacher(model, device=device, **opening)
+        windows = None if measured else windows_from(data or "self", compressed, tokenizer, text)
+        options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
         with view.progress("compress") as bar:
-            make(
-                compressed,
-                calibration,
-                size,
-                ratio=ratio,
-                context=context,
-                head_budgets=head_budgets if head_budgets in WAYS else HeadBudgets.load(head_budgets),
-                retrieval_heads=retrieval_heads,
-                tokenizer=tokenizer,
-                keep_softmax=keep_softmax or (),
-                prefill=prefill,
-                progress=bar.stage,
-            )
-        if merged:
-            compressed.save_pretrained(folder)
-        else:
-            write_adapter(compressed, folder)
-        tokenizer.save_pretrained(folder)
-    if not merged:
-        warn_of_local_base(compressed, out)
+            make(compressed, windows, size, progress=bar.stage, **options)
+        for kind, folder in folders.items():
+            if kind == "adapter":
+                write_adapter(compressed, folder)
+            else:
+                compressed.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    if adapter is not None:
+        warn_of_local_base(compressed, adapter)
     plan = Student.of(compressed).plan
     view.show(plan)
-    if full_heads := plan.made_by.get("retrieval_heads"):
-        view.say(named(full_heads))
-    view.say(f"\n{'model' if merged else 'adapter'} written to {out}")
-    return {"folder" if merged else "adapter": out, "state_bytes": plan.state_bytes(compressed.dtype), **plan.to_dict()}
+    held_out(plan.made_by)
+    if heads := plan.made_by.get("retrieval_heads"):
+        view.say(f"retrieval heads: {', '.join(f'{name} {head}' for name, own in heads.items() for head in own)}")
+    for kind, path in kinds.items():
+        if path is not None:
+            written(kind, path)
+    following("evaluate", out or adapter, "--data", data or "sample")
+    return {"folder": out, "adapter": adapter, "state_bytes": plan.state_bytes(compressed.dtype), **plan.to_dict()}

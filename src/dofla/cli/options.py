@@ -8,24 +8,18 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dofla.cli.settings import Function
 from dofla.errors import DoflaError
 
-MODEL, TEXT, OUTPUT = "Model", "Text", "Output"
-"""Panels of a verb's help, with typer's own for all other options."""
+OUTPUT = "Output"
+"""The panel of options for what is printed."""
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-def _seed(value: int) -> int:
-    # Not typer's min=0, whose "int range" takes a quarter of the width of every help page.
-    if value < 0:
-        raise DoflaError(f"seed is {value}: give 0 or more")
-    return value
 
 
 def _model(name: str | None) -> str | None:
@@ -94,75 +88,47 @@ ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Folder, hub name, 'demo', or package:NAME/FOLDER.", callback=_model),
 ]
-StudentArgument = Annotated[
+CompressedModel = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model),
 ]
-BaseModel = Annotated[
-    str | None,
-    typer.Option(
-        help="Base model of an adapter: a folder or hub name; default: the one the adapter names.",
-        rich_help_panel=MODEL,
-        callback=_model,
-    ),
-]
 DATA = "a file (text, JSONL, Parquet, tokens), a datasets name, demo, sample, or self (the model's samples)"
-Data = Annotated[str, typer.Option(help=f"Text: {DATA}.", rich_help_panel=TEXT, callback=source)]
-SelfData = Annotated[
-    str,
-    typer.Option(help=f"Calibration text: {DATA}.", rich_help_panel=TEXT, callback=source),
-]
-Length = Annotated[int, typer.Option(help="Length of a window, in tokens.", rich_help_panel=TEXT)]
-Windows = Annotated[int, typer.Option(help="Number of windows, at most.", rich_help_panel=TEXT)]
-BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", rich_help_panel=TEXT)]
-Padded = Annotated[
-    bool, typer.Option("--padded", help="One text per window, padded: for encoders.", rich_help_panel=TEXT)
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Data type: float32, bfloat16 or float16; default: the checkpoint's, float32 where that is slow.",
-        rich_help_panel=MODEL,
-    ),
-]
+Data = Annotated[str, typer.Option(help=f"Text: {DATA}.", callback=source)]
+SelfData = Annotated[str, typer.Option(help=f"Calibration text: {DATA}.", callback=source)]
+Length = Annotated[int, typer.Option(help="Length of a window, in tokens.")]
+Windows = Annotated[int, typer.Option(help="Number of windows, at most.")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu.", rich_help_panel=MODEL
-    ),
+    typer.Option(help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu."),
 ]
-Offload = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for offload: layers that do not fit in memory are read from disk as needed.",
-        rich_help_panel=MODEL,
-    ),
-]
-Seed = Annotated[int, typer.Option(callback=_seed, help="Random seed.")]
 Lambda = Annotated[float, typer.Option("--lambda", help="Regularization λ of the degrees of freedom.")]
-TokenDtype = Annotated[
-    str | None, typer.Option(help="Data type of exact tokens: int8 or model; default: int8; for encoders: model.")
-]
-Track = Annotated[
-    list[str] | None,
-    typer.Option(help="Loss tracker, through accelerate: tensorboard, wandb, ...; repeatable.", rich_help_panel=OUTPUT),
-]
-KeepSoftmax = Annotated[
-    list[str] | None, typer.Option(help="Attention module to leave unchanged; repeatable; default none.")
-]
-Size = Annotated[
-    str | None, typer.Option(help="Size of the compressed cache per sequence, as 1.5MiB; default: see --ratio.")
-]
+Size = Annotated[str | None, typer.Option(help="Size of the compressed cache per sequence, as 1.5MiB.")]
 Ratio = Annotated[
     float | None,
-    typer.Option(help="Compression factor instead, against a bfloat16 cache of --context tokens; default 16."),
+    typer.Option(help="Compression factor instead of a size, against a bfloat16 cache; default 16."),
 ]
-Context = Annotated[
-    int | None, typer.Option(help="Context length to compress for, in tokens; default: all positions of the model.")
-]
-RetrievalHeads = Annotated[
-    int, typer.Option(help="KV heads that keep the full context: better recall, slightly worse perplexity.")
-]
-Out = Annotated[
-    Path, typer.Option(help="Folder to write; it must be new.", rich_help_panel=OUTPUT, callback=new_folder)
-]
+Out = Annotated[Path, typer.Option(help="Folder to write; it must be new.", callback=new_folder)]
+
+Given = Any
+"""Type of a verb's parameter that is filled by ``--set``; its default is the :class:`Function` that has the fields."""
+TEACHER = Function("runs/teacher.py", "load_teacher")
+COMPRESSED = Function("runs/teacher.py", "open_student")
+DRAWS = Function("cli/options.py", "set_seed")
+
+
+def set_seed(seed: int = 0) -> None:
+    """Seed what is sampled.
+
+    Args:
+        seed: of the tokens that are sampled.
+    """
+    import torch
+
+    if seed < 0:
+        raise DoflaError(f"seed is {seed}: give 0 or more")
+    torch.manual_seed(seed)
+
+
+def text_of(without: Sequence[str] = (), **defaults: Any) -> Function:
+    """How text is cut into windows, with defaults of the verb."""
+    return Function("integration/self_samples.py", "token_windows", ("split", "progress", *without), defaults)

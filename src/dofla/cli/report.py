@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dofla.cli.endings import written
 from dofla.cli.verb import current_view
 
 
@@ -26,10 +27,9 @@ def report(
 
     It is one file, and needs no network.
     """
-    from dofla.display import size
     from dofla.report import REPORT, write_report
 
     view = current_view()
     path = write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT)), view=view, speed=speed)
-    view.say(f"{path} ({size(path.stat().st_size)})")
+    written("report", path)
     return {"report": path, "bytes": path.stat().st_size}

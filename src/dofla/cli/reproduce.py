@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.options import OUTPUT, Device
+from dofla.cli.endings import written
+from dofla.cli.options import Device, Given
+from dofla.cli.settings import Sections
 from dofla.cli.verb import current_view
 
 NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, 3, 6"
@@ -24,15 +26,10 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="Scale: full, or small (for a laptop).")] = "full",
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder, where an interrupted run resumes; default paper-MODEL-SCALE.",
-            rich_help_panel=OUTPUT,
-        ),
+        typer.Option(help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE."),
     ] = None,
     device: Device = None,
-    change: Annotated[
-        list[str] | None, typer.Option("--set", help="Change to the study: field=value; repeatable.")
-    ] = None,
+    changes: Given = Sections([("runs/recipe.py", "Recipe"), ("paper/study.py", "Study")]),
 ) -> dict[str, Any]:
     """Reproduce the paper's tables for a model.
 
@@ -42,15 +39,15 @@ def reproduce(
     from dofla.paper.study import Study
     from dofla.runs.recipe import slug
 
-    study = Study.of(model, scale, seeds, change)
+    study = Study.of(model, scale, seeds, changes)
     study.device = device or study.device
     folder = out or Path("runs") / f"reproduce-{slug(Path(model).name)}-{scale}"
     words = ["dofla", "reproduce", "--model", model, "--table", "{table}", "--seeds", str(seeds), "--scale", scale]
     words += ["--device", device] if device else []
-    words += [word for setting in change or [] for word in ("--set", setting)]
+    words += [word for setting in changes for word in ("--set", setting)]
     view = current_view()
     made = make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)
-    view.say(f"\nMarkdown and JSON are in {folder / 'tables'}")
+    written("tables (Markdown and JSON)", folder / "tables")
     return {"folder": folder, "tables": [one.to_dict() for one in made]}
 
 

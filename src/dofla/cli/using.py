@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dofla.cli.options import TEXT, BaseModel, Device, Dtype, Offload, Seed, StudentArgument, existing
+from dofla.cli.options import COMPRESSED, DRAWS, CompressedModel, Device, Given, existing, set_seed
+from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError, about
 
@@ -29,29 +30,25 @@ def _prompt(given: str | None) -> str:
 
 
 def generate(
-    student: StudentArgument,
+    model: CompressedModel,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Text to continue; default: standard input.", rich_help_panel=TEXT, callback=_prompt),
+        typer.Option(help="Text to continue; default: standard input.", callback=_prompt),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompt.")] = False,
     prompt_state: Annotated[
         Path | None,
-        typer.Option(help="Saved cache to continue from; created from --document if missing.", rich_help_panel=TEXT),
+        typer.Option(help="Saved cache to continue from; created from --document if missing."),
     ] = None,
     document: Annotated[
         Path | None,
-        typer.Option(
-            help="Text file to read into --prompt-state first.", rich_help_panel=TEXT, callback=existing("a text")
-        ),
+        typer.Option(help="Text file to read into --prompt-state first.", callback=existing("a text")),
     ] = None,
-    base_model: BaseModel = None,
-    dtype: Dtype = None,
     device: Device = None,
-    offload: Offload = None,
-    seed: Seed = 0,
+    opening: Given = COMPRESSED,
+    draws: Given = DRAWS,
 ) -> dict[str, Any]:
     """Continue a text with a compressed model."""
     import torch
@@ -63,17 +60,17 @@ def generate(
 
     text = _prompt(prompt)
     check_numbers(new_tokens=new_tokens)
-    model, tokenizer = open_student(student, dtype, base_model, device, offload)
+    opened, tokenizer = open_student(model, device=device, **opening)
     ids, options = _tokens(tokenizer, text, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
-    check_readable(model, ids, "--prompt", new_tokens)
-    start = _prompt_state(model, tokenizer, prompt_state, document)
+    check_readable(opened, ids, "--prompt", new_tokens)
+    start = _prompt_state(opened, tokenizer, prompt_state, document)
     if start is not None:
         ids = torch.cat([start[0].cpu(), ids], dim=1)
         options[CACHE_ARGUMENT] = start[1]
-        check_readable(model, ids, f"{prompt_state} and --prompt", new_tokens)
-    ids = ids.to(model.device)
-    torch.manual_seed(seed)
-    out = model.generate(  # type: ignore[operator] # of their GenerationMixin
+        check_readable(opened, ids, f"{prompt_state} and --prompt", new_tokens)
+    ids = ids.to(opened.device)
+    set_seed(**draws)
+    out = opened.generate(  # type: ignore[operator] # of their GenerationMixin
         ids, attention_mask=torch.ones_like(ids), **options
     )
     new = out[0, ids.shape[1] :]
@@ -83,7 +80,7 @@ def generate(
 
 
 def serve(
-    student: StudentArgument,
+    model: CompressedModel,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
     sessions: Annotated[int, typer.Option(help="Conversations whose cache is kept between turns.")] = 32,
@@ -96,11 +93,9 @@ def serve(
         str | None,
         typer.Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed."),
     ] = None,
-    max_body: Annotated[int, typer.Option(help="Maximum size of a request, in MiB.")] = 32,
-    base_model: BaseModel = None,
-    dtype: Dtype = None,
     device: Device = None,
-    offload: Offload = None,
+    opening: Given = COMPRESSED,
+    serving: Given = Function("serving/server.py", "server", ("at_once", "key")),
 ) -> dict[str, Any]:
     """Serve a compressed model over an OpenAI-compatible API.
 
@@ -117,19 +112,19 @@ def serve(
     from dofla.serving.guard import check_key
     from dofla.serving.server import conversing, is_open, listening, server
 
-    check_numbers(sessions=sessions, at_once=at_once, max_body=max_body)
+    check_numbers(sessions=sessions, at_once=at_once, **serving)
     check_key(api_key)
     with listening(host, port) as place, ExitStack() as stack:
-        model, tokenizer = open_student(student, dtype, base_model, device, offload)
-        writer = CompiledModel(model) if compile else stack.enter_context(ContinuousBatching(model))
-        name = Path(student).name
+        opened, tokenizer = open_student(model, device=device, **opening)
+        writer = CompiledModel(opened) if compile else stack.enter_context(ContinuousBatching(opened))
+        name = Path(model).name
         if api_key is None and is_open(place):
             logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
         current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
-        answering, reader = conversing(writer, sessions), reader_of(student, model, tokenizer)
-        at_once, bound = 1 if compile else at_once, max_body * 2**20
-        server(name, answering, reader, at_once, key=api_key, most=bound).run(sockets=[place])
-    return {"student": name}
+        answering, reader = conversing(writer, sessions), reader_of(model, opened, tokenizer)
+        at_once = 1 if compile else at_once
+        server(name, answering, reader, at_once, key=api_key, **serving).run(sockets=[place])
+    return {"model": name}
 
 
 def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
-from dofla.cli.menu import HelpAll
 from dofla.cli.options import OUTPUT
+from dofla.cli.settings import Function, Sections, Settings
 from dofla.errors import DoflaError
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ class Verbosity:
 
 _MOST = 2**31 - 1
 OPTIONS = get_type_hints(Verbosity, include_extras=True)
-_HELP_ALL = "help_all"
 VERBOSITY: ContextVar[Verbosity] = ContextVar("manner")
 """Verbosity of the running command."""
 _VIEW: ContextVar[View] = ContextVar("view")
@@ -67,31 +67,62 @@ def current_view() -> View:
     return _VIEW.get()
 
 
+Set = Annotated[list[str] | None, typer.Option("--set", help="One of the fields below: field=value; repeatable.")]
+
+
+class Verb(TyperCommand):
+    """A verb whose help ends with the fields that ``--set`` takes."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if fields := str(getattr(self.callback, "fields", "")):
+            self.epilog = f"Fields of --set: {fields}."
+        super().format_help(ctx, formatter)
+
+
 def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
-    """A function as a verb: it gets :data:`OPTIONS`, and what it returns is what ``--json`` prints."""
+    """A function as a verb: it gets :data:`OPTIONS`, and what it returns is what ``--json`` prints.
+
+    A parameter whose default is a :class:`~dofla.cli.settings.Function` gets as a dict what ``--set`` says of it; one
+    whose default are :class:`~dofla.cli.settings.Sections` gets the changes as they are.
+    """
+    parameters = inspect.signature(function).parameters
+    functions = {name: p.default for name, p in parameters.items() if isinstance(p.default, Function)}
+    sections = {name: p.default for name, p in parameters.items() if isinstance(p.default, Sections)}
+    settings = Settings(functions, [name for name in parameters if name not in functions])
 
     @wraps(function)
     def command(ctx: typer.Context, **given: Any) -> None:
         from dofla.storage.rank import is_main_process
 
         manner = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
-        del given[_HELP_ALL]
+        VERBOSITY.set(manner)
+        for name, value in given.items():
+            _check(name.replace("_", "-"), value)
+        changes = given.pop("set", None) or []
+        given |= dict.fromkeys(sections, changes) if sections else settings.read(changes, _check)
         with _showing(manner):
-            for name, value in given.items():
-                _check(name.replace("_", "-"), value)
             result = function(**given)
         if manner.json and is_main_process():
             print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
 
     hints = get_type_hints(function, include_extras=True)
-    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
     kind = inspect.Parameter.KEYWORD_ONLY
-    shared = {**OPTIONS, _HELP_ALL: HelpAll}
-    common = [inspect.Parameter(name, kind, default=False, annotation=hint) for name, hint in shared.items()]
+    own = [
+        p.replace(annotation=hints[p.name], kind=kind)
+        for p in parameters.values()
+        if p.name not in {*functions, *sections}
+    ]
+    added = ({"set": Set} if functions or sections else {}) | OPTIONS
+    defaults = {"set": None}
+    common = [
+        inspect.Parameter(name, kind, default=defaults.get(name, False), annotation=hint)
+        for name, hint in added.items()
+    ]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    own = [p.replace(kind=kind) for p in own]
     command.__signature__ = inspect.Signature([first, *own, *common])  # type: ignore[attr-defined] # inspect reads it
-    command.__annotations__ = {"ctx": typer.Context, **{k: v for k, v in hints.items() if k != "return"}, **shared}
+    command.__annotations__ = {"ctx": typer.Context} | {p.name: p.annotation for p in (*own, *common)}
+    if functions or sections:
+        command.fields = next(iter(sections.values()), settings)  # type: ignore[attr-defined] # Verb reads it
     return command
 
 
@@ -112,7 +143,6 @@ def _showing(manner: Verbosity) -> Iterator[None]:
     from dofla.runs.view import View
     from dofla.storage.rank import is_main_process
 
-    VERBOSITY.set(manner)
     _VIEW.set(View(quiet=manner.quiet or not is_main_process(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
     handler.setLevel(manner.level)

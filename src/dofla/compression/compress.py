@@ -152,7 +152,8 @@ def check_fit(
     check_retrieval_heads(retrieval_heads, len(heads), tokenizer, ranked)
     if retrieval_heads and not ranked and calibration is not None:
         raise DoflaError(
-            f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer"
+            f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer "
+            "(dofla calibrate --retrieval-heads)"
         )
     if calibration is None:
         least = LEAST if head_budgets == "measured" else 1.0

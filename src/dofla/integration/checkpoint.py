@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
-_GIVE_IT = "--base-model FOLDER_OR_NAME (base_model= in Python) says where it is"
+_GIVE_IT = "base_model=FOLDER_OR_NAME (behind --set on the command line) says where it is"
 _PLAN = "plan.json"
 _FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, _PLAN, RECORD]
 _CHECKED = (_PLAN, WEIGHTS, LORA, TRAINED)

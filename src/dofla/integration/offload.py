@@ -1,6 +1,6 @@
 """Models larger than memory: accelerate's offload leaves weights on disk or in host memory until a module is called.
 
-``device_map="auto"`` and ``offload_folder=...`` open such a model (:func:`dofla.load`, ``dofla --offload``).
+``device_map="auto"`` and ``offload_folder=...`` open such a model (:func:`dofla.load`, ``dofla --set offload=FOLDER``).
 """
 
 from __future__ import annotations

@@ -38,6 +38,6 @@ def warn_of_slow_products(model: PreTrainedModel) -> None:
 def _warn(dtype: torch.dtype) -> None:
     logger.warning(
         "this processor has no instructions for products in %s and is many times faster in float32: open the model "
-        "with dtype=torch.float32 (--dtype float32), which takes twice the memory for weights",
+        "with dtype=torch.float32 (--set dtype=float32), which takes twice the memory for weights",
         str(dtype).removeprefix("torch."),
     )

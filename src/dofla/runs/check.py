@@ -266,7 +266,7 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
         if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
             raise DoflaError(
                 f"model {name!r} brings code of its own: read it, then allow it by trust_remote_code=True "
-                "(--trust-remote-code)"
+                "(--set trust_remote_code=true)"
             )
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except DoflaError:

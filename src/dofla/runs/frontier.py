@@ -92,7 +92,7 @@ class Frontier(Result):
         cache: by length, bytes of the softmax model's key-value cache.
         target: nats per token that may be lost, if given.
         model: class, name and number of parameters.
-        made_from: record of the calibration (:class:`dofla.Calibration`); ``retrieval_heads``, if given.
+        made_from: source and tokens of the calibration text, its context, and ``retrieval_heads``, if given.
         evaluated: by name of a text, source of its windows.
     """
 

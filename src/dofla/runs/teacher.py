@@ -64,7 +64,14 @@ def windows_of(
 def load_teacher(
     name: str, dtype: str | None = None, device: str | None = None, offload: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer by folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package).
+    """Model and tokenizer.
+
+    Args:
+        name: a folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package).
+        dtype: ``float32``, ``bfloat16`` or ``float16``; default that of the checkpoint, or float32 on processors that
+            are slow in half precision.
+        device: see :func:`device_of`.
+        offload: folder for layers that do not fit in memory, which accelerate then places.
 
     Raises:
         DoflaError: no such model, tokenizer, dtype or device; a device with ``offload``.
@@ -136,7 +143,7 @@ def _placed(
     if dtype is not None:
         options["dtype"] = dtype_of(dtype)
     elif place.type == "cpu" and half_is_slow():
-        logger.info("models open in float32, as this processor is slow in bfloat16 (--dtype bfloat16: in that)")
+        logger.info("models open in float32, as this processor is slow in bfloat16 (--set dtype=bfloat16: in that)")
         options["dtype"] = torch.float32
     model = load(**options)
     return model if device is None else model.to(place)  # type: ignore[arg-type] # transformers wraps it

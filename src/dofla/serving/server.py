@@ -108,7 +108,7 @@ def server(
     at_once: int = 1,
     *,
     key: str | None = None,
-    most: int = 2**25,
+    max_body: int = 33_554_432,
 ) -> uvicorn.Server:
     """One that answers for ``name``, so many requests ``at_once``; run it on a socket of :func:`listening`.
 
@@ -116,7 +116,7 @@ def server(
         model: of :func:`conversing`, or any other.
         reader: the model's tokenizer, or processor if it sees pictures.
         key: that clients must send, if any.
-        most: bytes of a request.
+        max_body: size of a request, in bytes.
     """
     models, state, manager = _OneModel(name, model, reader), GenerationState(), _AtOnce(at_once)
     state.get_manager = lambda *_, **__: manager  # type: ignore[method-assign] # all requests are for one model
@@ -129,5 +129,5 @@ def server(
         systemone_handler=NotServed(models, state),  # type: ignore[arg-type] # as above
         generation_state=state,
     )
-    app.max_body_size = most
+    app.max_body_size = max_body
     return uvicorn.Server(uvicorn.Config(Guard(app, key), log_level="warning"))

@@ -1,0 +1,32 @@
+"""What a verb says at its end: what it has written, and the next command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dofla.cli.verb import current_view
+
+
+def written(kind: str, path: Path) -> None:
+    """A line on a file or folder that is new, with its size on disk."""
+    from dofla.display import size
+
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    total = sum(file.stat().st_size for file in files)
+    current_view().say(f"\n{kind} written to {path} ({size(total)} on disk)")
+
+
+def held_out(made_by: Mapping[str, Any]) -> None:
+    """A line on the KL that calibration has measured on held-out windows, if it has."""
+    from dofla.compression.head_budgets import held_out_line
+
+    if "held_out" in made_by:
+        current_view().say(held_out_line(made_by["held_out"]))
+
+
+def following(*words: object) -> None:
+    """The next command, on one line whatever its length, so that it can be copied."""
+    current_view().console.print(f"next: {shlex.join(['dofla', *map(str, words)])}", soft_wrap=True)
