@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from opening import open_student
+from opening import open_converted
 
 import dofla
 
@@ -20,7 +20,7 @@ TEMPLATE = """\
 
 
 def main(name: str = "demo", message: str = "Tell me a story about a dog.") -> list[dict[str, str]]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = TEMPLATE
     session, messages = dofla.serving.Session(model), []  # each turn reads only what is new

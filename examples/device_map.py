@@ -10,12 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from opening import open_student
+from opening import open_converted
 from transformers import AutoModelForCausalLM
 
 
 def main(name: str = "demo") -> dict[str, str]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     inputs, texts = tokenizer("Once upon a time, there was a", return_tensors="pt"), {}
     with tempfile.TemporaryDirectory() as temporary:
         folder, offload = Path(temporary) / "student", Path(temporary) / "offload"

@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 
-from opening import open_student
+from opening import open_converted
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
@@ -43,7 +43,7 @@ def rows(task: Task, tokenizer) -> list[dict[str, list[int]]]:
 
 
 def main(name: str = "demo", train: str | None = None, test: str | None = None) -> tuple[float, float]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     learned, tested = (load_task(train), load_task(test)) if train and test else (made(64, 0), made(32, 1))
 
     def accuracy(model) -> float:

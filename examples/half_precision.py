@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 
 import torch
-from opening import open_student, some_text
+from opening import open_converted, some_text
 
 
 @torch.no_grad()
 def main(name: str = "demo") -> dict[torch.dtype, float]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     tokens, losses = some_text(tokenizer, windows=4, seed=7), {}
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)

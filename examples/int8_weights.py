@@ -13,13 +13,13 @@ from __future__ import annotations
 import sys
 
 import torch
-from opening import open_student, some_text
+from opening import open_converted, some_text
 from optimum.quanto import freeze, qint8, quantize
 
 
 @torch.no_grad()
 def main(name: str = "demo") -> dict[str, tuple[float, float]]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     tokens, found = some_text(tokenizer, windows=4, seed=7), {}
     for kind in (str(model.dtype).removeprefix("torch."), "int8"):
         if kind == "int8":

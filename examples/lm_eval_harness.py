@@ -12,7 +12,7 @@ import sys
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from opening import open_student
+from opening import open_converted
 
 import dofla
 from dofla.tasks import Item, Task, harness_task
@@ -26,14 +26,14 @@ QUESTIONS = [
 
 
 def main(name: str = "demo", tasks: str | None = None) -> dict[str, dict[str, float]]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     items = [Item(text, words, answer=0, id=n) for n, (text, words) in enumerate(QUESTIONS)]
     wanted = tasks.split(",") if tasks else [harness_task(Task("next_word", "plain", items))]
     manager = TaskManager(include_defaults=tasks is not None)
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     options = {"tasks": wanted, "task_manager": manager, "bootstrap_iters": 0}
     found = {"student": simple_evaluate(lm, **options)["results"]}
-    with dofla.softmax(model):
+    with dofla.original(model):
         found["original"] = simple_evaluate(lm, **options)["results"]
     accuracies = {who: {task: row["acc,none"] for task, row in results.items()} for who, results in found.items()}
     for who, row in accuracies.items():

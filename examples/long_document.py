@@ -12,14 +12,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from opening import open_student, some_text
+from opening import open_converted, some_text
 
 import dofla
 from dofla.integration.cache import CACHE_ARGUMENT
 
 
 def main(name: str = "demo") -> list[str]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     document, answers = some_text(tokenizer, windows=1, length=1500), []
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "document.safetensors"

@@ -11,14 +11,14 @@ from dofla.data import read_documents
 from dofla.runs import teacher
 
 
-def open_student(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def open_converted(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A compressed model, by folder or name on the hub; ``demo``: the bundled one, compressed in some seconds."""
     if name == "demo":
         model, tokenizer, _ = dofla.demo()
         windows = dofla.token_windows("sample", tokenizer, length=256, windows=8)
         dofla.compress(model, windows, size="128KiB", head_budgets="even")
         return model, tokenizer
-    return teacher.open_student(name)
+    return teacher.open_converted(name)
 
 
 def some_text(tokenizer: PreTrainedTokenizerBase, windows: int, length: int = 256, seed: int = 1):

@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 
 from chat import TEMPLATE
 from openai import OpenAI
-from opening import open_student
+from opening import open_converted
 
 
 def main(name: str = "demo", message: str = "Tell me a story about a dog.") -> list[dict[str, str]]:
     with TemporaryDirectory() as folder:
-        model, tokenizer = open_student(name)
+        model, tokenizer = open_converted(name)
         tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

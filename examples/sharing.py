@@ -9,13 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from opening import open_student, some_text
+from opening import open_converted, some_text
 
 import dofla
 
 
 def main(name: str = "demo", repository: str | None = None) -> str:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     dofla.note(model, figures=dofla.evaluate(model, some_text(tokenizer, windows=4, seed=7)), license="apache-2.0")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "student"

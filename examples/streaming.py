@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from opening import open_student
+from opening import open_converted
 from transformers import DynamicCache, TextStreamer
 
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 
 
 def main(name: str = "demo") -> list[int]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     inputs = tokenizer("Once upon a time, there was a little boy named Tim.", return_tensors="pt").to(model.device)
     cache, sizes = DynamicCache(config=model.config), []
     for tokens in (64, 64):  # the second time it goes on where it stopped, from the cache

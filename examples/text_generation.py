@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from opening import open_student
+from opening import open_converted
 from transformers import pipeline
 
 
 def main(name: str = "demo") -> list[str]:
-    model, tokenizer = open_student(name)
+    model, tokenizer = open_converted(name)
     write = pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts = ["Once upon a time, there was a little dog. He", "Lily and Tom went to the park. They"]
     answers = write(prompts, batch_size=2, max_new_tokens=24, do_sample=False)

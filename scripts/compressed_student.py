@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 import dofla
 from dofla.integration.checkpoint import load_model
+from dofla.integration.converted import Converted
 from dofla.integration.model_card import write_card
-from dofla.integration.student import Student
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WINDOWS = {512: 24, 2048: 8}
@@ -54,7 +54,7 @@ def main(
             result = dofla.evaluate(student, replace(own, source=f"{name} (all)"), fidelity_windows=1)
             dofla.note(student, figures=result, command=command)
     dofla.save_adapter(student.to(torch.bfloat16), out)
-    handle = Student.of(student)
+    handle = Converted.of(student)
     write_card(out, handle.plan, handle.record, adapter=True, name=f"docs/students/{out.name}")
     Console(width=80).print(f"written to {out}")
 

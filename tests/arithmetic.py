@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -61,7 +61,7 @@ def in_float64(student: _Model) -> _Model:
 
 def with_maps_in_float64(student: _Model) -> _Model:
     """The same linearized model, in place, of which the rest is in float64 already."""
-    for layer in Student.of(student).layers.values():
+    for layer in Converted.of(student).layers.values():
         for feature_map in layer.maps:
             feature_map.double()
     return student

@@ -28,12 +28,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dofla import Plan
 from dofla.attention import compiled
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import convert
+from dofla.linear import Plan
 from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan
-from dofla.runs.demo import teacher_path
+from dofla.runs.demo import model_path
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 logging.set_verbosity_error()
@@ -113,7 +113,7 @@ def tiny() -> Tiny:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(teacher_path())
+    return AutoTokenizer.from_pretrained(model_path())
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,7 +19,7 @@ def reader_of(tiny, kind="llama", **plan) -> PreTrainedModel:
 
 
 def _linearized(tiny, model, plan) -> PreTrainedModel:
-    return dofla.linearize(model, tiny.plan(model, **plan))
+    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def keep_softmax(plan, *numbers) -> Plan:

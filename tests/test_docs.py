@@ -25,7 +25,7 @@ from dofla.cli import app
 from dofla.cli.pipeline import RECIPES
 from dofla.cli.settings import Settings
 from dofla.data import read_documents
-from dofla.runs.demo import teacher_path
+from dofla.runs.demo import model_path
 from dofla.runs.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -148,13 +148,13 @@ def is_close(found: str, shown: str) -> bool:
 @pytest.fixture(scope="module")
 def desk(tiny, tmp_path_factory) -> Path:
     """A folder with ``my-model``, ``my-encoder``, a student of the first, and texts."""
-    folder, tokenizer = tmp_path_factory.mktemp("desk"), AutoTokenizer.from_pretrained(teacher_path())
+    folder, tokenizer = tmp_path_factory.mktemp("desk"), AutoTokenizer.from_pretrained(model_path())
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     models = {"my-model": tiny.llama(**sizes), "my-encoder": tiny.bert(**sizes)}
     for place, model in models.items():
         model.save_pretrained(folder / place)
         tokenizer.save_pretrained(folder / place)
-    dofla.linearize(models["my-model"], budget=8).save_pretrained(folder / "student")
+    dofla.linear.linearize(models["my-model"], budget=8).save_pretrained(folder / "student")
     tokenizer.save_pretrained(folder / "student")
     documents = list(itertools.islice(read_documents("sample"), 80))
     with gzip.open(folder / "my_text.txt.gz", "wt", encoding="utf-8") as file:

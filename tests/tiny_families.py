@@ -138,7 +138,7 @@ def teacher(family: str) -> PreTrainedModel:
     return copy.deepcopy(_model(family))
 
 
-def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
+def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.linear.Plan:
     """A plan for all layers of ``model`` that can be linearized.
 
     Kinds: ``plain``, one number of features; ``ragged``, features, window and sinks not the same for all KV heads;
@@ -165,7 +165,7 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.Plan:
             "exact_sinks": {"features": ragged, "sinks": POSITIONS},
         }
         layers.append(FeatureLayer(*shape, **options.get(kind, {"features": 8})))
-    return dofla.Plan(layers, model=type(model).__name__)
+    return dofla.linear.Plan(layers, model=type(model).__name__)
 
 
 @cache
@@ -186,7 +186,7 @@ def own_student(family: str, kind: str = "plain") -> PreTrainedModel:
     """
     model = teacher(family)
     model = model.double() if kind == "eight_bits" else model
-    return dofla.linearize(model, plan_for(model, kind))
+    return dofla.linear.linearize(model, plan_for(model, kind))
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:

@@ -46,7 +46,7 @@ from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 from dofla.serving.prompt_state import read_prompt
 
 CHOOSING, ASKING = 1, 0
@@ -156,7 +156,7 @@ def main(
     adapters = saved(student or [])
     if adapters and retrieval_heads:
         raise typer.BadParameter(f"--retrieval-heads {retrieval_heads}: compress with them, or leave --student out")
-    teacher, tokenizer = load_teacher(model, dtype)
+    teacher, tokenizer = open_original(model, dtype)
     if (most := positions_of(teacher)) is not None and max(lengths) > most:
         raise DoflaError(f"length {max(lengths)}: {model} has {most} positions, give no more")
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
@@ -164,8 +164,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     console = Console(width=220)
     # A model is asked in the attention it has; the original's is that of a student whose layers are all softmax.
-    dofla.linearize(teacher, budget=16)
-    with dofla.softmax(teacher):
+    dofla.linear.linearize(teacher, budget=16)
+    with dofla.original(teacher):
 
         def original(context: Context) -> tuple[list[float], int]:
             return answer(teacher, tokenizer, context)[0], len(context.ids) * token_bytes(teacher)

@@ -25,14 +25,14 @@ from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.heads import FeatureHeads
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
 from dofla.paper.bench import Bench
 from dofla.paper.study import Study
 from dofla.paper.table import Cell, Figure, Table
+from dofla.runs.opening import windows_of
 from dofla.runs.recipe import DataSpec, StudentSpec, apply_change, read_yaml
 from dofla.runs.run import layer_mean
-from dofla.runs.teacher import windows_of
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json
 
@@ -49,7 +49,7 @@ class Quality(Study):
 
 def main(
     model: Annotated[str, typer.Option(help="A file of benchmarks/quality, without its ending.")] = "demo",
-    row: Annotated[list[str] | None, typer.Option(help="Student of the file; default: all.")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="Converted of the file; default: all.")] = None,
     seeds: Annotated[int, typer.Option(help="Of layerwise students; those trained end to end have the first.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/quality-MODEL.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the file; repeatable.")] = None,
@@ -133,7 +133,7 @@ def _windows(bench: Bench, name: str) -> TokenWindows:
 @contextmanager
 def hidden(student: PreTrainedModel, what: str) -> Iterator[None]:
     """Within the block the layers that have both see their features alone, or their window and sinks alone."""
-    groups = [x for layer in Student.of(student).layers.values() for x in layer.groups if isinstance(x, FeatureHeads)]
+    groups = [x for layer in Converted.of(student).layers.values() for x in layer.groups if isinstance(x, FeatureHeads)]
     hybrid = [x for x in groups if (x.window or x.sinks) and x.features]
     kept, nothing = [(x.map, x.window, x.sinks) for x in hybrid], feature_map_class("none")
     for group in hybrid:

@@ -30,9 +30,9 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 from dofla.storage.files import read_json, write_json
 
 SIZES = ("750KiB", "1.5MiB", "3MiB", "6MiB")
@@ -86,11 +86,11 @@ def main(
 
 
 def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[str, Any]]:
-    teacher, tokenizer, rows = *load_teacher(model), []
+    teacher, tokenizer, rows = *open_original(model), []
     made_from = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     for each in SIZES:
         student = dofla.compress(teacher, made_from, each)
-        held = Student.of(student).plan.state_bytes(teacher.dtype)
+        held = Converted.of(student).plan.state_bytes(teacher.dtype)
         for length, (_, pool, others) in WINDOWS.items():
             for n, (kind, where) in enumerate(texts.items()):
                 count = others if n else pool

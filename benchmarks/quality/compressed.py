@@ -38,11 +38,11 @@ from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
 from dofla.integration.surgery import convert
 from dofla.plans.layers import FeatureLayer
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 from dofla.storage.files import write_json
 
 Make = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
@@ -59,7 +59,7 @@ def window_alone(size: str | int, _: int | None) -> Make:
             held = layer.state_bytes(model.dtype.itemsize) // layer.kv_heads
             window = held // (layer.head_dim + layer.value_dim + 2) - layer.sinks
             layers.append(FeatureLayer(*shape, 0, window, layer.sinks, "none", "int8"))
-        return dofla.linearize(model, dofla.Plan(layers))
+        return dofla.linear.linearize(model, dofla.linear.Plan(layers))
 
     return make
 
@@ -83,7 +83,7 @@ def by_age(size: str, context: int | None) -> Make:
         for layer in plan.compressed:
             layer.newest, layer.heavy_hitters = layer.newest + layer.heavy_hitters - 1, 1
         convert(model, plan)
-        calibration.apply(Student.of(model).layers)
+        calibration.apply(Converted.of(model).layers)
         return model
 
     return make
@@ -98,7 +98,7 @@ def trained(size: str, context: int | None, rate: float | None = None) -> Make:
         batch = max(1, AT_ONCE // training.length)
         options = {"steps": len(training) // batch, "batch_size": batch, "context": context}
         rates = {} if rate is None else {"weights": rate}
-        dofla.distill_end_to_end(student, training, learning_rates=rates, **options)
+        dofla.linear.distill_end_to_end(student, training, learning_rates=rates, **options)
         return student
 
     return make
@@ -146,7 +146,7 @@ def main(
     names = student or ["window", "compressed"]
     if unknown := set(names) - STUDENTS.keys():
         raise typer.BadParameter(f"no student is called {min(unknown)!r}: choose of {', '.join(STUDENTS)}")
-    teacher, tokenizer = load_teacher(model, dtype)
+    teacher, tokenizer = open_original(model, dtype)
     texts, lengths = sources(text or []), length or [512]
     judged = {
         (tokens, kind): _windows(where, tokenizer, tokens, windows)
@@ -168,7 +168,7 @@ def main(
             started = time.perf_counter()
             made = students[name](each, context)(teacher, *(pool[seed] for pool in pools))
             seconds = time.perf_counter() - started
-            state = Student.of(made).plan.state_bytes(teacher.dtype)
+            state = Converted.of(made).plan.state_bytes(teacher.dtype)
             with evaluation_mode(made):
                 for (tokens, kind), held_out in judged.items():
                     figures = next_token_figures(made, held_out)

@@ -27,15 +27,15 @@ import dofla
 from dofla.data import TokenWindows, as_windows
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.trials import _effects
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student
 from dofla.integration.surgery import even_plan
 from dofla.paper.error_curve import rank_correlation
 from dofla.plans.hybrid import TOKEN_SHARE
 from dofla.profiles.spectrum import Spectrum, attention_spectrum, degrees_of_freedom, gram_spectrum
+from dofla.runs.opening import open_original, windows_of
 from dofla.runs.recipe import DataSpec
-from dofla.runs.teacher import load_teacher, windows_of
 
 KINDS = {"features alone": ("prf", 0.0), "beside a window": ("mlp", TOKEN_SHARE)}
 """Feature map and share of exact tokens of the students."""
@@ -164,12 +164,12 @@ def measure(
     feature_map, share = KINDS[kind]
     border = len(windows) - held
     training, judging = (as_windows(windows.batch(range(a, b))) for a, b in ((0, border), (border, len(windows))))
-    student = dofla.linearize(model, even_plan(model, budget, share=share, feature_map=feature_map), seed=0)
+    student = dofla.linear.linearize(model, even_plan(model, budget, share=share, feature_map=feature_map), seed=0)
     try:
-        dofla.distill(student, training, loss="softmax", steps=steps, batch_size=batch, rows=64, seed=0)
+        dofla.linear.distill(student, training, loss="softmax", steps=steps, batch_size=batch, rows=64, seed=0)
         errors = {
             n: e["head_kl"]
-            for n, e in attention_fidelity(Student.of(student), judging, batch_size=batch, seed=0).items()
+            for n, e in attention_fidelity(Converted.of(student), judging, batch_size=batch, seed=0).items()
         }
         effects = _effects(student, judging, errors, None)
     finally:
@@ -210,7 +210,7 @@ def main(
     dtype: str | None = None,
     only: Annotated[list[str] | None, typer.Option(help="Estimates by name; default all.")] = None,
 ) -> None:
-    teacher, tokenizer = load_teacher(model, dtype)
+    teacher, tokenizer = open_original(model, dtype)
     costs = {}
     for kind, (feature_map, _) in KINDS.items():
         kept = out / f"{feature_map}.json"

@@ -38,7 +38,7 @@ from dofla.display import table
 from dofla.distillation.objective import Objective
 from dofla.integration.interface import softmax_attention, visiting
 from dofla.plans.layers import CompressedLayer
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 Choice = Callable[[CompressedLayer, Tensor], Tensor]
 """Of masked scores [Hkv, G, queries, keys], which of the old tokens a query sees [Hkv, queries, keys]."""
@@ -145,7 +145,7 @@ def limited(plans: dict[nn.Module, CompressedLayer], choice: Choice) -> Callable
     return attention
 
 
-def forgetting(model: PreTrainedModel, plan: dofla.Plan, windows: TokenWindows, choice: Choice) -> float:
+def forgetting(model: PreTrainedModel, plan: dofla.linear.Plan, windows: TokenWindows, choice: Choice) -> float:
     """Divergence from the model of the same whose layers see what a memory of ``plan`` would hold."""
     plans = {model.get_submodule(layer.name): layer for layer in plan.compressed}
     with visiting(model, None, limited(plans, choice)):
@@ -159,7 +159,7 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="Tokens per window; repeatable; default 512.")] = None,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 6,
 ) -> None:
-    teacher, tokenizer = load_teacher(model)
+    teacher, tokenizer = open_original(model)
     plan = compressed_plan(Target.of(teacher), parse_size(size))
     names = {path.name.partition(".")[0]: path for path in text}
     shown = table("tokens", "chosen", *names, gap=2)

@@ -32,7 +32,7 @@ from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.integration.interface import softmax_attention, visiting
 from dofla.integration.sites import attention_sites
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 BITS = (8.0, 3.0)
 
@@ -112,7 +112,7 @@ def main(
     windows: Annotated[int, typer.Option(help="Of each text.")] = 3,
     known: Annotated[int, typer.Option(help="Windows to measure on.")] = 4,
 ) -> None:
-    teacher, tokenizer = load_teacher(model, "float32")
+    teacher, tokenizer = open_original(model, "float32")
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     sources = {path.name.partition(".")[0]: path for path in text} | {"python": modules}
     texts = {

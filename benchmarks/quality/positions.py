@@ -24,7 +24,7 @@ from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective
 from dofla.integration.placement import placed
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 
 @torch.inference_mode()
@@ -44,7 +44,7 @@ def main(
     first: Annotated[list[int] | None, typer.Option(help="Positions; repeatable; default 0, 1500, 6000.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Default 512, 2048 and all that the model has.")] = None,
 ) -> None:
-    teacher, tokenizer = load_teacher(model)
+    teacher, tokenizer = open_original(model)
     tokens = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=teacher)
     judged = {
         path.name.partition(".")[0]: dofla.token_windows(path, tokenizer, length=512, windows=windows, split="all")
@@ -53,7 +53,7 @@ def main(
     shown = table("measured over", "windows begin at", *judged, gap=2)
     for each in context or [512, 2048, None]:
         student = dofla.compress(teacher, tokens, size, head_budgets="even", context=each)
-        loss = Objective(student, partial(dofla.softmax, student))
+        loss = Objective(student, partial(dofla.original, student))
         for place in first or [0, 1500, 6000]:
             cells = (f"{divergence(loss, own, place):.4f}" for own in judged.values())
             shown.add_row(f"{each or 'all'} positions", str(place), *cells)

@@ -24,10 +24,10 @@ from transformers import DynamicCache, PreTrainedModel
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT
+from dofla.integration.converted import Converted
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 WRITTEN = 512
 """Tokens after the prompt."""
@@ -44,7 +44,7 @@ def main(
     split: Annotated[list[int] | None, typer.Option(help="Tokens per exact call; default 512, 2048, 8192.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default the checkpoint's, where that is not slow.")] = None,
 ) -> None:
-    original, tokenizer = load_teacher(model, dtype)
+    original, tokenizer = open_original(model, dtype)
     texts = {}
     for name, where in sources(text or []).items():
         there = dofla.token_windows(where, tokenizer, length=length, split="all").input_ids
@@ -54,7 +54,7 @@ def main(
     compressed = dofla.compress(original, known, size, calibration=calibration)
     shown = table("prefill", *texts, "mean", gap=2)
     for way, tokens in [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]:
-        for layer in Student.of(compressed).layers.values():
+        for layer in Converted.of(compressed).layers.values():
             layer.prefill = way
         found = [losses(compressed, rows, tokens) - right[name] for name, rows in texts.items()]
         means = [x.mean().item() for x in found]

@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[[PreTrainedModel, Tensor, int, int], Read]] = {
 def original(model: PreTrainedModel, ids: Tensor, context: int) -> Tensor:
     """Losses [T] of the softmax model, each token read with ``context`` others before it, or half as many at least."""
     found, stride = [], context // 2
-    with dofla.softmax(model):
+    with dofla.original(model):
         for first in range(0, len(ids) - 1, stride):
             before = max(0, first - stride)
             logits = model(ids[None, before : first + stride], use_cache=False).logits[0, first - before :]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import dofla
 from dofla.integration.sites import attention_sites
 from dofla.plans.plan import LayerPlan, Plan
-from dofla.runs.teacher import dtype_of, resolve_model
+from dofla.runs.opening import dtype_of, resolve_model
 
 
 def main(
@@ -43,16 +43,16 @@ def main(
         student.zero_grad()
 
     def layerwise_step(rows: int | None, loss: str) -> None:
-        dofla.distill(student, tokens, steps=1, batch_size=batch_size, rows=rows, loss=loss)
+        dofla.linear.distill(student, tokens, steps=1, batch_size=batch_size, rows=rows, loss=loss)
 
     seconds = {"plain training step": _time(plain_step, repeats)}
     sites = attention_sites(student).items()
     plan = Plan([LayerPlan(n, s.kv_heads, s.head_dim, s.value_dim, budget) for n, s in sites])
-    dofla.linearize(student, plan)
+    dofla.linear.linearize(student, plan)
     seconds["prf, softmax loss, all rows"] = _time(lambda: layerwise_step(None, "softmax"), repeats)
     seconds[f"prf, softmax loss, rows={rows}"] = _time(lambda: layerwise_step(rows, "softmax"), repeats)
     dofla.restore(student)
-    dofla.linearize(student, budget=budget)
+    dofla.linear.linearize(student, budget=budget)
     seconds[f"hybrid, output loss, rows={rows}"] = _time(lambda: layerwise_step(rows, "output"), repeats)
 
     base = seconds["plain training step"]

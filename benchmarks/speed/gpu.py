@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.serving import CompiledModel
 
 _SMALL = {"head_dim": 64, "num_key_value_heads": 3, "hidden_size": 576, "num_attention_heads": 9}
@@ -222,7 +222,7 @@ def main(
     ours["generate"]["compiled"] = None
     if compiled:
         ours["generate"]["compiled"] = bench.generated(1, short, tokens, CompiledModel(model))
-    for layer in Student.of(model).layers.values():
+    for layer in Converted.of(model).layers.values():
         layer.prefill = "sequential"
     sequential = bench.prefill(prompts[0])
 

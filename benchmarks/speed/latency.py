@@ -40,7 +40,7 @@ from dofla.compression.head_budgets import HeadBudgets
 from dofla.compression.plan import Target, compressed_plan
 from dofla.compression.size import parse_size
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.integration.surgery import convert
 from dofla.storage.files import read_json
 
@@ -123,7 +123,7 @@ def compressed_by(model: PreTrainedModel, size: str, head_budgets: HeadBudgets |
     target = Target.of(model)
     calibration = dofla.calibrate(model, random_tokens(model, 1, 256), head_budgets="even", context=CONTEXT)
     convert(model, compressed_plan(target, parse_size(size), head_budgets=head_budgets, context=CONTEXT))
-    calibration.apply(Student.of(model).layers)
+    calibration.apply(Converted.of(model).layers)
     return model
 
 

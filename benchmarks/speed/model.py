@@ -247,7 +247,7 @@ def build(job: Job) -> PreTrainedModel:
         return model
     if job.compressed:
         return dofla.compress(model, random_tokens(model, job, 256)[:1], job.compressed, head_budgets="even")
-    return dofla.linearize(model, uniform_plan(config, job))
+    return dofla.linear.linearize(model, uniform_plan(config, job))
 
 
 def prefill(model: PreTrainedModel, job: Job, total: int, chunk: int) -> tuple[DynamicCache, float]:

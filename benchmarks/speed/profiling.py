@@ -39,7 +39,7 @@ def main(
         def mark(stage: str, done: int, total: int, stages=stages, started=started) -> None:
             stages[stage] = time.perf_counter() - started
 
-        dofla.profile(model, tokens, samples=samples, progress=mark)
+        dofla.linear.profile(model, tokens, samples=samples, progress=mark)
         total = time.perf_counter() - started
         with torch.inference_mode():
             started = time.perf_counter()

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 import dofla
 from dofla.display import table
-from dofla.runs.teacher import load_teacher, open_student
+from dofla.runs.opening import open_converted, open_original
 from dofla.serving import ContinuousBatching
 from dofla.serving.server import conversing, listening, server
 
@@ -41,8 +41,8 @@ def main(
 ) -> None:
     logging.set_verbosity_error()
     counts = clients or [1, 4, 16]
-    softmax, tokenizer = load_teacher(base_model, dtype)
-    linear, _ = open_student(student, dtype, base_model)
+    softmax, tokenizer = open_original(base_model, dtype)
+    linear, _ = open_converted(student, dtype, base_model)
     texts = _texts(tokenizer, prompt)
     shown = table("clients", "softmax", "in turn", "side by side", "over softmax", "over in turn", gap=2)
     with ExitStack() as stack:

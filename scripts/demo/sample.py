@@ -8,14 +8,14 @@ import gzip
 from windows import drawn_windows
 
 from dofla.data.documents import SAMPLE
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 WINDOWS, LENGTH, SEED = 96, 2048, 1
 """Another seed than the demo's, so that text and demo have no window in common."""
 
 
 def main() -> None:
-    model, tokenizer = load_teacher("demo")
+    model, tokenizer = open_original("demo")
     drawn = drawn_windows(model, tokenizer, WINDOWS, LENGTH, split="train", seed=SEED)
     documents = []
     for window in drawn.input_ids.tolist():

@@ -18,7 +18,7 @@ from dofla.errors import DoflaError
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
 from dofla.runs.demo import TASKS
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 from dofla.tasks import Item, Task
 
 RECALL_DISTANCES = {"recall_near": 60, "recall_mid": 150, "recall_far": 350}
@@ -161,7 +161,7 @@ def _item(
 
 
 def main() -> None:
-    model, tokenizer = load_teacher("demo", "float32")
+    model, tokenizer = open_original("demo", "float32")
     for split in _SEEDS:
         for task in demo_tasks(model, tokenizer, ITEMS, split=split):
             lines = [json.dumps({k: v for k, v in asdict(item).items() if v is not None}) for item in task.items]

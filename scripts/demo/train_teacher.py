@@ -44,9 +44,7 @@ def main(
     arch: Annotated[Arch, typer.Option(help="Model family.")] = Arch.llama,
     stories: Annotated[Path, typer.Option(help="Training stories.")] = Path("data/stories-train.txt.gz"),
     validation: Annotated[Path, typer.Option(help="Held-out stories.")] = Path("data/stories-val.txt.gz"),
-    out: Annotated[Path, typer.Option(help="Folder to write; replaced when done.")] = Path(
-        "src/dofla/runs/demo/teacher"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder to write; replaced when done.")] = Path("src/dofla/runs/demo/model"),
     vocabulary: int = 2048,
     hidden: int = 256,
     intermediate: int = 640,

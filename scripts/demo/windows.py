@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.data import TokenWindows
 from dofla.integration.self_samples import token_windows
 from dofla.runs.demo import WINDOWS
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 from dofla.storage.tensors import write_tensors
 
 RECALL_SHARE = 0.2
@@ -43,7 +43,7 @@ def drawn_windows(
 
 
 def main() -> None:
-    model, tokenizer = load_teacher("demo")
+    model, tokenizer = open_original("demo")
     for split, windows in SIZES.items():
         drawn = drawn_windows(model, tokenizer, windows, LENGTH, split=split)
         path = WINDOWS / f"{split}.safetensors"

@@ -7,8 +7,8 @@
 
 Or, in place of ``compress``, feature maps that are trained layer by layer:
 
-    dofla.linearize(model, budget=64)
-    dofla.distill(model, windows)
+    dofla.linear.linearize(model, budget=64)
+    dofla.linear.distill(model, windows)
 
 After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")`` loads either.
 """

@@ -199,7 +199,7 @@ def test_saved_students_are_asked_instead_of_compressing(
         tiny.llama(vocab_size=len(tokenizer), head_dim=64),
     )
     dofla.compress(saved, tiny.tokens(4, 48), ratio=4, context=160, head_budgets="even")
-    monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(lookups, "open_original", lambda *_: (model, tokenizer))
     monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     monkeypatch.setattr(dofla, "load", lambda folder, **_: opened.append(folder) or saved)
@@ -217,7 +217,7 @@ def test_saved_students_are_asked_instead_of_compressing(
 def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys):
     lookups = modules[1]
     model = tiny.llama(vocab_size=len(tokenizer), head_dim=64)
-    monkeypatch.setattr(lookups, "load_teacher", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(lookups, "open_original", lambda *_: (model, tokenizer))
     monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
     options = {"kind": ["single"], "cache": ["25KiB"], "length": [150], "questions": 2, "choosing": 2}

@@ -75,7 +75,7 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     figures = home / "figures.json"
     evaluation = ["--data", home / "text.txt", "--length", 16, "--windows", 4, "--out", figures]
     assert call("evaluate", student, *evaluation) == 0
-    assert json.loads(figures.read_text())["language"]["teacher_loss"] > 0
+    assert json.loads(figures.read_text())["language"]["original_loss"] > 0
     assert call("generate", student, "--prompt", "w1 w2 w3", "--new-tokens", 5) == 0
     (home / "document.txt").write_text("w4 w5 w6 w7")
     state = ["--prompt-state", home / "document.safetensors"]
@@ -201,7 +201,7 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
         assert word in shown
     record = json.loads(out.read_text())["tasks"]
     assert [task["items"] for task in record["tasks"]] == [10, 10, 10]
-    assert record["tasks"][2]["metrics"]["exact_match"].keys() >= {"teacher", "student_stderr", "difference_stderr"}
+    assert record["tasks"][2]["metrics"]["exact_match"].keys() >= {"teacher", "model_stderr", "difference_stderr"}
     text = ["--data", home / "text.txt", "--length", 16, "--windows", 4]
     both = tmp_path / "both.json"
     assert call("evaluate", student / "adapter", *text, "--tasks", tasks[0], "--out", both) == 0
@@ -245,13 +245,13 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     assert [row["name"] for row in results["models"]] == ["Performer", "DoF + Clip"]
     assert {len(row["runs"]) for row in results["models"]} == {2}
     finished = out / "models" / "dof-clip-seed1"
-    weights = (finished / "adapter" / "feature_maps.safetensors").read_bytes()
+    weights = (finished / "adapter" / "dofla.safetensors").read_bytes()
     for path in sorted((finished / "adapter").iterdir()):
         path.unlink()
     (finished / "adapter").rmdir()
     (finished / "evaluation.json").unlink()
     assert call("run", recipe, "--out", out) == 0
-    assert (finished / "adapter" / "feature_maps.safetensors").read_bytes() == weights
+    assert (finished / "adapter" / "dofla.safetensors").read_bytes() == weights
     again = json.loads((out / "results.json").read_text())
     assert [row["loss_increase"] for row in again["models"]] == [row["loss_increase"] for row in results["models"]]
     assert_narrow(capsys.readouterr().out)
@@ -354,7 +354,7 @@ def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words
 
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):
     def row(name, gap, error):
-        figures = {"student_loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
+        figures = {"loss": gap + 1, "loss_increase": gap, "kl": gap, "top1_agreement": 0.5, "attention_kl": 1e9}
         figures |= {"attention_output_error": error}
         figures = {key: {"mean": value, "spread": 0.0} for key, value in figures.items()}
         return {"name": name, "state_bytes": 2**17, **figures}

@@ -9,7 +9,7 @@ from command_line import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dofla
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 SIZE = 102 * 1024
 SHORT = ["--size", "102KiB", "--set", "windows=2", "--set", "length=32"]
@@ -41,7 +41,7 @@ def test_a_whole_model_and_an_adapter_are_written_and_what_they_are_is_said(tmp_
     for word in ("compressed model written to", "adapter written to", "on disk", f"next: dofla evaluate {whole}"):
         assert word in " ".join(said.split())
     models = [AutoModelForCausalLM.from_pretrained(whole), dofla.load(adapter)]
-    plans = [Student.of(model).plan for model in models]
+    plans = [Converted.of(model).plan for model in models]
     assert plans[0].to_dict() == plans[1].to_dict()
     assert plans[0].state_bytes(models[0].dtype) <= SIZE
     assert not list(adapter.glob("model*.safetensors"))
@@ -58,7 +58,7 @@ def test_a_whole_model_and_an_adapter_are_written_and_what_they_are_is_said(tmp_
 def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):
     words = ["compress", "demo", "--size", "204KiB", "--set", "context=256", "--set", "retrieval_heads=1"]
     assert call(*words, "--calibration", calibration, "--adapter", tmp_path / "compressed") == 0
-    plan = Student.of(dofla.load(tmp_path / "compressed")).plan
+    plan = Converted.of(dofla.load(tmp_path / "compressed")).plan
     ((name, (head,)),) = plan.made_by["retrieval_heads"].items()
     assert f"retrieval heads: {name} {head}\n" in capsys.readouterr().out
     assert max(plan[name].slots) == plan[name].slots[head] == 256

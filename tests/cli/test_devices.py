@@ -10,8 +10,8 @@ from command_line import call
 import dofla
 from dofla.cli import app
 from dofla.runs.folder import claim
+from dofla.runs.opening import device_of, open_original
 from dofla.runs.recipe import Recipe
-from dofla.runs.teacher import device_of, load_teacher
 
 COMMANDS = typer.main.get_command(app).commands
 
@@ -41,9 +41,9 @@ def test_an_accelerator_is_found_by_its_names(monkeypatch):
 
 
 def test_a_model_goes_to_its_device(monkeypatch):
-    monkeypatch.setattr("dofla.runs.teacher.device_of", lambda name: torch.device(name or "cpu"))
-    assert load_teacher("demo")[0].device.type == "cpu"
-    assert load_teacher("demo", device="meta")[0].device.type == "meta"
+    monkeypatch.setattr("dofla.runs.opening.device_of", lambda name: torch.device(name or "cpu"))
+    assert open_original("demo")[0].device.type == "cpu"
+    assert open_original("demo", device="meta")[0].device.type == "meta"
 
 
 def test_a_run_goes_on_with_another_device(tmp_path):

@@ -89,7 +89,7 @@ def test_import_dofla_imports_nothing_heavy():
 )
 def test_a_student_opens_whichever_is_imported_first(tiny, tmp_path, imports):
     student = tiny.llama()
-    dofla.linearize(student, tiny.plan(student)).save_pretrained(tmp_path / "student")
+    dofla.linear.linearize(student, tiny.plan(student)).save_pretrained(tmp_path / "student")
     assert last_line(OPEN.format(imports=imports, folder=str(tmp_path / "student"))) == "dofla"
 
 

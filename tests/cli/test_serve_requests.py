@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from dofla.integration.packages import packaged_path
-from dofla.runs.teacher import reader_of as processor_of
+from dofla.runs.opening import reader_of as processor_of
 from dofla.serving import ContinuousBatching
 from dofla.serving.server import conversing
 

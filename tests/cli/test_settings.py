@@ -51,7 +51,7 @@ def test_fields_are_parameters_and_every_simple_parameter_is_a_field(verb, funct
 
 def settings(**defaults) -> Settings:
     text = Function("integration/self_samples.py", "token_windows", ("split", "progress"), defaults)
-    return Settings({"text": text, "opening": Function("runs/teacher.py", "load_teacher")}, ["device"])
+    return Settings({"text": text, "opening": Function("runs/opening.py", "open_original")}, ["device"])
 
 
 def read(*changes: str, **defaults) -> dict:

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import dofla
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.self_samples import token_windows
-from dofla.integration.student import Student
 
 TEXT = "Once there was a small cat that lived beside the sea, and it watched the waves come in. " * 400
 
@@ -43,7 +43,7 @@ def test_with_a_calibration(folder, calibration, tiny, tmp_path, as_file):
     model, ids = opened(folder, size="6KB", calibration=given, context=300), tiny.tokens(2, 90)
     by_hand = AutoModelForCausalLM.from_pretrained(folder)
     dofla.compress(by_hand, size="6KB", calibration=calibration, context=300)
-    assert Student.of(model).plan == Student.of(by_hand).plan
+    assert Converted.of(model).plan == Converted.of(by_hand).plan
     assert torch.equal(model(ids).logits, by_hand(ids).logits)
     assert model.generate(ids[:1, :20], max_new_tokens=4, pad_token_id=0).shape == (1, 24)
 
@@ -62,8 +62,8 @@ def test_it_is_saved_and_opened_again(folder, calibration, tiny, tmp_path):
     model, ids = opened(folder, size="6KB", calibration=calibration, prefill="exact"), tiny.tokens(2, 90)
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert Student.of(again).plan == Student.of(model).plan
-    assert Student.of(again).plan.prefill == "exact"
+    assert Converted.of(again).plan == Converted.of(model).plan
+    assert Converted.of(again).plan.prefill == "exact"
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert torch.equal(dofla.load(tmp_path / "saved")(ids).logits, model(ids).logits)
     original = AutoModelForCausalLM.from_pretrained(folder)
@@ -72,7 +72,7 @@ def test_it_is_saved_and_opened_again(folder, calibration, tiny, tmp_path):
 
 def test_options_go_to_compress(folder, calibration):
     kept = "model.layers.0.self_attn"
-    plan = Student.of(opened(folder, size="3KB", calibration=calibration, keep_softmax=[kept], context=200)).plan
+    plan = Converted.of(opened(folder, size="3KB", calibration=calibration, keep_softmax=[kept], context=200)).plan
     assert [x.kind for x in plan.layers] == ["softmax", "compressed"]
     assert (plan.context, plan.made_by["size"]) == (200, 3_000)
     assert dofla.CacheConfig("3KB", context=200).to_dict() == {

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import dofla
 from dofla.compression.calibration import Calibration
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 FIRST = "model.layers.0.self_attn"
 
@@ -62,19 +62,19 @@ def test_calibrate_then_compress_is_compress(tiny, windows, options, size):
     at_once = dofla.compress(tiny.llama(), windows, size, **options)
     one = dofla.calibrate(tiny.llama(), windows, **options)
     model = dofla.compress(tiny.llama(), size=size, calibration=one)
-    assert Student.of(model).plan == Student.of(at_once).plan
+    assert Converted.of(model).plan == Converted.of(at_once).plan
     assert torch.equal(model(ids).logits, at_once(ids).logits)
 
 
 def test_one_calibration_serves_every_size(tiny, calibration, tmp_path):
     calibration.save(tmp_path / "calibration.safetensors")
     model, ids, found = tiny.llama(), tiny.tokens(2, 200), []
-    with dofla.softmax(dofla.compress(model, size="4KB", calibration=calibration)):
+    with dofla.original(dofla.compress(model, size="4KB", calibration=calibration)):
         wanted = model(ids).logits.log_softmax(-1)
     dofla.restore(model)
     for size in (1_000, 2_000, 4_000, 16_000):
         dofla.compress(model, size=size, calibration=tmp_path / "calibration.safetensors")
-        plan = Student.of(model).plan
+        plan = Converted.of(model).plan
         assert 0.9 * size < plan.state_bytes(model.dtype) <= size
         assert plan.made_by["head_budgets"].keys() == calibration.shares.keys()
         found.append((wanted.exp() * (wanted - model(ids).logits.log_softmax(-1))).sum(-1).mean().item())

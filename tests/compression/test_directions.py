@@ -10,9 +10,9 @@ from tiny_families import teacher, tokens
 import dofla
 from dofla.attention import Moments
 from dofla.compression.directions import measure_directions
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student
 
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
@@ -39,7 +39,7 @@ def test_moments_are_those_of_all_tokens_of_the_windows(tiny):
 def test_values_are_weighed_by_the_output_projection(family):
     model = teacher(family).double()
     compress(model, tokens(4, 48), head_budgets="even")
-    layer = next(iter(Student.of(model).layers.values()))
+    layer = next(iter(Converted.of(model).layers.values()))
     with_output = layer.compressed.tiers[0].value.rotation.clone()
     dofla.restore(model)
     for name, parameter in model.named_parameters():
@@ -49,6 +49,6 @@ def test_values_are_weighed_by_the_output_projection(family):
                 wide = parameter.T if "c_proj" in name else parameter
                 wide.view(len(wide), -1, layer.compressed.tiers[0].value.dim)[..., ::2] *= 1e-3
     compress(model, tokens(4, 48), head_budgets="even")
-    rotation = next(iter(Student.of(model).layers.values())).compressed.tiers[0].value.rotation.double()
+    rotation = next(iter(Converted.of(model).layers.values())).compressed.tiers[0].value.rotation.double()
     assert not torch.equal(rotation.short(), with_output)
     assert rotation[..., ::2].abs().mean() < 0.2 * rotation[..., 1::2].abs().mean()

@@ -14,9 +14,9 @@ from dofla.compression.head_budgets import LEAST
 from dofla.compression.plan import Target, compressed_plan
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.interface import dofla_attention, softmax_attention, visiting
 from dofla.integration.placement import placed_over
-from dofla.integration.student import Student
 from dofla.integration.surgery import convert
 
 
@@ -54,8 +54,8 @@ def test_costs_are_slopes_of_the_loss(tiny, place):
     assert name in found.costs
     assert not found.costs.keys() & set(kept)
     convert(model, compressed_plan(Target.of(model), size_of(model, 64, kept), keep_softmax=kept, context=96))
-    found.apply(Student.of(model).layers)
-    loss = Objective(model, lambda: dofla.softmax(model))
+    found.apply(Converted.of(model).layers)
+    loss = Objective(model, lambda: dofla.original(model))
     texts = [list(placed_over(x, 3, 96)) for x in (tokens, _repeated(tokens, 48))]
     step = 1e-3
     for head, cost in enumerate(found.costs[name]):
@@ -146,7 +146,7 @@ def test_even_budgets_are_kept_where_they_are_better_on_held_out_windows(tiny, l
     assert (found.shares == {name: [1.0, 1.0] for name in found.costs}) == (even < measured)
     assert ("even budgets are kept" in caplog.text) == (even < measured)
     assert f"{'even' if even < measured else 'measured'} budgets are kept" in str(found)
-    plan = Student.of(dofla.compress(model, size="3KB", calibration=found, context=96)).plan
+    plan = Converted.of(dofla.compress(model, size="3KB", calibration=found, context=96)).plan
     assert plan.made_by["held_out"] == held_out
 
 
@@ -181,7 +181,7 @@ def test_small_sizes_leave_every_head_tokens_of_each_kind(tiny):
     found = dofla.calibrate(model, tokens)
     assert min(map(min, found.shares.values())) >= LEAST - 1e-9
     for size in (1000, 2000):
-        plan = Student.of(dofla.compress(model, size=size, calibration=found)).plan
+        plan = Converted.of(dofla.compress(model, size=size, calibration=found)).plan
         assert plan.state_bytes(model.dtype) <= size
         dofla.restore(model)
 

@@ -14,8 +14,8 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
+from dofla.integration.converted import Converted
 from dofla.integration.interface import dofla_attention, softmax_attention
-from dofla.integration.student import Student
 
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
@@ -37,7 +37,7 @@ def test_gradients_change_no_answer(family, dtype):
 @pytest.mark.parametrize("padding", [0, 7])
 def test_what_passes_back_is_what_passes_through_softmax_attention(padding):
     model = compressed(teacher("llama"))
-    module = model.get_submodule(next(iter(Student.of(model).layers)))
+    module = model.get_submodule(next(iter(Converted.of(model).layers)))
     heads, kv_heads, dim = model.config.num_attention_heads, module.dofla.kv_heads, module.head_dim
     generator = torch.Generator().manual_seed(5)
     vectors = [torch.randn(2, n, 90, dim, generator=generator).requires_grad_() for n in (heads, kv_heads, kv_heads)]
@@ -96,6 +96,6 @@ def test_trained_end_to_end_it_comes_closer(family, checkpointing):
 
     before = divergence()
     options = {"learning_rates": {"weights": 1e-3}, "gradient_checkpointing": checkpointing, "context": 90}
-    losses = dofla.distill_end_to_end(model, windows, steps=15, batch_size=8, progress=False, **options).losses
+    losses = dofla.linear.distill_end_to_end(model, windows, steps=15, batch_size=8, progress=False, **options).losses
     assert losses[0].item() == pytest.approx(before, rel=1e-3)
     assert divergence() < 0.9 * before

@@ -13,7 +13,7 @@ import dofla
 from dofla.attention import compiled
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
@@ -42,7 +42,7 @@ def test_pieces_of_any_length_give_the_logits_of_one_forward_pass(model):
         pieces = [student(part, past_key_values=cache, use_cache=True).logits for part in ids.split(cuts, 1)]
         # Sums of float64, but for decoded tokens, which are float32 in either.
         torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e4 * torch.finfo(torch.float64).eps)
-        assert cache_bytes(cache) > 2 * Student.of(student).plan.state_bytes(torch.float64)
+        assert cache_bytes(cache) > 2 * Converted.of(student).plan.state_bytes(torch.float64)
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def _bits_moved(coder):
 def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
     teacher("llama").save_pretrained(tmp_path / "base")
     student = compressed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    damage(next(iter(Student.of(student).layers.values())).compressed.tiers[0].value)
+    damage(next(iter(Converted.of(student).layers.values())).compressed.tiers[0].value)
     student.save_pretrained(tmp_path / "student")
     dofla.save_adapter(student, tmp_path / "adapter")
     for name in ("student", "adapter"):

@@ -12,7 +12,7 @@ from dofla.compression.plan import Target, compressed_plan
 from dofla.compression.retrieval import by_layer, needles_for, rank_heads
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
 REACH = 192
@@ -52,10 +52,10 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     assert plan.state_bytes(model.dtype) <= size
     assert plan.made_by["retrieval_heads"] == {first[0]: [first[1]]}
     options = {"context": REACH, "retrieval_heads": 1}
-    assert Student.of(dofla.compress(model, size=size, calibration=found, **options)).plan == plan
+    assert Converted.of(dofla.compress(model, size=size, calibration=found, **options)).plan == plan
     assert model.generate(tokens.input_ids[:1, :8], max_new_tokens=4).shape == (1, 12)
     dofla.restore(model)
-    assert Student.of(dofla.compress(model, tokens, size, tokenizer=tokenizer, **options)).plan == plan
+    assert Converted.of(dofla.compress(model, tokens, size, tokenizer=tokenizer, **options)).plan == plan
 
 
 def test_what_costs_most_of_text_or_of_needles_comes_first(tiny, tokenizer, monkeypatch):
@@ -68,7 +68,7 @@ def test_what_costs_most_of_text_or_of_needles_comes_first(tiny, tokenizer, monk
     monkeypatch.setattr(
         retrieval, "eviction_costs", lambda _, batches, report, last: asked.append((len(batches), last)) or found
     )
-    compressed = Student.of(tiny.compressed(model))
+    compressed = Converted.of(tiny.compressed(model))
     order = [(SECOND, 0), (FIRST, 0), (FIRST, 1), (SECOND, 1)]  # 1.0, 0.5, 0.4, 0.1
     assert rank_heads(compressed, shares, costs, needles, lambda: None) == order
     assert asked == [(2, needles.asked)]
@@ -77,20 +77,20 @@ def test_what_costs_most_of_text_or_of_needles_comes_first(tiny, tokenizer, monk
 
 def test_only_what_is_asked_counts(tiny):
     model, tokens = tiny.llama().double(), tiny.tokens(2, 32)
-    student = dofla.linearize(model, tiny.plan(model, 8))
-    batch, whole = {"input_ids": tokens}, Objective(student, lambda: dofla.softmax(student))
+    student = dofla.linear.linearize(model, tiny.plan(model, 8))
+    batch, whole = {"input_ids": tokens}, Objective(student, lambda: dofla.original(student))
     for last in (1, 5, 31, 40):
-        part = Objective(student, lambda: dofla.softmax(student), last)
+        part = Objective(student, lambda: dofla.original(student), last)
         count = min(last, 31)
         assert part.count(batch) == 2 * count
         with torch.no_grad():
             ours = student(tokens).logits[:, :-1].log_softmax(-1)
-            with dofla.softmax(student):
+            with dofla.original(student):
                 theirs = student(tokens).logits[:, :-1].log_softmax(-1)
             expected = (theirs.exp() * (theirs - ours)).sum(-1)[:, -count:].mean()
             assert part(batch, 2 * count, 2).item() == pytest.approx(expected.item(), rel=1e-4)
     assert whole.count(batch) == 62
-    assert Student.of(student).layers
+    assert Converted.of(student).layers
 
 
 @pytest.mark.parametrize(

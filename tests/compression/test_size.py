@@ -17,7 +17,7 @@ from dofla.compression.plan import BITS, SINKS, Target, TooSmall, _smallest_head
 from dofla.compression.size import parse_size, size_or_ratio
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.layers import layer_of
 from dofla.plans.layers import SoftmaxLayer, head_bytes
 
@@ -154,7 +154,7 @@ def test_ratio_and_context_of_a_model(tiny):
         ({"size": "3KB", "context": 100}, 3_000),
         ({"ratio": 8, "keep_softmax": [FIRST]}, 256 * cached / 2 / 8),
     ]:
-        plan = Student.of(dofla.compress(model, tiny.tokens(2, 32), head_budgets="even", **options)).plan
+        plan = Converted.of(dofla.compress(model, tiny.tokens(2, 32), head_budgets="even", **options)).plan
         assert plan.made_by["size"] == round(size)
         assert 0.9 * size < plan.state_bytes(model.dtype) <= size
         assert [isinstance(x, SoftmaxLayer) for x in plan.layers] == ["keep_softmax" in options, False]

@@ -109,14 +109,14 @@ def test_stages_come_and_go():
 def calls(tiny):
     """The functions of the library that show a bar, and its label."""
     tokens = tiny.tokens(4, LENGTH)
-    yield "profile", lambda **options: dofla.profile(tiny.llama(), tokens, samples=8, **options)
+    yield "profile", lambda **options: dofla.linear.profile(tiny.llama(), tokens, samples=8, **options)
     curves = {"budget": 4, "steps": 1, "batch_size": 1, "held_out": 1, "rows": 4}
-    yield "error curves", lambda **options: dofla.measure_curves(tiny.llama(), tokens, **curves, **options)
-    yield "distill", lambda **options: dofla.distill(student_of(tiny), tokens, steps=2, **options)
+    yield "error curves", lambda **options: dofla.linear.measure_curves(tiny.llama(), tokens, **curves, **options)
+    yield "distill", lambda **options: dofla.linear.distill(student_of(tiny), tokens, steps=2, **options)
     end_to_end = {"steps": 2, "weights": "maps"}
     yield (
         "distill end to end",
-        lambda **options: dofla.distill_end_to_end(student_of(tiny), tokens, **end_to_end, **options),
+        lambda **options: dofla.linear.distill_end_to_end(student_of(tiny), tokens, **end_to_end, **options),
     )
     yield "evaluate", lambda **options: dofla.evaluate(student_of(tiny), tokens, **options)
 

@@ -81,13 +81,13 @@ def test_a_terminal_gets_colors():
 
 def results():
     layers = [f"model.layers.{n}.a_rather_long_name.self_attn" for n in range(2)]
-    plan = dofla.Plan(
+    plan = dofla.linear.Plan(
         [
             FeatureLayer(layers[0], 2, 64, 64, [3, 5000], [20, 40000], 2),
             SoftmaxLayer(layers[1], 2, 64, 64),
         ]
     )
-    compressed = dofla.Plan(
+    compressed = dofla.linear.Plan(
         [
             CompressedLayer(layers[0], 2, 64, 64, 16, 2, 38, 211),
             CompressedLayer(layers[1], 2, 64, 64, [16, 400], 2, [40, 20], [200, 12_000], bits=2.5),
@@ -95,7 +95,7 @@ def results():
         ]
     )
     points = [Point(TOKEN_SHARE, 100_000 * n, [123.456, 0.1]) for n in range(1, 6)]
-    curves = dofla.Curves([LayerCurve(name, [1.5, 2.5], points) for name in layers])
+    curves = dofla.linear.Curves([LayerCurve(name, [1.5, 2.5], points) for name in layers])
     history = History(layers, torch.tensor([[2.0, 1.0]] * 10 + [[0.5, 0.25]] * 10), 3.2, {"loss": "output"})
     return {"plan": plan, "curves": curves, "history": history, "compressed": compressed}
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 import dofla
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 
 def student_of(tiny, model=None, seed=0, **plan):
     model = model or tiny.llama()
-    return dofla.linearize(model, tiny.plan(model, **plan), seed=seed)
+    return dofla.linear.linearize(model, tiny.plan(model, **plan), seed=seed)
 
 
 def feature_maps(student):
     return {
         f"{layer}.{name}": parameter.detach().clone()
-        for layer, linear in Student.of(student).layers.items()
+        for layer, linear in Converted.of(student).layers.items()
         for name, parameter in linear.named_parameters()
     }
 

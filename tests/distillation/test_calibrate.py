@@ -14,8 +14,8 @@ from dofla.attention import rounded
 from dofla.distillation import distill
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.steps import generator_of
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.student import Student
 
 LENGTH = 14
 RAGGED, EVEN = [5, 3], 4
@@ -27,7 +27,7 @@ def student_of(tiny, family="llama", name="mlp", features=RAGGED, seed=0, **size
     model = getattr(tiny, family)()
     kv_heads = 2 if family == "llama" else 4
     features = [features[head % 2] for head in range(kv_heads)] if isinstance(features, list) else features
-    return dofla.linearize(model, tiny.plan(model, features=features, feature_map=name, **sizes), seed=seed)
+    return dofla.linear.linearize(model, tiny.plan(model, features=features, feature_map=name, **sizes), seed=seed)
 
 
 def tensors(student):
@@ -38,7 +38,10 @@ def tensors(student):
 def calls_of(student, batch):
     """What the teacher's attention is called with, by layer."""
     calls = {}
-    with recording(student, Student.of(student).layers, lambda call: calls.update({call.name: call})), torch.no_grad():
+    with (
+        recording(student, Converted.of(student).layers, lambda call: calls.update({call.name: call})),
+        torch.no_grad(),
+    ):
         run_body(student, batch)
     return calls
 
@@ -61,7 +64,7 @@ def real_positions(call, row):
 def test_statistics_are_those_of_the_teachers_real_queries_and_keys(tiny, name, features, family, side):
     student = student_of(tiny, family, name, features, window=2)
     batch = {"input_ids": tiny.tokens(3, LENGTH)} if side is None else tiny.padded(3, LENGTH, side)
-    calibrate(Student.of(student), [batch])
+    calibrate(Converted.of(student), [batch])
     for layer_name, call in calls_of(student, batch).items():
         assert (call.weight is None) == (side is None)
         groups = call.query.shape[1] // call.key.shape[1]
@@ -70,7 +73,7 @@ def test_statistics_are_those_of_the_teachers_real_queries_and_keys(tiny, name, 
             keys = [call.key[row, kv_head, i] for row, i in places]
             heads = range(kv_head * groups, (kv_head + 1) * groups)
             queries = [call.query[row, head, i] for row, i in places for head in heads]
-            feature_map, _, place = map_of(Student.of(student).layers[layer_name], kv_head)
+            feature_map, _, place = map_of(Converted.of(student).layers[layer_name], kv_head)
             for what, vectors in (("query", queries), ("key", keys)):
                 vectors = torch.stack(vectors).double()
                 mean = vectors.sum(0) / len(vectors)
@@ -87,7 +90,7 @@ def test_what_padding_holds_plays_no_part(tiny, name):
     found = []
     for given in (batch, changed):
         student = student_of(tiny, name=name, window=2, sinks=1)
-        calibrate(Student.of(student), [given])
+        calibrate(Converted.of(student), [given])
         found.append(tensors(student))
     assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
@@ -153,12 +156,12 @@ def far_masses(call, layer):
 def test_far_keys_weigh_what_they_weigh_in_the_teacher(tiny, name, features, family, padded, sizes):
     student = student_of(tiny, family, name, features, **sizes)
     batch = tiny.padded(2, LENGTH) if padded else {"input_ids": tiny.tokens(2, LENGTH)}
-    for layer in Student.of(student).layers.values():
+    for layer in Converted.of(student).layers.values():
         for feature_map in layer.maps:
             feature_map.shift(torch.linspace(2, -3, feature_map.heads))  # a start that is off by whole factors
-    calibrate(Student.of(student), [batch])
+    calibrate(Converted.of(student), [batch])
     for layer_name, call in calls_of(student, batch).items():
-        for rows in far_masses(call, Student.of(student).layers[layer_name]).values():
+        for rows in far_masses(call, Converted.of(student).layers[layer_name]).values():
             weight = sum(teacher for teacher, _, _ in rows)
             difference = sum(teacher * math.log(teacher / beside) for teacher, beside, _ in rows) / weight
             assert abs(difference) < 1e-4
@@ -170,8 +173,8 @@ def test_far_keys_weigh_what_they_weigh_in_the_teacher(tiny, name, features, fam
 @both_maps
 def test_without_exact_keys_there_is_no_level_to_set(tiny, name):
     student = student_of(tiny, name=name)
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
-    for layer in Student.of(student).layers.values():
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
+    for layer in Converted.of(student).layers.values():
         assert not any(feature_map.wants_data for feature_map in layer.maps)
         assert all((feature_map.log_scale == 0).all() for feature_map in layer.maps)
 
@@ -179,8 +182,8 @@ def test_without_exact_keys_there_is_no_level_to_set(tiny, name):
 @both_maps
 def test_heads_without_exact_keys_have_no_level_to_set_beside_heads_that_have(tiny, name):
     student = student_of(tiny, name=name, features=EVEN, window=[3, 0], sinks=[1, 0])
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
-    for layer in Student.of(student).layers.values():
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
+    for layer in Converted.of(student).layers.values():
         hybrid, plain = (feature_map.log_scale for feature_map in layer.maps)
         assert (hybrid != 0).all()
         assert (plain == 0).all()
@@ -190,8 +193,8 @@ def test_heads_without_exact_keys_have_no_level_to_set_beside_heads_that_have(ti
 @pytest.mark.parametrize("sizes", [{"window": 50}, {"sinks": 50}, {"window": [50, 0], "sinks": [0, 50]}])
 def test_a_batch_without_far_keys_leaves_the_level_alone(tiny, name, sizes):
     student = student_of(tiny, name=name, **sizes)
-    calibrate(Student.of(student), [tiny.padded(3, LENGTH, "left")])
-    for layer in Student.of(student).layers.values():
+    calibrate(Converted.of(student), [tiny.padded(3, LENGTH, "left")])
+    for layer in Converted.of(student).layers.values():
         assert all((feature_map.log_scale == 0).all() for feature_map in layer.maps)
 
 
@@ -202,7 +205,7 @@ def test_a_batch_without_far_keys_leaves_the_level_alone(tiny, name, sizes):
 def test_only_statistics_and_levels_change(tiny, name):
     student = student_of(tiny, name=name, window=2)
     base, before = base_weights(student), tensors(student)
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
     assert equal(base_weights(student), base)
     for key, tensor in tensors(student).items():
         changes = key.endswith(("_mean", "_std", "log_scale"))
@@ -212,10 +215,10 @@ def test_only_statistics_and_levels_change(tiny, name):
 @both_maps
 def test_maps_that_were_calibrated_stay_bit_for_bit(tiny, name):
     student = student_of(tiny, name=name, window=2, sinks=1)
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
     first, forwards = tensors(student), []
     student.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH, seed=5)}])
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH, seed=5)}])
     assert equal(tensors(student), first)
     assert forwards == []
 
@@ -225,7 +228,7 @@ def test_maps_that_do_not_look_at_data_stay_bit_for_bit(tiny, name):
     student = student_of(tiny, name=name, window=2)
     first, forwards = tensors(student), []
     student.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
     assert equal(tensors(student), first)
     assert forwards == []
 
@@ -234,13 +237,13 @@ def test_layers_of_both_kinds_are_told_apart(tiny):
     model = tiny.llama()
     plan = tiny.plan(model, feature_map="mlp", window=2)
     plan.layers[1].feature_map = "prf"
-    student = dofla.linearize(model, plan)
+    student = dofla.linear.linearize(model, plan)
     before = tensors(student)
-    calibrate(Student.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
+    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
     for key, tensor in tensors(student).items():
         if ".layers.1." in key:
             assert torch.equal(tensor, before[key])
-    first, second = Student.of(student).layers.values()
+    first, second = Converted.of(student).layers.values()
     assert not first.maps[0].wants_data
     assert not second.maps[0].wants_data
 
@@ -270,7 +273,7 @@ def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
     student, other = student_of(tiny, window=2), student_of(tiny, window=2)
     distill(student, tokens, seed=3, context=LENGTH, **OPTIONS)
     order = torch.randperm(8, generator=generator_of(3, 0))
-    calibrate(Student.of(other), [{"input_ids": tokens[order[:2]]}])
+    calibrate(Converted.of(other), [{"input_ids": tokens[order[:2]]}])
     assert equal(statistics(student), statistics(other))
 
 

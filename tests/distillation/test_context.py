@@ -11,6 +11,7 @@ import dofla
 from dofla.data import Images, TokenWindows
 from dofla.distillation import LOSSES, distill, distill_end_to_end
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.placement import (
     calibration_context,
     context_of,
@@ -19,13 +20,12 @@ from dofla.integration.placement import (
     placed_evenly,
     placed_over,
 )
-from dofla.integration.student import Student
 
 LENGTH, REACH = 16, 48
 
 
 def student_of(model):
-    return dofla.linearize(model, budget=6)
+    return dofla.linear.linearize(model, budget=6)
 
 
 def test_a_rotary_teacher_does_not_notice_where_a_window_stands(tiny):
@@ -84,7 +84,7 @@ def test_a_memory_that_fades_reads_far_positions_as_well_as_the_first(tiny, head
             for first in (0, 3000):
                 batch = placed(windows.batch(range(8)), first)
                 ours = model(**batch, use_cache=False).logits.log_softmax(-1)
-                with dofla.softmax(model):
+                with dofla.original(model):
                     theirs = model(**batch, use_cache=False).logits.log_softmax(-1)
                 found.append((theirs.exp() * (theirs - ours)).sum(-1).mean().item())
         dofla.restore(model)
@@ -119,23 +119,25 @@ def test_statistics_are_taken_over_the_whole_reach(tiny):
     for options in ({"context": LENGTH}, {"context": REACH}):
         student = student_of(tiny.llama())
         distill(student, tiny.tokens(2, LENGTH), steps=1, learning_rates={}, **options)
-        stds.append(next(iter(Student.of(student).layers.values())).maps[0].key_std.clone())
+        stds.append(next(iter(Converted.of(student).layers.values())).maps[0].key_std.clone())
     assert not torch.allclose(*stds)
 
 
 def test_hybrid_students_with_rotary_positions_reach_four_lengths_unless_told_otherwise(tiny):
     windows = TokenWindows.of(tiny.tokens(2, LENGTH))
     student = student_of(tiny.llama())
-    assert context_of(Student.of(student), windows, None) == 4 * LENGTH
-    assert context_of(Student.of(student), windows, LENGTH) is None
-    assert context_of(Student.of(student), windows, REACH) == REACH
+    assert context_of(Converted.of(student), windows, None) == 4 * LENGTH
+    assert context_of(Converted.of(student), windows, LENGTH) is None
+    assert context_of(Converted.of(student), windows, REACH) == REACH
     few = student_of(tiny.llama(max_position_embeddings=LENGTH + 5))
-    assert context_of(Student.of(few), windows, None) == LENGTH + 5
-    assert context_of(Student.of(student_of(tiny.llama(max_position_embeddings=LENGTH))), windows, None) is None
-    assert context_of(Student.of(student_of(tiny.gpt2())), windows, None) is None
-    assert context_of(Student.of(student_of(tiny.gpt2())), windows, LENGTH) is None
+    assert context_of(Converted.of(few), windows, None) == LENGTH + 5
+    assert context_of(Converted.of(student_of(tiny.llama(max_position_embeddings=LENGTH))), windows, None) is None
+    assert context_of(Converted.of(student_of(tiny.gpt2())), windows, None) is None
+    assert context_of(Converted.of(student_of(tiny.gpt2())), windows, LENGTH) is None
     model = tiny.llama()
-    assert context_of(Student.of(dofla.linearize(model, tiny.plan(model))), windows, None) is None  # features alone
+    assert (
+        context_of(Converted.of(dofla.linear.linearize(model, tiny.plan(model))), windows, None) is None
+    )  # features alone
 
 
 def test_the_record_of_a_training_says_how_far_it_reached(tiny):

@@ -12,16 +12,16 @@ from dofla.distillation import distill
 from dofla.distillation.direct import next_token_gradients
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 
 def student_of(tiny, model=None, **plan):
     model = model or tiny.llama()
-    return dofla.linearize(model, tiny.plan(model, **plan))
+    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def gradients(student):
-    return [p.grad.clone() for layer in Student.of(student).layers.values() for p in layer.parameters()]
+    return [p.grad.clone() for layer in Converted.of(student).layers.values() for p in layer.parameters()]
 
 
 def test_it_is_the_next_token_loss_of_the_student(tiny):
@@ -29,12 +29,12 @@ def test_it_is_the_next_token_loss_of_the_student(tiny):
     history = distill(student, tokens, loss="direct", steps=1, batch_size=4, learning_rates={"z": 1e-9})
     fresh = next_token_figures(student_of(tiny), TokenWindows.of(tokens), batch_size=4)
     assert history.layers == ["direct"]
-    assert history.losses[0, 0].item() == pytest.approx(fresh["student_loss"], rel=1e-5)
+    assert history.losses[0, 0].item() == pytest.approx(fresh["loss"], rel=1e-5)
 
 
 def test_its_gradient_is_that_of_the_whole_model_and_no_other_weight_has_one(tiny):
     student, tokens = student_of(tiny), tiny.tokens(4, 12)
-    next_token_gradients(student, Student.of(student).layers, [{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}])
+    next_token_gradients(student, Converted.of(student).layers, [{"input_ids": tokens[:2]}, {"input_ids": tokens[2:]}])
     ours = gradients(student)
     assert all(p.grad is None for name, p in student.named_parameters() if ".dofla." not in name)
     assert all(p.requires_grad for p in student.parameters())
@@ -50,8 +50,8 @@ def test_its_gradient_is_that_of_the_whole_model_and_no_other_weight_has_one(tin
 def test_padding_is_not_predicted(tiny):
     batch = tiny.padded(3, 12)
     student = student_of(tiny)
-    loss = next_token_gradients(student, Student.of(student).layers, [batch])["direct"]
-    expected = next_token_figures(student, TokenWindows(**batch), batch_size=3)["student_loss"]
+    loss = next_token_gradients(student, Converted.of(student).layers, [batch])["direct"]
+    expected = next_token_figures(student, TokenWindows(**batch), batch_size=3)["loss"]
     assert loss == pytest.approx(expected, rel=1e-5)
 
 

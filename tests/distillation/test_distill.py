@@ -23,14 +23,14 @@ from dofla.distillation.checkpoint import CURVES, STATE
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 WINDOWS, LENGTH = 8, 16
 every_loss = pytest.mark.parametrize("loss", sorted([*LOSSES, DIRECT]))
 
 
 def mean_divergence(student, tokens):
-    figures = attention_fidelity(Student.of(student), TokenWindows.of(tokens))
+    figures = attention_fidelity(Converted.of(student), TokenWindows.of(tokens))
     return sum(layer.kl for layer in figures.values()) / len(figures)
 
 
@@ -60,7 +60,7 @@ def test_what_is_learned_is_the_teachers_attention(tiny):
 
 def test_the_curve_is_the_loss_before_each_step(tiny):
     student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
-    untrained = attention_fidelity(Student.of(student), TokenWindows.of(tokens))
+    untrained = attention_fidelity(Converted.of(student), TokenWindows.of(tokens))
     history = distill(student, tokens, loss="softmax", steps=1, batch_size=WINDOWS)
     assert history.losses[0].tolist() == pytest.approx([layer.kl for layer in untrained.values()], rel=1e-4)
 
@@ -117,8 +117,8 @@ def test_no_gradient_crosses_layers(tiny):
         model = tiny.llama()
         plan = tiny.plan(model)
         keep_softmax(plan, 1 - number)
-        dofla.linearize(model, plan)
-        own = Student.of(model).layers[name]
+        dofla.linear.linearize(model, plan)
+        own = Converted.of(model).layers[name]
         with torch.no_grad():
             for key, parameter in own.named_parameters():
                 parameter.copy_(untrained[f"{name}.{key}"])
@@ -457,6 +457,6 @@ def test_a_model_that_is_not_linearized_is_refused(tiny):
 
 def test_a_plan_without_linear_layers_has_nothing_to_train(tiny):
     student = tiny.llama()
-    dofla.linearize(student, keep_softmax(tiny.plan(student), 0, 1))
+    dofla.linear.linearize(student, keep_softmax(tiny.plan(student), 0, 1))
     with pytest.raises(DoflaError, match="nothing to train"):
         distill(student, tiny.tokens(WINDOWS, LENGTH))

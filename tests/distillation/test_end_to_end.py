@@ -28,7 +28,7 @@ from dofla.distillation.trainable import trainable
 from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 
@@ -52,7 +52,7 @@ def decoder(tiny):
 
 def student_of(tiny, model=None, **plan):
     model = model or tiny.llama()
-    return dofla.linearize(model, tiny.plan(model, **plan))
+    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def logits(model, tokens):
@@ -61,7 +61,7 @@ def logits(model, tokens):
 
 
 def teacher_logits(student, tokens):
-    with dofla.softmax(student):
+    with dofla.original(student):
         return logits(student, tokens)
 
 
@@ -123,7 +123,7 @@ def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypat
     monkeypatch.setattr(objective, "POSITIONS_AT_A_TIME", 7)
     student = student_of(tiny, decoder(tiny) if family == "decoder" else None)
     tokens = tiny.tokens(2, LENGTH)
-    with trainable(Student.of(student), "all", 1) as part:
+    with trainable(Converted.of(student), "all", 1) as part:
         loss = Objective(student, part.teacher)
         assert loss.head_apart == (family == "llama")
         ours = loss({"input_ids": tokens}, 2 * (LENGTH - 1), 2)
@@ -140,7 +140,7 @@ def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypat
 def test_the_teacher_keeps_its_head_while_the_students_is_trained(tiny):
     student, tokens = student_of(tiny, tiny.llama(tie_word_embeddings=True)), tiny.tokens(2, LENGTH)
     before = teacher_logits(student, tokens)
-    with trainable(Student.of(student), "all", 1) as part:
+    with trainable(Converted.of(student), "all", 1) as part:
         with torch.no_grad():
             student.lm_head.weight.mul_(2)
         loss = Objective(student, part.teacher)({"input_ids": tokens}, 2 * (LENGTH - 1), 2)
@@ -164,9 +164,9 @@ def test_teacher_and_original_stay_bit_for_bit(tiny, weights, dtype):
     assert not any(torch.equal(value, maps[name]) for name, value in feature_maps(student).items())
     assert not torch.equal(logits(student, tokens), answers)
     assert equal(base_weights(student), weights_before) == (weights == "maps")
-    with dofla.softmax(student):  # a block within a block is the teacher still
+    with dofla.original(student):  # a block within a block is the teacher still
         assert torch.equal(teacher_logits(student, tokens), before)
-    with torch.inference_mode(), dofla.softmax(student):
+    with torch.inference_mode(), dofla.original(student):
         student(tokens)
     student(tokens).logits.sum().backward()
     copied = copy.deepcopy(student)
@@ -181,7 +181,7 @@ def test_teacher_and_original_stay_bit_for_bit(tiny, weights, dtype):
 def test_merged_factors_answer_as_factors_beside_the_weights(tiny):
     for model in (tiny.llama(), tiny.gpt2()):
         student, tokens = student_of(tiny, model), tiny.tokens(2, LENGTH)
-        with trainable(Student.of(student), "lora", 4) as part:
+        with trainable(Converted.of(student), "lora", 4) as part:
             assert not any("lm_head" in name for name in part.weights)
             with torch.no_grad():
                 for weight in part.weights.values():
@@ -210,13 +210,13 @@ def test_the_folder_lora_fits_a_student_made_anew(tiny, tmp_path):
     student, tokens = student_of(tiny, tiny.gpt2()), tiny.tokens(WINDOWS, LENGTH)
     distill_end_to_end(student, tokens, **OPTIONS, lora_rank=3, folder=tmp_path)
     fresh = student_of(tiny, tiny.gpt2())
-    for name, layer in Student.of(fresh).layers.items():
-        layer.load_state_dict(Student.of(student).layers[name].state_dict())
-    assert dofla.merge_lora(fresh, tmp_path / "lora") is fresh
+    for name, layer in Converted.of(fresh).layers.items():
+        layer.load_state_dict(Converted.of(student).layers[name].state_dict())
+    assert dofla.linear.merge_lora(fresh, tmp_path / "lora") is fresh
     assert equal(fresh.state_dict(), student.state_dict())
     assert (tmp_path / "lora" / "lora.safetensors").stat().st_size < (tmp_path / STATE).stat().st_size / 2
     with pytest.raises(DoflaError, match=r"trained end to end already: dofla\.restore"):
-        dofla.merge_lora(fresh, tmp_path / "lora")
+        dofla.linear.merge_lora(fresh, tmp_path / "lora")
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path,
         change(tensors)
         save_file(tensors, path)
     with pytest.raises(DoflaError, match=message) as caught:
-        dofla.merge_lora(student, path.parent)
+        dofla.linear.merge_lora(student, path.parent)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert equal(base_weights(student), before)
     with pytest.raises(DoflaError, match="not linearized"):
-        dofla.merge_lora(tiny.llama(), path.parent)
+        dofla.linear.merge_lora(tiny.llama(), path.parent)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_students_it_cannot_train_are_refused(tiny, monkeypatch):
     with pytest.raises(DoflaError, match="not linearized"):
         distill_end_to_end(tiny.llama(), tokens)
     with pytest.raises(DoflaError, match="nothing to train"):
-        distill_end_to_end(dofla.linearize(model := tiny.llama(), keep_softmax(tiny.plan(model), 0, 1)), tokens)
+        distill_end_to_end(dofla.linear.linearize(model := tiny.llama(), keep_softmax(tiny.plan(model), 0, 1)), tokens)
     with pytest.raises(DoflaError, match="windows of one token"):
         distill_end_to_end(student_of(tiny), tokens[:, :1])
     student = student_of(tiny)
@@ -391,7 +391,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_leaves_the_student_alone(t
 def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypatch):
     model, tokens = tiny.llama(), TokenWindows.of(tiny.tokens(WINDOWS, LENGTH))
     untouched = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr("dofla.runs.opened.load_teacher", lambda *_: (model, None))
+    monkeypatch.setattr("dofla.runs.opened.open_original", lambda *_: (model, None))
     monkeypatch.setattr("dofla.runs.opened.windows_of", lambda *_, **__: tokens)
     students = [{"name": "Whole", "strategy": "fixed", "end_to_end": True}, {"name": "Plain", "strategy": "fixed"}]
     data = {"model": "tiny", "budget": 8, "students": students, "distill": {"steps": 3}}
@@ -400,7 +400,7 @@ def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypa
     results = run(recipe, tmp_path / "run")
     whole, plain = (row["runs"][0] for row in results["models"])
     assert whole["language"]["kl"] < 0.9 * plain["language"]["kl"]
-    assert whole["language"]["teacher_loss"] == plain["language"]["teacher_loss"]
+    assert whole["language"]["original_loss"] == plain["language"]["original_loss"]
     assert equal(model.state_dict(), untouched)
     home = tmp_path / "run" / "models" / "whole-seed0"
     seconds = [json.loads((home / part / "trained.json").read_text())["seconds"] for part in (".", "end_to_end")]

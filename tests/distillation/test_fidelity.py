@@ -12,8 +12,8 @@ import dofla
 from dofla.attention import rounded
 from dofla.data import TokenWindows, as_windows
 from dofla.distillation.fidelity import attention_fidelity
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording
-from dofla.integration.student import Student
 
 LENGTH = 18
 
@@ -21,7 +21,7 @@ LENGTH = 18
 def by_hand(student, batch):
     """From the recorded vectors, in float64 and with the kernel written out."""
     calls, figures = {}, {}
-    layers = Student.of(student).layers
+    layers = Converted.of(student).layers
     with recording(student, layers, lambda call: calls.update({call.name: call})), torch.no_grad():
         student.base_model(**batch)
     for name, call in calls.items():
@@ -79,7 +79,7 @@ def test_fidelity_is_divergence_and_output_error_over_all_real_rows(tiny, kind, 
         batch = tiny.padded(5, LENGTH, side)
     if kind == "vit":
         batch = tiny.images(5)
-    got = attention_fidelity(Student.of(student), as_windows(batch), batch_size=2)
+    got = attention_fidelity(Converted.of(student), as_windows(batch), batch_size=2)
     assert_close({name: asdict(layer) for name, layer in got.items()}, by_hand(student, batch))
     for layer in got.values():
         assert min(*layer.head_kl, layer.kl, layer.output_error, layer.kernel_error) > 1e-3
@@ -90,7 +90,7 @@ def test_fidelity_is_divergence_and_output_error_over_all_real_rows(tiny, kind, 
 def test_heads_of_different_sizes_are_judged_each_by_its_own(tiny, token_dtype):
     student = student_of(tiny, "llama", features=[2, 9], window=[1, 5], token_dtype=token_dtype)
     batch = tiny.padded(5, LENGTH, "left")
-    got = attention_fidelity(Student.of(student), as_windows(batch), batch_size=2)
+    got = attention_fidelity(Converted.of(student), as_windows(batch), batch_size=2)
     assert_close({name: asdict(layer) for name, layer in got.items()}, by_hand(student, batch))
 
 
@@ -98,7 +98,7 @@ def test_heads_of_different_sizes_are_judged_each_by_its_own(tiny, token_dtype):
 @pytest.mark.parametrize("plan", [{"window": LENGTH}, {"sinks": LENGTH}])
 def test_exact_attention_is_perfectly_faithful(tiny, kind, plan):
     student = student_of(tiny, kind, **plan)
-    for layer in attention_fidelity(Student.of(student), as_windows(tiny.padded(3, LENGTH))).values():
+    for layer in attention_fidelity(Converted.of(student), as_windows(tiny.padded(3, LENGTH))).values():
         assert layer.kl == pytest.approx(0, abs=1e-6)
         assert layer.output_error == pytest.approx(0, abs=1e-5)
 
@@ -107,8 +107,8 @@ def test_only_linear_layers_are_compared(tiny):
     model = tiny.llama()
     plan = tiny.plan(model)
     keep_softmax(plan, 0)
-    dofla.linearize(model, plan)
-    figures = attention_fidelity(Student.of(model), TokenWindows.of(tiny.tokens(2, LENGTH)))
+    dofla.linear.linearize(model, plan)
+    figures = attention_fidelity(Converted.of(model), TokenWindows.of(tiny.tokens(2, LENGTH)))
     assert list(figures) == ["model.layers.1.self_attn"]
 
 
@@ -117,15 +117,15 @@ def test_the_teachers_inputs_are_compared_whatever_earlier_layers_became(tiny):
     good, bad = student_of(tiny, "llama"), student_of(tiny, "llama")
     first = "model.layers.0.self_attn"
     with torch.no_grad():
-        Student.of(bad).layers[first].maps[0].z.mul_(3)
-    ours, theirs = (attention_fidelity(Student.of(student), windows) for student in (good, bad))
+        Converted.of(bad).layers[first].maps[0].z.mul_(3)
+    ours, theirs = (attention_fidelity(Converted.of(student), windows) for student in (good, bad))
     assert ours[first] != theirs[first]
     assert ours["model.layers.1.self_attn"] == theirs["model.layers.1.self_attn"]
 
 
 def test_rows_of_long_windows_are_drawn_by_the_seed(tiny):
     student, windows = student_of(tiny, "llama"), TokenWindows.of(tiny.tokens(2, 160))
-    one, same, other = (attention_fidelity(Student.of(student), windows, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (attention_fidelity(Converted.of(student), windows, seed=seed) for seed in (1, 1, 2))
     assert one == same
     assert one != other
     for name, layer in by_hand(student, {"input_ids": windows.input_ids}).items():

@@ -14,8 +14,8 @@ import dofla
 from dofla.distillation import LOSSES, distill
 from dofla.distillation.losses import softmax_loss
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.student import Student
 
 WINDOWS, LENGTH = 8, 16
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
@@ -37,7 +37,7 @@ def seen(monkeypatch):
 def projections(student, tokens):
     """Keys before positions, and values, of each layer in a plain forward of the model as it is: [B, Hkv, L, d]."""
     found, hooks = {}, []
-    for name in Student.of(student).layers:
+    for name in Converted.of(student).layers:
         module = student.get_submodule(name)
         for side in ("k_proj", "v_proj"):
 
@@ -59,7 +59,7 @@ def test_losses_see_the_students_own_calls_and_the_teachers(tiny, seen, plan, pa
     tokens = tiny.padded(WINDOWS, LENGTH) if padded else {"input_ids": tiny.tokens(WINDOWS, LENGTH)}
     options = {"steps": 1, "batch_size": WINDOWS, "from_data": False, "context": LENGTH}
     own = projections(student, tokens)
-    with dofla.softmax(student):
+    with dofla.original(student):
         theirs = projections(student, tokens)
     distill(student, tokens, loss="spy", own_inputs=1, **options)
     order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(0))
@@ -94,7 +94,7 @@ def test_layers_kept_softmax_stay_softmax_on_the_way(tiny, seen):
     model = tiny.llama(num_hidden_layers=3)
     plan = tiny.plan(model)
     keep_softmax(plan, 0)
-    student = dofla.linearize(model, plan)
+    student = dofla.linear.linearize(model, plan)
     distill(student, tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=1, own_inputs=1)
     (teacher, call), (later_teacher, later_call) = seen
     assert call.name == SECOND
@@ -104,7 +104,7 @@ def test_layers_kept_softmax_stay_softmax_on_the_way(tiny, seen):
 
 def own_error(student, tokens):
     """Mean divergence of each layer on its own inputs from the teacher on the teacher's."""
-    layers, teacher, own = Student.of(student).layers, {}, {}
+    layers, teacher, own = Converted.of(student).layers, {}, {}
     with torch.no_grad():
         for calls, linear in ((teacher, False), (own, True)):
             with recording(student, layers, lambda call, calls=calls: calls.update({call.name: call}), linear=linear):

@@ -40,13 +40,13 @@ class Notebook(GeneralTracker):
 @pytest.fixture
 def student(tiny):
     model = tiny.llama()
-    return dofla.linearize(model, tiny.plan(model, features=4, window=2))
+    return dofla.linear.linearize(model, tiny.plan(model, features=4, window=2))
 
 
 def test_each_step_is_kept_with_all_its_losses(tiny, student, tmp_path):
     notebook, seen = Notebook(), []
-    with dofla.tracked([notebook], tmp_path, "first", lambda *step: seen.append(step)) as progress:
-        history = dofla.distill(student, tiny.tokens(6, 16), **OPTIONS, progress=progress)
+    with dofla.linear.tracked([notebook], tmp_path, "first", lambda *step: seen.append(step)) as progress:
+        history = dofla.linear.distill(student, tiny.tokens(6, 16), **OPTIONS, progress=progress)
         assert not notebook.closed
     assert notebook.closed
     assert [step for step, _ in notebook.rows] == [1, 2, 3]
@@ -58,21 +58,23 @@ def test_each_step_is_kept_with_all_its_losses(tiny, student, tmp_path):
 
 def test_end_to_end_as_well(tiny, student, tmp_path):
     notebook = Notebook()
-    with dofla.tracked([notebook], tmp_path, "first") as progress:
-        history = dofla.distill_end_to_end(student, tiny.tokens(6, 16), **OPTIONS, weights="maps", progress=progress)
+    with dofla.linear.tracked([notebook], tmp_path, "first") as progress:
+        history = dofla.linear.distill_end_to_end(
+            student, tiny.tokens(6, 16), **OPTIONS, weights="maps", progress=progress
+        )
     assert [values["loss"] for _, values in notebook.rows] == pytest.approx(history.losses[:, 0].tolist())
 
 
 def test_a_training_that_fails_closes_the_tracker(tmp_path):
     notebook = Notebook()
-    with pytest.raises(ZeroDivisionError), dofla.tracked([notebook], tmp_path, "first"):
+    with pytest.raises(ZeroDivisionError), dofla.linear.tracked([notebook], tmp_path, "first"):
         _ = 1 / 0
     assert notebook.closed
 
 
 def test_tensorboard_gets_files_that_it_can_read(tiny, student, tmp_path):
-    with dofla.tracked(["tensorboard"], tmp_path, "first") as progress:
-        history = dofla.distill(student, tiny.tokens(6, 16), **OPTIONS, progress=progress)
+    with dofla.linear.tracked(["tensorboard"], tmp_path, "first") as progress:
+        history = dofla.linear.distill(student, tiny.tokens(6, 16), **OPTIONS, progress=progress)
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(tmp_path / "first"))
     events.Reload()
@@ -85,12 +87,15 @@ def test_without_trackers_nothing_is_between():
     def progress(*_):
         raise AssertionError
 
-    with dofla.tracked([], "nowhere", "first", progress) as same:
+    with dofla.linear.tracked([], "nowhere", "first", progress) as same:
         assert same is progress
 
 
 @pytest.mark.parametrize(("name", "words"), [("paper", "Unsupported"), ("aim", "not installed: pip install aim")])
 def test_a_tracker_that_is_not_there_is_one_line(tmp_path, name, words):
-    with pytest.raises(DoflaError, match=rf"track is {name}.*{words}") as error, dofla.tracked([name], tmp_path, "a"):
+    with (
+        pytest.raises(DoflaError, match=rf"track is {name}.*{words}") as error,
+        dofla.linear.tracked([name], tmp_path, "a"),
+    ):
         pass
     assert "\n" not in str(error.value)

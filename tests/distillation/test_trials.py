@@ -15,9 +15,9 @@ from dofla.data import TokenWindows
 from dofla.distillation import measure_curves, trials
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.recorder import run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student, is_linearized
 from dofla.integration.surgery import even_plan
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
@@ -150,8 +150,8 @@ def alone(model, plan, states, name):
     """The student in which only the layer ``name`` is linear, with its trained features."""
     plan = copy.deepcopy(plan)
     keep_softmax(plan, *(n for n, layer in enumerate(plan.layers) if layer.name != name))
-    student = dofla.linearize(copy.deepcopy(model), plan)
-    Student.of(student).layers[name].load_state_dict(states[name])
+    student = dofla.linear.linearize(copy.deepcopy(model), plan)
+    Converted.of(student).layers[name].load_state_dict(states[name])
     return student
 
 
@@ -167,7 +167,7 @@ def one_head(student, model, family, name, head):
     """Of the only linear layer, which sees what the teacher sees, all heads but one give what the teacher gives."""
     theirs = []
     ours, original = (output_projection(x, family, name) for x in (student, model))
-    share = original.in_features // Student.of(student).layers[name].kv_heads
+    share = original.in_features // Converted.of(student).layers[name].kv_heads
 
     def mixed(module, args):
         (out,) = args
@@ -203,21 +203,21 @@ def test_points_and_effects_are_those_of_students_made_for_it(tiny, family, monk
     def keep(student, windows, **options):
         assert len(windows) == WINDOWS - HELD_OUT
         assert options | {key: OPTIONS[key] for key in ("steps", "batch_size", "rows")} | {"seed": 5} == options
-        dofla.distill(student, windows, **options)
-        states = {name: copy.deepcopy(layer.state_dict()) for name, layer in Student.of(student).layers.items()}
+        dofla.linear.distill(student, windows, **options)
+        states = {name: copy.deepcopy(layer.state_dict()) for name, layer in Converted.of(student).layers.items()}
         trained[len(trained)] = states
 
     monkeypatch.setattr(trials, "distill", keep)
     curves = measured(tiny, family, model, seed=5)
     middle = SIZES.index((TOKEN_SHARE, 1.0))
     plan = even_plan(model, BUDGET)
-    whole = dofla.linearize(copy.deepcopy(model), plan)
-    for name, layer in Student.of(whole).layers.items():
+    whole = dofla.linear.linearize(copy.deepcopy(model), plan)
+    for name, layer in Converted.of(whole).layers.items():
         layer.load_state_dict(trained[middle][name])
     windows = dofla.data.as_windows(tokens)
     last = range(WINDOWS - HELD_OUT, WINDOWS)
     judging = dofla.data.as_windows(windows.batch(last))
-    errors = attention_fidelity(Student.of(whole), judging, batch_size=2, seed=5)
+    errors = attention_fidelity(Converted.of(whole), judging, batch_size=2, seed=5)
     for curve in curves.layers:
         own = errors[curve.name].head_kl
         assert curve.points[middle].errors == pytest.approx(own, rel=1e-6)
@@ -268,7 +268,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch, where,
     with pytest.raises(Broken):
         measured(tiny, model=model)
     assert len(calls) == call
-    assert not is_linearized(model)
+    assert not is_converted(model)
     assert everything(model) == before
 
 
@@ -300,7 +300,7 @@ def test_a_bad_option_is_one_line_and_leaves_the_model_alone(tiny, options, mess
 
 
 def test_a_linearized_model_is_refused_and_stays_so(tiny):
-    student = dofla.linearize(tiny.llama(), budget=BUDGET)
+    student = dofla.linear.linearize(tiny.llama(), budget=BUDGET)
     with pytest.raises(DoflaError, match="converted already"):
         measured(tiny, model=student)
-    assert is_linearized(student)
+    assert is_converted(student)

@@ -47,7 +47,7 @@ def test_figures_compare_mean_pooled_embeddings(tiny, kind, batch_size):
     model = getattr(tiny, kind)()
     batch = tiny.padded(7, 14) if kind == "bert" else tiny.images(7)
     teacher = pooled(model, batch)
-    dofla.linearize(model, tiny.plan(model))
+    dofla.linear.linearize(model, tiny.plan(model))
     student = pooled(model, batch)
     figures = embedding_figures(model, as_windows(batch), batch_size=batch_size)
     assert figures["cosine"] == pytest.approx((teacher * student).sum(-1).mean().item(), abs=1e-5)
@@ -59,7 +59,7 @@ def test_figures_compare_mean_pooled_embeddings(tiny, kind, batch_size):
 
 def test_an_encoder_whose_window_covers_everything_gives_the_same_embeddings(tiny):
     model = tiny.bert()
-    dofla.linearize(model, tiny.plan(model, window=14))
+    dofla.linear.linearize(model, tiny.plan(model, window=14))
     figures = embedding_figures(model, TokenWindows.of(tiny.padded(7, 14)))
     assert figures["cosine"] == pytest.approx(1, abs=1e-5)
     assert figures["spearman"] == pytest.approx(1, abs=1e-3)

@@ -20,7 +20,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.run import Evaluation
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 LENGTH = 16
 BEFORE = ("model", "source", "windows")
@@ -32,7 +32,7 @@ def test_a_language_model_is_compared_token_by_token_and_layer_by_layer(tiny, ki
     figures = dofla.evaluate(student, windows, batch_size=2, seed=3)
     language, layers = next_token_figures(student, windows, batch_size=2, seed=3), figures.layers
     assert {name: getattr(figures, name) for name in language} == language
-    assert layers == attention_fidelity(Student.of(student), windows, batch_size=2, seed=3)
+    assert layers == attention_fidelity(Converted.of(student), windows, batch_size=2, seed=3)
     assert figures.cosine is None
     assert (figures.source, figures.windows, figures.length) == ("some text", 4, LENGTH)
     assert figures.model["class"] == type(student).__name__
@@ -109,8 +109,8 @@ def evaluation(interval, state=136):
     increase = sum(interval) / 2 if interval != [0.0021, 0.0045] else 0.003
     return Evaluation(
         *({}, "stories", 48, {}, state * 1024, "compressed", 512, 2048 * 1024, 100),
-        teacher_loss=2.0,
-        student_loss=2.0 + increase,
+        original_loss=2.0,
+        loss=2.0 + increase,
         loss_increase=increase,
         loss_increase_interval=interval,
         kl=0.004,
@@ -155,7 +155,7 @@ def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):
     plan = tiny.plan(model, features=[6, 4], window=2, sinks=1)
     keep_softmax(plan, 1)
     plan.made_by = {"strategy": "by hand"}
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         figures = dofla.evaluate(model.to(dtype), tiny.tokens(2, LENGTH))
         one_cache = LENGTH * 2 * (8 + 8) * size
@@ -186,20 +186,20 @@ def test_the_student_is_left_as_it_was(tiny, kind):
     assert torch.is_grad_enabled()
     with torch.no_grad():
         ours = student.eval()(tokens)[0]
-        with dofla.softmax(student):
+        with dofla.original(student):
             assert not torch.allclose(student(tokens)[0], ours)
 
 
 def test_dropout_plays_no_part(tiny):
     model, tokens = tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), tiny.tokens(3, LENGTH)
-    dofla.linearize(model, tiny.plan(model))
+    dofla.linear.linearize(model, tiny.plan(model))
     assert dofla.evaluate(model.train(), tokens) == dofla.evaluate(model.eval(), tokens)
 
 
 def test_training_shows_in_the_figures(tiny):
     student, tokens = student_of(tiny), tiny.tokens(8, LENGTH)
     before = dofla.evaluate(student, tokens)
-    dofla.distill(student, tokens, steps=30, batch_size=8)
+    dofla.linear.distill(student, tokens, steps=30, batch_size=8)
     after = dofla.evaluate(student, tokens)
     assert all(after.layers[name].kl < 0.8 * layer.kl for name, layer in before.layers.items())
     assert after.kl < before.kl

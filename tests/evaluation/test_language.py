@@ -17,7 +17,7 @@ LENGTH = 20
 
 def student_of(tiny, model=None, **plan):
     model = model or tiny.llama()
-    return dofla.linearize(model, tiny.plan(model, **plan))
+    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def own_loss(model, batch):
@@ -34,9 +34,9 @@ def test_losses_are_those_the_models_report_themselves(tiny):
     student = student_of(tiny)
     figures = next_token_figures(student, TokenWindows.of(batch), batch_size=2)
     assert figures["tokens"] == 5 * (LENGTH - 1)
-    assert figures["teacher_loss"] == pytest.approx(original, rel=1e-5)
-    assert figures["student_loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
-    assert figures["loss_increase"] == pytest.approx(figures["student_loss"] - figures["teacher_loss"])
+    assert figures["original_loss"] == pytest.approx(original, rel=1e-5)
+    assert figures["loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
+    assert figures["loss_increase"] == pytest.approx(figures["loss"] - figures["original_loss"])
     assert abs(figures["loss_increase"]) > 1e-3
 
 
@@ -45,8 +45,8 @@ def test_padding_is_neither_context_nor_target(tiny):
     original = own_loss(tiny.llama(), batch)
     student = student_of(tiny)
     figures = next_token_figures(student, TokenWindows.of(batch), batch_size=5)
-    assert figures["teacher_loss"] == pytest.approx(original, rel=1e-5)
-    assert figures["student_loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
+    assert figures["original_loss"] == pytest.approx(original, rel=1e-5)
+    assert figures["loss"] == pytest.approx(own_loss(student, batch), rel=1e-5)
     assert figures["tokens"] == int((batch["attention_mask"].sum(1) - 1).sum())
 
 
@@ -58,8 +58,8 @@ def test_texts_padded_on_the_left_give_the_loss_of_the_texts_alone(tiny):
     alone = [next_token_figures(student, TokenWindows.of(text)) for text in texts]
     assert figures["tokens"] == sum(text["tokens"] for text in alone)
     # Only the teacher's: rotary scores know distances, while features also see how far the padding shifts a text.
-    expected = sum(text["tokens"] * text["teacher_loss"] for text in alone) / figures["tokens"]
-    assert figures["teacher_loss"] == pytest.approx(expected, rel=1e-5)
+    expected = sum(text["tokens"] * text["original_loss"] for text in alone) / figures["tokens"]
+    assert figures["original_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_divergence_and_agreement_are_means_over_positions(tiny):
@@ -67,7 +67,7 @@ def test_divergence_and_agreement_are_means_over_positions(tiny):
     student = student_of(tiny)
     with torch.no_grad():
         ours = student(tokens).logits[:, :-1].double().log_softmax(-1)
-        with dofla.softmax(student):
+        with dofla.original(student):
             theirs = student(tokens).logits[:, :-1].double().log_softmax(-1)
     figures = next_token_figures(student, TokenWindows.of(tokens))
     kl = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
@@ -95,7 +95,7 @@ def test_a_student_whose_attention_is_exact_has_no_gap(tiny, kind, plan):
     assert figures["loss_increase_interval"] == pytest.approx([0, 0], abs=1e-5)
     assert figures["kl"] == pytest.approx(0, abs=1e-5)
     assert figures["top1_agreement"] == 1
-    assert figures["student_loss"] == pytest.approx(figures["teacher_loss"], abs=1e-5)
+    assert figures["loss"] == pytest.approx(figures["original_loss"], abs=1e-5)
 
 
 def test_a_window_of_half_the_length_still_has_a_gap(tiny):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 LENGTH, PADDING, NEW = 120, 20, 2
 PIECES = {"pieces": (60, 1, 1, 30, 1, 27), "token by token": (114, *[1] * 6)}
@@ -131,4 +131,6 @@ def opened_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 def evicts(model: PreTrainedModel) -> bool:
     """True if each compressed layer forgets some of a text of :data:`LENGTH` tokens."""
-    return all(min(layer.slots_per_head) < LENGTH for layer in Student.of(model).plan.layers if not layer.keep_softmax)
+    return all(
+        min(layer.slots_per_head) < LENGTH for layer in Converted.of(model).plan.layers if not layer.keep_softmax
+    )

@@ -65,19 +65,19 @@ def test_it_holds_nothing_and_its_features_are_zero():
 
 def test_a_window_as_long_as_the_text_is_the_original(tiny):
     for model, tokens in ((tiny.llama(), {"input_ids": tiny.tokens(2, 20)}), (tiny.bert(), tiny.padded(2, 20))):
-        dofla.linearize(model, tiny.plan(model, features=0, feature_map="none", window=20))
+        dofla.linear.linearize(model, tiny.plan(model, features=0, feature_map="none", window=20))
         real = tokens.get("attention_mask", torch.ones(2, 20)).unsqueeze(-1)
         with torch.no_grad():
             found = model(**tokens)[0]
-            with dofla.softmax(model):
+            with dofla.original(model):
                 assert_close(found * real, model(**tokens)[0] * real, **LOGITS)
 
 
 def test_it_is_saved_opened_and_has_nothing_to_train(tiny, tmp_path):
     model, tokens = tiny.llama(), tiny.tokens(2, 20)
-    dofla.linearize(model, tiny.plan(model, features=0, feature_map="none", window=3, sinks=1))
+    dofla.linear.linearize(model, tiny.plan(model, features=0, feature_map="none", window=3, sinks=1))
     with pytest.raises(DoflaError, match="nothing to train"):
-        dofla.distill(model, tokens)
+        dofla.linear.distill(model, tokens)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert_close(dofla.load(tmp_path)(tokens).logits, model(tokens).logits, rtol=0, atol=0)

@@ -7,10 +7,10 @@ from tiny_families import CAUSAL, own_student, student, teacher, tokens
 from torch.testing import assert_close
 
 from dofla.attention import naive_attention, rounded
+from dofla.integration.converted import Converted
 from dofla.integration.interface import dofla_attention
 from dofla.integration.recorder import recording
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student
 
 ENCODERS = ["bert", "roberta", "vit"]
 
@@ -35,7 +35,7 @@ def output(model):
 def calls(model):
     """What each linear layer is called with and gives back in one forward pass."""
     seen = {}
-    for name, layer in Student.of(model).layers.items():
+    for name, layer in Converted.of(model).layers.items():
         layer.register_forward_hook(
             lambda layer, args, kwargs, out, name=name: seen.update({name: (*args, kwargs, out[0])}), with_kwargs=True
         )
@@ -73,8 +73,8 @@ def test_each_layer_gives_what_the_oracle_gives(family, kind):
         site = sites[name]
         assert (kwargs["scaling"], kwargs["causal"]) == (site.scaling, site.causal)
         assert (kwargs["weight"] is None) == (family == "vit" or ("decoder" in name and family == "bart"))
-        assert len({(group.window, group.sinks) for group in Student.of(model).layers[name].groups}) > 1
-        expected = oracle(Student.of(model).layers[name], query, key, value, **kwargs)
+        assert len({(group.window, group.sinks) for group in Converted.of(model).layers[name].groups}) > 1
+        expected = oracle(Converted.of(model).layers[name], query, key, value, **kwargs)
         if kwargs["causal"] and kwargs["weight"] is not None:  # padded queries get nothing
             expected = expected * kwargs["weight"][:, None, :, None]
         bound = sum_error(200)  # scores of up to about 50 are rounded twice; an average of some 20 values
@@ -85,7 +85,7 @@ def test_each_layer_gives_what_the_oracle_gives(family, kind):
 def test_the_first_linear_layer_sees_the_queries_keys_and_values_of_its_teacher(family):
     """Later layers see inputs the earlier ones have changed."""
     model, original, recorded = own_student(family, "ragged"), teacher(family), {}
-    with recording(original, Student.of(model).layers, lambda call: recorded.update({call.name: call})):
+    with recording(original, Converted.of(model).layers, lambda call: recorded.update({call.name: call})):
         output(original)
     name, (query, key, value, kwargs, _) = next(iter(calls(model).items()))
     call = recorded[name]
@@ -159,7 +159,7 @@ def test_an_image_model_sees_all_patches():
 @pytest.mark.parametrize("beams", [1, 3])
 def test_an_encoder_decoder_with_softmax_cross_attention_generates_with_cache_as_without(beams):
     model = student("bart", "ragged")
-    assert sorted(name.rsplit(".", 1)[1] for name in Student.of(model).layers) == ["self_attn"] * 4
+    assert sorted(name.rsplit(".", 1)[1] for name in Converted.of(model).layers) == ["self_attn"] * 4
     batch = inputs(model)
     options = {"attention_mask": batch["attention_mask"], "num_beams": beams, "do_sample": False, "max_new_tokens": 9}
     with_cache = model.generate(batch["input_ids"], **options)
@@ -172,7 +172,7 @@ def test_an_encoder_decoder_with_softmax_cross_attention_generates_with_cache_as
 def test_a_decoder_beside_softmax_cross_attention_gives_with_cache_what_it_gives_without(family):
     model, ids = student(family, "ragged"), tokens(2, 9)
     context = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    assert not any("crossattention" in name for name in Student.of(model).layers)
+    assert not any("crossattention" in name for name in Converted.of(model).layers)
     with torch.no_grad():
         whole = model(ids, encoder_hidden_states=context, use_cache=False).logits
         first = model(ids[:, :6], encoder_hidden_states=context, use_cache=True)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, Ll
 import dofla
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.consistency import check_consistency
-from dofla.integration.student import Student, is_linearized
+from dofla.integration.converted import Converted, is_converted
 
 
 class Attention(LlamaAttention):
@@ -83,7 +83,7 @@ def llama(*kinds, layers=3):
 
 
 MAKE = {
-    "linearize": lambda model, **options: dofla.linearize(model, plan_for(model, **options)),
+    "linearize": lambda model, **options: dofla.linear.linearize(model, plan_for(model, **options)),
     "compress": lambda model: compress(model, tokens(12, 64), tokens=48, head_budgets="even"),
     "compress_measured": lambda model: compress(model, tokens(12, 64), tokens=96),
 }
@@ -104,7 +104,7 @@ def test_a_layer_that_does_not_go_with_ours_is_named_and_the_model_is_as_it_was(
     message = rf"layer model\.layers\.{layer}\.self_attn cannot be linearized: {reason}.*keep_softmax"
     with pytest.raises(dofla.DoflaError, match=message):
         MAKE[make](model)
-    assert not is_linearized(model)
+    assert not is_converted(model)
     assert not model.training
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(ids).logits, before)
@@ -117,7 +117,7 @@ def test_a_softmax_layer_that_reads_the_keys_of_a_linear_one_is_refused():
     before = model(ids).logits
     plan = plan_for(model, "softmax_last")
     with pytest.raises(dofla.DoflaError, match=r"layer model\.layers\.2\.self_attn cannot be linearized: "):
-        dofla.linearize(model, plan)
+        dofla.linear.linearize(model, plan)
     assert torch.equal(model(ids).logits, before)
 
 
@@ -135,7 +135,7 @@ def test_where_a_layer_counts_its_tokens_otherwise_the_difference_is_named():
     message = r"layer model\.layers\.1\.self_attn .* with a cache it answers otherwise than in one pass \(relative diff"
     with pytest.raises(dofla.DoflaError, match=message):
         MAKE["linearize"](model)
-    assert not is_linearized(model)
+    assert not is_converted(model)
 
 
 def test_a_model_that_fails_with_a_cache_by_itself_is_taken():
@@ -156,7 +156,7 @@ def test_a_model_that_fails_with_a_cache_by_itself_is_taken():
 def test_students_pass_in_every_precision(family, kind):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         student = own_student(family, kind).to(dtype)
-        check_consistency(student, lambda own=student: dofla.softmax(own))
+        check_consistency(student, lambda own=student: dofla.original(own))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -169,7 +169,7 @@ def test_a_trial_leaves_no_trace(training):
         student = MAKE["linearize"](model)
         assert torch.equal(torch.rand(1), expected)
     assert student.training is training
-    assert all(layer.training is training for layer in Student.of(student).layers.values())
+    assert all(layer.training is training for layer in Converted.of(student).layers.values())
     assert all(weight.grad is None for weight in student.parameters())
 
 
@@ -177,9 +177,9 @@ def test_a_trial_leaves_no_trace(training):
 def test_a_trial_costs_what_some_dozen_tokens_do():
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True))
-    student = dofla.linearize(model.eval(), tokens=128)
+    student = dofla.linear.linearize(model.eval(), budget=64)
     with FlopCounterMode(display=False) as trial:
-        check_consistency(student, lambda: dofla.softmax(student))
+        check_consistency(student, lambda: dofla.original(student))
     with FlopCounterMode(display=False) as token, torch.no_grad():
         student(torch.zeros(1, 1, dtype=torch.long))
     assert 0 < trial.get_total_flops() < 64 * token.get_total_flops()

@@ -8,8 +8,8 @@ from sizes import compress
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 import dofla
+from dofla.integration.converted import Converted
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student
 
 SIZES = {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 128, "init_std": 0.2, "decoder_start_token_id": 1}
 SIZES |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
@@ -47,7 +47,7 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
     student = compress(
         model, tiny.tokens(6, 64, seed=1) % 90 + 3, tokens=48, head_budgets=head_budgets, keep_softmax=to_keep(model)
     )
-    assert len(Student.of(student).layers) == 2
+    assert len(Converted.of(student).layers) == 2
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     written = student.generate(ids, **options)
     assert torch.equal(written, student.generate(ids, use_cache=False, **options))

@@ -39,7 +39,7 @@ def own_student(family, kind, name, model=None):
     model = teacher(family) if model is None else model
     plan = plan_for(model, kind)
     layers = [layer if layer.keep_softmax else replace(layer, feature_map=name) for layer in plan.layers]
-    return dofla.linearize(model, replace(plan, layers=layers))
+    return dofla.linear.linearize(model, replace(plan, layers=layers))
 
 
 student = cache(own_student)
@@ -152,7 +152,7 @@ def test_an_adapter_without_its_projection_is_refused(name):
 @pytest.mark.parametrize("name", [name for name in MAPS if name not in FIXED])
 def test_distillation_trains_the_parameters_and_leaves_other_buffers(name):
     model, before = own_student("llama", "ragged", name), feature_map_tensors(student("llama", "ragged", name))
-    history = dofla.distill(model, tokens(8, 24), steps=4, batch_size=2)
+    history = dofla.linear.distill(model, tokens(8, 24), steps=4, batch_size=2)
     assert torch.isfinite(history.losses).all()
     trained = set(FEATURE_MAPS[name].learning_rates)
     if issubclass(FEATURE_MAPS[name], StandardizedMap):
@@ -164,4 +164,4 @@ def test_distillation_trains_the_parameters_and_leaves_other_buffers(name):
 @pytest.mark.parametrize("name", FIXED)
 def test_distillation_says_that_a_fixed_map_has_nothing_to_train(name):
     with pytest.raises(dofla.DoflaError, match="nothing to train"):
-        dofla.distill(own_student("llama", "plain", name), tokens(2, 9), steps=1, batch_size=1)
+        dofla.linear.distill(own_student("llama", "plain", name), tokens(2, 9), steps=1, batch_size=1)

@@ -25,7 +25,7 @@ from transformers import (
 
 import dofla
 from dofla.integration.cache import cache_bytes
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_streamer_shows_the_text_that_comes_out(tokenizer):
 def test_a_classifier_can_be_linearized_and_padding_does_not_matter(family):
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(teacher(family).config).eval()
-    dofla.linearize(model, plan_for(model, "ragged"))
+    dofla.linear.linearize(model, plan_for(model, "ragged"))
     ids = torch.cat([tokens(1, 12), torch.zeros(1, 5, dtype=torch.long)], 1)
     with torch.no_grad():
         padded = model(ids, attention_mask=(ids > 0).long()).logits
@@ -69,10 +69,10 @@ def test_a_classifier_can_be_linearized_and_padding_does_not_matter(family):
 @pytest.mark.parametrize("family", CAUSAL)
 def test_any_family_goes_the_way_from_profile_to_student(family):
     model = teacher(family)
-    profile = dofla.profile(model, tokens(4, 24), samples=32)
-    plan = dofla.allocate(profile, budget=8, window=2, sinks=1)
-    dofla.linearize(model, plan)
-    assert set(Student.of(model).layers) == {layer.name for layer in profile.layers}
+    profile = dofla.linear.profile(model, tokens(4, 24), samples=32)
+    plan = dofla.linear.allocate(profile, budget=8, window=2, sinks=1)
+    dofla.linear.linearize(model, plan)
+    assert set(Converted.of(model).layers) == {layer.name for layer in profile.layers}
     assert model.generate(tokens(1, 5), max_new_tokens=3).shape == (1, 8)
 
 
@@ -104,9 +104,9 @@ def bytes_of_states(model, ids):
 @pytest.mark.parametrize("kind", ["plain", "ragged", "eight_bits"])
 def test_a_state_has_the_bytes_the_plan_says(family, kind):
     model = student(family, kind)
-    plan = Student.of(model).plan
+    plan = Converted.of(model).plan
     # Each group of heads keeps a weight for every exact token beside keys and values.
-    groups = [group for layer in Student.of(model).layers.values() for group in layer.groups]
+    groups = [group for layer in Converted.of(model).layers.values() for group in layer.groups]
     weights = 4 * sum(group.window + group.sinks for group in groups)
     expected = plan.state_bytes(model.dtype) + weights + wider_means(model)
     assert bytes_of_states(model, tokens(1, 30)) == expected
@@ -115,7 +115,7 @@ def test_a_state_has_the_bytes_the_plan_says(family, kind):
 
 def wider_means(model):
     """What the features of a model in float64 take beyond those of all others, whose means are float32."""
-    means = sum(sum(layer.features_per_head) * layer.value_dim for layer in Student.of(model).plan.layers)
+    means = sum(sum(layer.features_per_head) * layer.value_dim for layer in Converted.of(model).plan.layers)
     return 4 * means if model.dtype == torch.float64 else 0
 
 
@@ -132,7 +132,7 @@ def test_the_state_does_not_grow_over_600_tokens(config, kind):
     length = {"max_position_embeddings": 700, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**shape, **length)).eval()
-    dofla.linearize(model, plan_for(model, kind))
+    dofla.linear.linearize(model, plan_for(model, kind))
     sizes = []
 
     class Watch(TextStreamer):

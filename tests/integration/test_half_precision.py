@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import dofla
 from dofla.integration import precision
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.runs import teacher as runs
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
 def dtypes(model):
-    maps = {id(p) for layer in Student.of(model).layers.values() for p in layer.parameters()}
+    maps = {id(p) for layer in Converted.of(model).layers.values() for p in layer.parameters()}
     return tuple({p.dtype for p in model.parameters() if (id(p) in maps) == inside} for inside in (True, False))
 
 
@@ -36,8 +36,8 @@ def test_feature_maps_stay_float32_however_a_model_is_cast(dtype, tmp_path):
     expected = student("gpt2", "ragged")
     for model in casts:
         assert dtypes(model) == ({torch.float32}, {dtype})
-        for name, layer in Student.of(model).layers.items():
-            assert_close(layer.state_dict(), Student.of(expected).layers[name].state_dict(), rtol=0, atol=0)
+        for name, layer in Converted.of(model).layers.items():
+            assert_close(layer.state_dict(), Converted.of(expected).layers[name].state_dict(), rtol=0, atol=0)
         assert_close(logits(model, tokens(2, 20)), logits(casts[0], tokens(2, 20)), rtol=0, atol=0)
 
 
@@ -47,7 +47,7 @@ def test_an_adapter_on_a_half_precision_base_keeps_float32_maps(dtype, tmp_path)
     base.to(dtype).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plan = student("llama", "ragged").config.quantization_config.plan
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     dofla.save_adapter(model, tmp_path / "adapter")
     opened = dofla.load(tmp_path / "adapter")
     assert dtypes(opened) == dtypes(model) == ({torch.float32}, {dtype})
@@ -99,7 +99,7 @@ def test_states_are_float32_and_exact_tokens_have_the_dtype_of_the_model_or_eigh
 @pytest.mark.parametrize(("family", "kind"), [("llama", "ragged"), ("gpt2", "plain"), ("bert", "ragged")])
 def test_mixed_precision_leaves_the_linear_layers_alone(family, kind):
     model, seen = own_student(family, kind).train(), []
-    for layer in Student.of(model).layers.values():
+    for layer in Converted.of(model).layers.values():
         layer.register_forward_hook(lambda *call: seen.append(call), with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens(2, 30))[0].float().square().mean().backward()
@@ -110,7 +110,7 @@ def test_mixed_precision_leaves_the_linear_layers_alone(family, kind):
 
 def test_a_double_precision_model_computes_in_double_precision():
     model, seen = own_student("llama", "ragged").double(), []
-    for layer in Student.of(model).layers.values():
+    for layer in Converted.of(model).layers.values():
         layer.register_forward_hook(lambda layer, args, out: seen.extend([args[0].dtype, out[0].dtype]))
     assert model(tokens(1, 9)).logits.dtype == torch.float64
     assert set(seen) == {torch.float64}
@@ -125,7 +125,7 @@ def test_a_processor_without_instructions_for_half_precision_is_named_once(dtype
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: supported, raising=False)
     for _ in range(2):
-        dofla.linearize(dofla.restore(own_student("llama")).to(dtype))
+        dofla.linear.linearize(dofla.restore(own_student("llama")).to(dtype))
     found = [record.getMessage() for record in caplog.records if record.name == precision.__name__]
     assert len(found) == said
     assert all(str(dtype).removeprefix("torch.") in line and "--set dtype=float32" in line for line in found)
@@ -135,5 +135,5 @@ def test_a_processor_without_instructions_for_half_precision_is_named_once(dtype
 @pytest.mark.parametrize(("slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_the_command_line_opens_models_as_they_are_where_that_is_not_slow(slow, dtype, monkeypatch):
     monkeypatch.setattr(runs, "half_is_slow", lambda: slow)
-    assert runs.load_teacher("demo")[0].dtype == dtype
-    assert runs.load_teacher("demo", "bfloat16")[0].dtype == torch.bfloat16
+    assert runs.open_original("demo")[0].dtype == dtype
+    assert runs.open_original("demo", "bfloat16")[0].dtype == torch.bfloat16

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import dofla
 from dofla.cli import app
 from dofla.integration.checkpoint import feature_map_tensors
-from dofla.integration.student import Student, is_linearized
-from dofla.runs.teacher import open_model
+from dofla.integration.converted import Converted, is_converted
+from dofla.runs.opening import open_model
 
 CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-ADAPTER = {"dofla_adapter.json", "feature_maps.safetensors", "plan.json", "record.json", "README.md"}
+ADAPTER = {"dofla_adapter.json", "dofla.safetensors", "plan.json", "record.json", "README.md"}
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def base(hub):
 def student(base):
     """A student of ``base``, with weights that no seed gives."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    return dofla.linearize(model, plan_for(model, "ragged"), seed=123)
+    return dofla.linear.linearize(model, plan_for(model, "ragged"), seed=123)
 
 
 @torch.no_grad()
 def assert_same(opened, student):
-    assert Student.of(opened).plan.to_dict() == Student.of(student).plan.to_dict()
+    assert Converted.of(opened).plan.to_dict() == Converted.of(student).plan.to_dict()
     ids = tokens(2, 20)
     assert_close(opened(ids).logits, student(ids).logits, rtol=0, atol=0)
 
@@ -81,7 +81,7 @@ def test_a_student_is_pushed_whole_and_opens_by_its_name(hub, student):
     assert_same(AutoModelForCausalLM.from_pretrained("me/student"), student)
     opened = dofla.load("me/student")
     assert_same(opened, student)
-    assert Student.of(opened).record.base_model == "owner/base"
+    assert Converted.of(opened).record.base_model == "owner/base"
 
 
 def test_pushing_again_brings_the_card_up_to_date(hub, student):
@@ -121,8 +121,8 @@ def test_saving_with_a_push_leaves_foreign_files_and_a_card_written_here_alone(h
     assert commit["added"]["README.md"] == b"Written by hand.\n"
     assert (folder / "README.md").read_text() == "Written by hand.\n"
     student.save_pretrained(tmp_path / "new", push_to_hub=True, repo_id="me/another")
-    assert "dofla.softmax(model)" in card_of(hub, "me/another").text
-    assert "dofla.softmax(model)" in (tmp_path / "new" / "README.md").read_text()
+    assert "dofla.original(model)" in card_of(hub, "me/another").text
+    assert "dofla.original(model)" in (tmp_path / "new" / "README.md").read_text()
 
 
 def test_a_pull_request_goes_where_it_was_asked_to(hub, student):
@@ -141,7 +141,7 @@ def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
     assert 'dofla.load("me/adapter")' in card.text
     opened = dofla.load("me/adapter")
     assert_same(opened, student)
-    assert Student.of(opened).record == Student.of(student).record
+    assert Converted.of(opened).record == Converted.of(student).record
     assert "GET /me/adapter/resolve/main/README.md" not in hub.asked  # nor anything else that is not needed
 
 
@@ -165,7 +165,7 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     ):
         done = CliRunner().invoke(app, [verb, "me/adapter", *base, *map(str, options)])
         assert done.exit_code == 0, (verb, done.exception)
-    assert not is_linearized(open_model("owner/moved" if moved else "owner/base")[0])
+    assert not is_converted(open_model("owner/moved" if moved else "owner/base")[0])
 
 
 def test_an_adapter_opens_from_the_cache_when_the_hub_is_gone(hub, student, monkeypatch):
@@ -190,7 +190,7 @@ def test_an_adapter_pushed_over_another_leaves_nothing_of_it(hub, student):
 def test_an_adapter_of_a_base_that_nobody_else_has_is_refused(hub, tmp_path):
     teacher("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    dofla.linearize(model, plan_for(model))
+    dofla.linear.linearize(model, plan_for(model))
     with pytest.raises(dofla.DoflaError, match=r"which others do not have: dofla\.note"):
         dofla.push_adapter(model, "me/adapter")
     assert not hub.commits
@@ -215,7 +215,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "docs" / "students").glob("*/dofla
 @pytest.mark.parametrize("pointer", SHIPPED, ids=[path.parent.name for path in SHIPPED])
 def test_a_student_in_the_repository_opens_by_what_it_names(hub, pointer, tmp_path, monkeypatch):
     """With a model in the place of its base, whose attention has the same shapes and all else is small."""
-    plan = dofla.Plan.load(pointer.parent / "plan.json")
+    plan = dofla.linear.Plan.load(pointer.parent / "plan.json")
     layer = plan.layers[0]
     small = LlamaConfig(
         hidden_size=4 * layer.kv_heads,
@@ -231,7 +231,7 @@ def test_a_student_in_the_repository_opens_by_what_it_names(hub, pointer, tmp_pa
     monkeypatch.chdir(tmp_path)
     student = dofla.load(pointer.parent)
     assert any(x.startswith(f"GET /{name}/") and x.endswith("/model.safetensors") for x in hub.asked)
-    assert feature_map_tensors(student).keys() == load_file(pointer.parent / "feature_maps.safetensors").keys()
+    assert feature_map_tensors(student).keys() == load_file(pointer.parent / "dofla.safetensors").keys()
 
 
 @pytest.mark.parametrize(

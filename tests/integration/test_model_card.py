@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 import dofla
 from dofla.data import TokenWindows
 from dofla.display import factor
+from dofla.integration.converted import Converted
 from dofla.integration.model_card import by_hand, write_card
 from dofla.integration.record import Record, without_folders
-from dofla.integration.student import Student
 from dofla.plans.plan import Plan
 from dofla.runs import workshop
+from dofla.runs.opening import open_original
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
-from dofla.runs.teacher import load_teacher
 from dofla.tasks import Comparison, Difference, TaskResults
 
 FIGURES = {
@@ -33,8 +33,8 @@ FIGURES = {
     "windows": 8,
     "length": 24,
     "language": {
-        "teacher_loss": 1.5,
-        "student_loss": 1.625,
+        "original_loss": 1.5,
+        "loss": 1.625,
         "loss_increase": 0.125,
         "loss_increase_interval": [0.1, 0.15],
         "kl": 0.25,
@@ -52,7 +52,7 @@ def base(tmp_path):
 
 def student_of(base):
     model = AutoModelForCausalLM.from_pretrained(base)
-    return dofla.linearize(model, plan_for(model, "ragged"))
+    return dofla.linear.linearize(model, plan_for(model, "ragged"))
 
 
 def front_matter(folder):
@@ -99,7 +99,7 @@ def test_a_card_says_what_the_student_is(kind, base, tmp_path):
 def test_the_plan_is_a_few_lines(tmp_path):
     model = student("gpt2", "softmax_last")
     model.save_pretrained(tmp_path)
-    plan, text = Student.of(model).plan, text_of(tmp_path)
+    plan, text = Converted.of(model).plan, text_of(tmp_path)
     lines = [line for line in text.partition("## The plan")[2].partition("\n## ")[0].splitlines() if line]
     layer = plan.layers[0]
     assert (layer.window, layer.sinks) == (0, 0)
@@ -131,7 +131,7 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
     text = text_of(saved(model, tmp_path / "out", "adapter"))
     assert text.count("loss increase, nats per token") == 1
     assert f"| {found.loss_increase:.4g} (" in text
-    dofla.distill(model, windows, steps=1, rows=8)
+    dofla.linear.distill(model, windows, steps=1, rows=8)
     assert "None are recorded." in text_of(saved(model, tmp_path / "trained", "adapter"))
 
 
@@ -164,11 +164,13 @@ def test_a_card_names_the_class_and_the_pipeline_of_its_model(family, auto_class
 def test_training_is_put_on_record(base, tmp_path):
     model = student_of(base)
     windows = TokenWindows(tokens(8, 24), source="owner/stories@train (train)")
-    dofla.distill(model, windows, steps=2, rows=8, context=24)
-    dofla.distill_end_to_end(model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, context=64)
-    layerwise, whole = Student.of(model).record.training
+    dofla.linear.distill(model, windows, steps=2, rows=8, context=24)
+    dofla.linear.distill_end_to_end(
+        model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, context=64
+    )
+    layerwise, whole = Converted.of(model).record.training
     assert (layerwise.steps, layerwise.positions, layerwise.weights) == (2, 24, False)
-    assert layerwise.command.startswith("dofla.distill(student, tokens, loss='output', steps=2, batch_size=2")
+    assert layerwise.command.startswith("dofla.linear.distill(student, tokens, loss='output', steps=2, batch_size=2")
     assert (whole.steps, whole.positions, whole.weights) == (1, 64, True)
     assert whole.text == "mine.txt (train), 4 windows of 24 tokens, read anywhere among 64 positions"
     for kind in ("adapter", "standalone"):
@@ -179,11 +181,11 @@ def test_training_is_put_on_record(base, tmp_path):
         assert whole.command in text
         assert "It was trained on 64 positions" in text
         assert ("no longer the original's" in text) == (kind == "standalone")
-        assert Student.of(dofla.load(folder)).record == Student.of(model).record
+        assert Converted.of(dofla.load(folder)).record == Converted.of(model).record
     # The command does it again.
     again = student_of(base)
     eval(layerwise.command, {"dofla": dofla, "student": again, "tokens": windows})
-    assert Student.of(again).record.training == [layerwise]
+    assert Converted.of(again).record.training == [layerwise]
 
 
 def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
@@ -226,7 +228,7 @@ def test_the_license_is_that_of_the_base_model(card, config, expected, base, tmp
 
 @pytest.mark.parametrize("kind", ["adapter", "standalone"])
 def test_students_of_the_bundled_teacher_have_its_license(kind, tmp_path):
-    student = dofla.linearize(load_teacher("demo")[0], tokens=8)
+    student = dofla.linear.linearize(open_original("demo")[0], budget=4)
     assert front_matter(saved(student, tmp_path / "out", kind))["license"] == "apache-2.0"
 
 
@@ -289,7 +291,7 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
     gaps = [
         (f.student, f.source)
-        for f in Student.of(dofla.load(folder, base_model=base)).record.figures
+        for f in Converted.of(dofla.load(folder, base_model=base)).record.figures
         if f.metric == "loss_increase"
     ]
     text = "my_text.txt.gz (validation), 8 windows of 24 tokens"
@@ -306,7 +308,7 @@ def test_figures_of_tasks_and_encoders_are_known(tmp_path):
         figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "metrics": {"acc": accuracy, "f1, all": accuracy}}]}},
     )
     dofla.note(model, figures={"source": "x", "windows": 3, "embeddings": {"cosine": 0.9, "spearman": 0.8}})
-    figures = Student.of(model).record.figures
+    figures = Converted.of(model).record.figures
     found = {figure.metric: (figure.student, figure.teacher, figure.source) for figure in figures}
     assert found == {
         "accuracy": (0.5, 0.75, "arc, 40 items"),
@@ -323,7 +325,7 @@ def test_figures_of_tasks_and_encoders_are_known(tmp_path):
     ("options", "match"),
     [
         ({"figures": {}}, "figures hold none"),
-        ({"figures": {"language": {"loss_increase": 1}}}, "not those of an evaluation .*student_loss"),
+        ({"figures": {"language": {"loss_increase": 1}}}, "not those of an evaluation .*loss"),
         ({"figures": {"language": 3}}, "not those of an evaluation"),
         ({"figures": "nowhere.json"}, "nowhere.json does not exist"),
         ({"base_model": "a folder/of mine"}, "base_model is 'a folder/of mine'"),
@@ -333,7 +335,7 @@ def test_what_is_no_note_is_refused(options, match):
     model = own_student("llama")
     with pytest.raises(dofla.DoflaError, match=match):
         dofla.note(model, **options)
-    assert Student.of(model).record == Record()
+    assert Converted.of(model).record == Record()
 
 
 def test_notes_on_what_is_no_student_are_refused(base, tmp_path):
@@ -366,9 +368,9 @@ def test_a_damaged_record_is_refused_in_one_line(record, match, base, tmp_path):
 def test_an_adapter_without_a_record_and_one_of_a_later_version_open(base, tmp_path):
     folder = saved(student_of(base), tmp_path / "out", "adapter")
     (folder / "record.json").write_text(json.dumps({"base_model": "owner/name", "color": "green"}))
-    assert Student.of(dofla.load(folder)).record.base_model == "owner/name"
+    assert Converted.of(dofla.load(folder)).record.base_model == "owner/name"
     (folder / "record.json").unlink()
-    assert Student.of(dofla.load(folder)).record == Record()
+    assert Converted.of(dofla.load(folder)).record == Record()
 
 
 # How it hangs on the model
@@ -408,7 +410,7 @@ def test_results_are_taken_as_they_come(base):
     tasks = TaskResults([Comparison("piqa", 8, {"acc": Difference(0.75, 0.1, 0.5, 0.1, -0.25, 0.1)}, 0.625)])
     dofla.note(student, figures=tasks)
     dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
-    (accuracy, *others) = Student.of(student).record.figures
+    (accuracy, *others) = Converted.of(student).record.figures
     assert (accuracy.student, accuracy.teacher, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
     assert [figure.metric for figure in others] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
 
@@ -418,13 +420,13 @@ def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_
     monkeypatch.setattr("sys.argv", ["/usr/bin/dofla", *arguments])
     text = TokenWindows(tokens(8, 24), source="/home/me/a b.txt (train)")
     model = AutoModelForCausalLM.from_pretrained(base)
-    monkeypatch.setattr(workshop, "load_teacher", lambda *_: (model, None))
+    monkeypatch.setattr(workshop, "open_original", lambda *_: (model, None))
     monkeypatch.setattr(workshop, "windows_of", lambda *_, **__: text)
     data = {"model": "tiny", "budget": 8, "students": [{"name": "Even", "strategy": "hybrid"}]}
     data |= {"profile": {"samples": 32, "windows": 4}, "distill": {"steps": 2, "rows": 8}}
     run(Recipe.from_dict(data), tmp_path / "run")
     folder = tmp_path / "run" / "students" / "even-seed0" / "adapter"
-    record = Student.of(dofla.load(folder)).record
+    record = Converted.of(dofla.load(folder)).record
     command = "dofla run tiny.yaml --set 'data.source=a b.txt'"
     assert [training.command for training in record.training] == [command]
     assert {figure.command for figure in record.figures} == {command}

@@ -20,8 +20,8 @@ from transformers import (
 
 import dofla
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1}
@@ -80,9 +80,11 @@ def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
     window = {"window": 64, "feature_map": "none"}
     options = [{"keep_softmax": True} if site.shares_keys else window for site in sites]
     shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
-    plan = dofla.Plan([dofla.LayerPlan(*shape, **own) for shape, own in zip(shapes, options, strict=True)])
+    plan = dofla.linear.Plan(
+        [dofla.linear.LayerPlan(*shape, **own) for shape, own in zip(shapes, options, strict=True)]
+    )
     assert window in options
-    assert torch.allclose(dofla.linearize(model, plan)(ids).logits, before, atol=1e-4 * before.abs().max())
+    assert torch.allclose(dofla.linear.linearize(model, plan)(ids).logits, before, atol=1e-4 * before.abs().max())
 
 
 @torch.no_grad()
@@ -152,7 +154,7 @@ def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
     ids = tiny.tokens(2, 60)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, head_budgets="even")
-    assert len(Student.of(student).layers) == 3
+    assert len(Converted.of(student).layers) == 3
     assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
 
 
@@ -165,7 +167,7 @@ def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval().double()
     student = compress(model, tiny.tokens(6, 128, seed=1), tokens=96, head_budgets=head_budgets)
-    kept = {layer.name: layer.keep_softmax for layer in Student.of(student).plan.layers}
+    kept = {layer.name: layer.keep_softmax for layer in Converted.of(student).plan.layers}
     assert kept == {f"model.layers.{n}.self_attn": n != 1 for n in (1, 3, 5)}
     ids, cache = tiny.tokens(2, 120), DynamicCache(config=student.config)
     pieces = [student(part, past_key_values=cache).logits for part in ids.split([70, *[1] * 20, 30], dim=1)]
@@ -183,8 +185,8 @@ def test_a_layer_whose_keys_another_reads_cannot_be_linear(tiny):
     with pytest.raises(
         DoflaError, match=r"layers\.3\.self_attn cannot be linearized: it shares its keys.*keep_softmax"
     ):
-        dofla.linearize(model, dofla.Plan([dofla.LayerPlan(*shape, 8) for shape in shapes]))
-    skipped = dofla.profile(model, tiny.tokens(4, 16)).skipped
+        dofla.linear.linearize(model, dofla.linear.Plan([dofla.linear.LayerPlan(*shape, 8) for shape in shapes]))
+    skipped = dofla.linear.profile(model, tiny.tokens(4, 16)).skipped
     assert "shares keys and values with other layers" in {layer.reason for layer in skipped}
 
 

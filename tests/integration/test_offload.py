@@ -14,7 +14,7 @@ from dofla.cli import app
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import feature_map_tensors, load_any
 from dofla.integration.offload import is_offloaded
-from dofla.runs.teacher import load_teacher, open_student
+from dofla.runs.opening import open_converted, open_original
 
 WINDOWS = tokens(4, 64)
 OFFLOAD = {"device_map": dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")}
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     model = load_any(folder / "model")
     compress(model).save_pretrained(folder / "compressed")
     dofla.save_adapter(model, folder / "compressed-adapter")
-    dofla.linearize(dofla.restore(model), budget=8).to(torch.bfloat16).save_pretrained(folder / "linearized")
+    dofla.linear.linearize(dofla.restore(model), budget=8).to(torch.bfloat16).save_pretrained(folder / "linearized")
     dofla.save_adapter(model, folder / "linearized-adapter")
     return folder
 
@@ -61,7 +61,7 @@ def test_it_answers_generates_and_is_evaluated_alike(folder, name, options):
 
 
 def test_it_is_profiled_alike(folder):
-    profiles = [dofla.profile(open_(folder / "model"), WINDOWS, samples=16) for open_ in (load_any, offloaded)]
+    profiles = [dofla.linear.profile(open_(folder / "model"), WINDOWS, samples=16) for open_ in (load_any, offloaded)]
     assert profiles[0].to_dict() == profiles[1].to_dict()
 
 
@@ -74,13 +74,13 @@ def test_it_is_compressed_and_saved_alike(folder, tmp_path):
 
 def test_what_changes_weights_is_refused(folder, tmp_path):
     linearized = offloaded(folder / "linearized-adapter")
-    for train in (dofla.distill, dofla.distill_end_to_end):
+    for train in (dofla.linear.distill, dofla.linear.distill_end_to_end):
         with pytest.raises(DoflaError, match=r"^training needs all weights in memory: open the model without offload"):
             train(linearized, WINDOWS)
     with pytest.raises(DoflaError, match=r"^measuring head budgets, which head_budgets='even' leaves out, needs all"):
         dofla.compress(offloaded(folder / "model"), WINDOWS, "8KiB", progress=False)
     trained = load_any(folder / "linearized-adapter")
-    dofla.distill_end_to_end(trained, WINDOWS, steps=1, progress=False)
+    dofla.linear.distill_end_to_end(trained, WINDOWS, steps=1, progress=False)
     dofla.save_adapter(trained, tmp_path / "adapter")
     with pytest.raises(DoflaError, match=r"^adding trained weights needs all weights in memory"):
         offloaded(tmp_path / "adapter")
@@ -97,10 +97,10 @@ def test_a_feature_map_that_is_missing_on_disk_is_named(tmp_path):
 def test_accelerate_decides_what_stays_in_memory(folder, tmp_path, monkeypatch):
     half = teacher("llama").get_memory_footprint() // 2
     monkeypatch.setattr(placement, "get_max_memory", lambda *_: {"cpu": half})
-    model, _ = open_student("demo", offload=tmp_path)
+    model, _ = open_converted("demo", offload=tmp_path)
     assert is_offloaded(model)
     with pytest.raises(DoflaError, match="device is 'cpu': with offload accelerate places the layers"):
-        load_teacher("demo", device="cpu", offload=tmp_path)
+        open_original("demo", device="cpu", offload=tmp_path)
 
 
 def test_every_verb_that_only_runs_a_model_takes_offload():

@@ -135,7 +135,7 @@ def test_a_cache_is_a_list_of_layers_that_attention_modules_get(tiny):
 @torch.no_grad()
 def test_models_are_called_by_the_names_of_the_installed_transformers(tiny):
     text, options = tiny.tokens(1, 9), {"max_new_tokens": 2, "do_sample": False}
-    student = dofla.linearize(tiny.llama(), budget=16)
+    student = dofla.linear.linearize(tiny.llama(), budget=16)
     student(text[:, :2], use_cache=True, **{CACHE_ARGUMENT: dofla.serving.read_prompt(student, text)})
     dofla.serving.Stream(student).read(text)
     with dofla.serving.ContinuousBatching(student) as batching:
@@ -154,7 +154,7 @@ def test_quantizers_are_asked_before_and_after_weights_load(tiny, tmp_path, monk
 
         monkeypatch.setattr(DoflaQuantizer, name, note)
     model = tiny.llama()
-    dofla.linearize(model, tiny.plan(model)).save_pretrained(tmp_path)
+    dofla.linear.linearize(model, tiny.plan(model)).save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(asked) == 2, f"from_pretrained asks registered quantizers for {asked} only {VERSIONS}: quantizer.py"
     config = json.loads((tmp_path / "config.json").read_text())

@@ -9,9 +9,9 @@ from tiny_families import teacher, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, WhisperConfig, WhisperForCausalLM
 
 import dofla
+from dofla.integration.converted import Converted
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import check_readable
-from dofla.integration.student import Student
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "initializer_range": 0.2, "is_decoder": True, "max_position_embeddings": 130}
@@ -46,7 +46,7 @@ def test_shares_are_measured_within_the_positions_that_there_are(family):
         check_readable(model, torch.full((1, 129), 4), "it")
     assert model(ids.view(3, 128)).logits.isfinite().all()
     student = compress(model, ids, tokens=96)
-    assert {layer.positions for layer in Student.of(student).layers.values()} == {128}
+    assert {layer.positions for layer in Converted.of(student).layers.values()} == {128}
     assert student(ids.view(3, 128)).logits.isfinite().all()
 
 

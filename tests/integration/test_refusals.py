@@ -16,13 +16,15 @@ from transformers import (
 )
 
 import dofla
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student, is_linearized
 
 
 def plan_of_linear_layers(model):
     sites = attention_sites(model).values()
-    return dofla.Plan([dofla.LayerPlan(s.name, s.kv_heads, s.head_dim, s.value_dim, features=4) for s in sites])
+    return dofla.linear.Plan(
+        [dofla.linear.LayerPlan(s.name, s.kv_heads, s.head_dim, s.value_dim, features=4) for s in sites]
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason)
     first = next(n for n, x in enumerate(plan.layers) if x.name == layer)
     plan.layers.insert(0, plan.layers.pop(first))
     with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be linearized: .*{reason}.*keep_softmax"):
-        dofla.linearize(model, plan)
+        dofla.linear.linearize(model, plan)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason)
 )
 def test_profiling_refuses_such_a_layer_too(family, match):
     with pytest.raises(dofla.DoflaError, match=match):
-        dofla.profile(teacher(family), tokens(2, 16))
+        dofla.linear.profile(teacher(family), tokens(2, 16))
 
 
 def test_a_model_that_needs_masks_of_its_own_is_refused():
@@ -89,8 +91,8 @@ def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
 @pytest.mark.parametrize("make", [
     lambda model: compress(model, tokens(12, 32), tokens=48),
     lambda model: compress(model, tokens(12, 32), tokens=48, head_budgets="even"),
-    lambda model: dofla.linearize(model, tokens=16),
-    lambda model: dofla.measure_curves(model, tokens(12, 32), tokens=16),
+    lambda model: dofla.linear.linearize(model, budget=8),
+    lambda model: dofla.linear.measure_curves(model, tokens(12, 32), tokens=16),
     lambda model: measure_head_budgets(model, tokens(12, 32), 24),
 ])  # fmt: skip
 def test_where_all_windows_are_bounded_nothing_is_begun(make):
@@ -99,7 +101,7 @@ def test_where_all_windows_are_bounded_nothing_is_begun(make):
     match = "MistralForCausalLM: no layer is left to linearize: .* unless it is opened with sliding_window=None"
     with pytest.raises(dofla.DoflaError, match=match):
         make(model)
-    assert not is_linearized(model)
+    assert not is_converted(model)
     assert torch.equal(model(tokens(2, 32)).logits, before)
 
 
@@ -107,7 +109,7 @@ def test_opened_without_its_window_such_a_model_is_linearized():
     config = copy.deepcopy(teacher("mistral_sliding").config)
     config.sliding_window = None
     model = compress(MistralForCausalLM(config).eval(), tokens(12, 32), tokens=48, head_budgets="even")
-    assert len(Student.of(model).plan.layers) == 2
+    assert len(Converted.of(model).plan.layers) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,12 +125,12 @@ def test_options_of_compress_are_checked_first(change, match, head_budgets):
     model = teacher("llama")
     with pytest.raises(dofla.DoflaError, match=match):
         compress(model, tokens(12, 64), **{"budget": 48, "head_budgets": head_budgets} | change)
-    assert not is_linearized(model)
+    assert not is_converted(model)
 
 
 def test_a_budget_of_linearize_is_a_number():
     with pytest.raises(dofla.DoflaError, match="budget is '64': give a number"):
-        dofla.linearize(teacher("llama"), budget="64")
+        dofla.linear.linearize(teacher("llama"), budget="64")
 
 
 def test_within_inference_mode_students_are_made_as_ever():
@@ -136,7 +138,7 @@ def test_within_inference_mode_students_are_made_as_ever():
     model = teacher("llama")
     with torch.inference_mode():
         inside = compress(model, tokens(12, 64), tokens=96)
-    assert Student.of(inside).plan == Student.of(outside).plan
+    assert Converted.of(inside).plan == Converted.of(outside).plan
     assert torch.equal(inside(tokens(1, 60)).logits, outside(tokens(1, 60)).logits)
     assert not any(x.is_inference() for x in (*inside.parameters(), *inside.buffers()))
 
@@ -151,8 +153,8 @@ def test_a_model_made_within_inference_mode_has_no_gradients_to_measure_with():
 @pytest.mark.parametrize("make", [
     lambda model: compress(model, tokens(12, 64), tokens=48),
     lambda model: compress(model, tokens(12, 64), tokens=48, head_budgets="even"),
-    lambda model: dofla.linearize(model, tokens=48),
-    lambda model: dofla.profile(model, tokens(2, 16)),
+    lambda model: dofla.linear.linearize(model, budget=24),
+    lambda model: dofla.linear.profile(model, tokens(2, 16)),
 ])  # fmt: skip
 def test_a_layer_without_an_entry_of_its_own_is_refused(make):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -162,7 +164,7 @@ def test_a_layer_without_an_entry_of_its_own_is_refused(make):
     model = ZambaForCausalLM(config).eval()
     with pytest.raises(dofla.DoflaError, match=r"shared_transf\.self_attn .* no entry of its own in the cache"):
         make(model)
-    assert not is_linearized(model)
+    assert not is_converted(model)
 
 
 def test_a_model_with_several_tokens_at_a_place_is_refused():
@@ -186,14 +188,14 @@ def test_whatever_fails_without_its_own_masks_is_refused(monkeypatch):
 
     monkeypatch.setattr(attention, "forward", asks_for_a_mask)
     with pytest.raises(dofla.DoflaError, match=r"does not run without attention masks of its own .*'shape'"):
-        dofla.linearize(model, tokens=16)
+        dofla.linear.linearize(model, budget=8)
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
 def test_a_family_with_its_own_attention_code_is_refused(family):
     model = teacher(family)
     before = model.config._attn_implementation
-    for attempt in (lambda: plan_for(model), lambda: dofla.profile(model, tokens(2, 16))):
+    for attempt in (lambda: plan_for(model), lambda: dofla.linear.profile(model, tokens(2, 16))):
         with pytest.raises(dofla.DoflaError, match=rf"^{type(model).__name__} has no attention that goes through"):
             attempt()
     assert model.config._attn_implementation == before
@@ -202,11 +204,11 @@ def test_a_family_with_its_own_attention_code_is_refused(family):
 def test_a_model_is_not_linearized_twice():
     model = own_student("llama")
     with pytest.raises(dofla.DoflaError, match="linearized already"):
-        dofla.linearize(model, dofla.Plan([]))
+        dofla.linear.linearize(model, dofla.linear.Plan([]))
 
 
 def test_a_model_that_is_not_linearized_has_nothing_to_restore():
-    for function in (dofla.restore, lambda model: dofla.softmax(model).__enter__()):
+    for function in (dofla.restore, lambda model: dofla.original(model).__enter__()):
         with pytest.raises(dofla.DoflaError, match="not linearized"):
             function(teacher("llama"))
 
@@ -214,7 +216,7 @@ def test_a_model_that_is_not_linearized_has_nothing_to_restore():
 def test_a_plan_for_another_model_is_refused():
     plan = plan_for(teacher("gpt2"))
     with pytest.raises(dofla.DoflaError, match=r"another model: it names 'transformer\.h\.0\.attn'.*GPT2LMHeadModel"):
-        dofla.linearize(teacher("llama"), plan)
+        dofla.linear.linearize(teacher("llama"), plan)
 
 
 def test_a_plan_that_leaves_a_layer_out_is_refused():
@@ -222,7 +224,7 @@ def test_a_plan_that_leaves_a_layer_out_is_refused():
     plan = plan_for(model)
     del plan.layers[1]
     with pytest.raises(dofla.DoflaError, match=r"says nothing of 'model\.layers\.1\.self_attn'"):
-        dofla.linearize(model, plan)
+        dofla.linear.linearize(model, plan)
 
 
 @pytest.mark.parametrize("what", ["kv_heads", "head_dim", "value_dim"])
@@ -231,7 +233,7 @@ def test_a_plan_for_other_shapes_is_refused(what):
     plan = plan_for(model)
     setattr(plan.layers[1], what, 3)
     with pytest.raises(dofla.DoflaError, match=rf"layer model\.layers\.1\.self_attn has {what} \d, the plan says 3"):
-        dofla.linearize(model, plan)
+        dofla.linear.linearize(model, plan)
 
 
 # Calls that softmax attention answers and linear attention cannot
@@ -265,7 +267,7 @@ def test_assisted_decoding_is_refused_at_once_as_a_state_takes_nothing_back(tmp_
     for one in (model, LlamaForCausalLM.from_pretrained(tmp_path / "whole")):
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
             one.generate(ids, **options)
-    with dofla.softmax(model):
+    with dofla.original(model):
         written = model.generate(ids, **options)
     assert torch.equal(dofla.restore(model).generate(ids, **options), written)
     cache = student("llama")(ids).past_key_values

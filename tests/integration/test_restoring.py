@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from untouched import everything
 
 import dofla
-from dofla.integration.student import Student, is_linearized
+from dofla.integration.converted import Converted, is_converted
 
 FAMILIES = [*CAUSAL, "bert", "roberta", "vit"]
 
@@ -44,8 +44,8 @@ def test_a_model_with_the_config_of_a_student_has_a_teacher_of_its_own():
     model = type(teacher("llama"))(own_student("llama").config)
     original = copy.deepcopy(model)
     original.set_attn_implementation("sdpa")
-    dofla.linearize(model, plan_for(model))
-    with dofla.softmax(model):
+    dofla.linear.linearize(model, plan_for(model))
+    with dofla.original(model):
         assert_close(outputs(model), outputs(original), rtol=0, atol=0)
 
 
@@ -61,8 +61,8 @@ def test_a_student_can_be_pickled(kind):
 def test_the_attention_implementation_the_model_had_comes_back(implementation):
     model = teacher("llama")
     model.set_attn_implementation(implementation)
-    dofla.linearize(model, plan_for(model))
-    with dofla.softmax(model):
+    dofla.linear.linearize(model, plan_for(model))
+    with dofla.original(model):
         assert model.config._attn_implementation == implementation
     dofla.restore(model)
     assert model.config._attn_implementation == implementation
@@ -73,7 +73,7 @@ def test_a_failed_linearization_leaves_the_model_alone():
     plan = plan_for(model)
     plan.layers[1].head_dim = 7
     with pytest.raises(dofla.DoflaError):
-        dofla.linearize(model, plan)
+        dofla.linear.linearize(model, plan)
     assert everything(model) == everything(original)
 
 
@@ -81,7 +81,7 @@ def test_a_failed_linearization_leaves_the_model_alone():
 def test_a_suspended_student_is_its_teacher(family):
     model, original = own_student(family), teacher(family)
     before = outputs(model)
-    with dofla.softmax(model) as suspended:
+    with dofla.original(model) as suspended:
         assert suspended is model
         assert_close(outputs(model), outputs(original), rtol=0, atol=0)
         if family in CAUSAL:
@@ -95,7 +95,7 @@ def test_a_suspended_student_is_its_teacher(family):
 def test_a_student_is_a_student_again_after_an_error_while_suspended():
     model = own_student("llama")
     before = outputs(model)
-    with pytest.raises(ZeroDivisionError), dofla.softmax(model):
+    with pytest.raises(ZeroDivisionError), dofla.original(model):
         raise ZeroDivisionError
     assert_close(outputs(model), before, rtol=0, atol=0)
 
@@ -105,7 +105,7 @@ def test_a_model_can_be_linearized_again_after_restoring():
     before = outputs(model)
     dofla.restore(model)
     plan = plan_for(model, "ragged")
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     assert_close(outputs(model), before, rtol=0, atol=0)
 
 
@@ -113,7 +113,7 @@ def test_the_seed_decides_the_feature_maps():
     logits = []
     for seed in (0, 0, 1):
         model = teacher("llama")
-        logits.append(outputs(dofla.linearize(model, plan_for(model), seed=seed)))
+        logits.append(outputs(dofla.linear.linearize(model, plan_for(model), seed=seed)))
     assert_close(logits[0], logits[1], rtol=0, atol=0)
     assert not torch.equal(logits[0], logits[2])
 
@@ -123,13 +123,13 @@ def test_a_copy_of_a_student_has_a_life_of_its_own():
     before = outputs(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        for layer in Student.of(other).layers.values():
+        for layer in Converted.of(other).layers.values():
             layer.reset_parameters(torch.Generator().manual_seed(9))
     assert not torch.equal(outputs(other), before)
     dofla.restore(other)
     assert everything(other) == everything(teacher("llama"))
     assert_close(outputs(other), outputs(teacher("llama")), rtol=0, atol=0)
-    assert is_linearized(model)
+    assert is_converted(model)
     assert_close(outputs(model), before, rtol=0, atol=0)
 
 
@@ -166,13 +166,13 @@ def test_with_all_layers_kept_softmax_nothing_changes(family, kind):
 def test_a_cache_filled_by_softmax_is_refused():
     model = own_student("llama")
     cache = DynamicCache(config=model.config)
-    with dofla.softmax(model), torch.no_grad():
+    with dofla.original(model), torch.no_grad():
         model(tokens(1, 5), past_key_values=cache)
     with pytest.raises(dofla.DoflaError, match="already holds 5 tokens of softmax attention in layer 0"):
         model(tokens(1, 1), past_key_values=cache)
 
 
-@pytest.mark.parametrize("back", [dofla.softmax, lambda model: nullcontext(dofla.restore(model))])
+@pytest.mark.parametrize("back", [dofla.original, lambda model: nullcontext(dofla.restore(model))])
 def test_a_cache_filled_by_linear_attention_is_refused_by_softmax(back):
     model = own_student("llama")
     cache = DynamicCache(config=model.config)

@@ -19,8 +19,8 @@ from transformers import (
 import dofla
 from dofla.integration import checkpoint
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
-from dofla.integration.student import Student
-from dofla.runs.demo import teacher_path
+from dofla.integration.converted import Converted
+from dofla.runs.demo import model_path
 from dofla.storage.files import sha256
 
 
@@ -31,7 +31,7 @@ def logits(model):
 
 def assert_same_student(opened, original):
     assert type(opened) is type(original)
-    assert Student.of(opened).plan.to_dict() == Student.of(original).plan.to_dict()
+    assert Converted.of(opened).plan.to_dict() == Converted.of(original).plan.to_dict()
     assert opened.state_dict().keys() == original.state_dict().keys()
     assert_close(logits(opened), logits(original), rtol=0, atol=0)
 
@@ -55,7 +55,7 @@ def base(tmp_path):
 def adapter(base, tmp_path):
     """An adapter of a student of ``base``, with weights that no seed gives."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    dofla.linearize(model, plan_for(model, "ragged"), seed=123)
+    dofla.linear.linearize(model, plan_for(model, "ragged"), seed=123)
     dofla.save_adapter(model, tmp_path / "adapter")
     return tmp_path / "adapter"
 
@@ -77,7 +77,7 @@ def test_so_does_the_class_of_a_model_that_is_no_plain_decoder(family, tmp_path)
     model.save_pretrained(tmp_path)
     for opened in (type(model).from_pretrained(tmp_path), dofla.load(tmp_path)):
         assert type(opened) is type(model)
-        assert Student.of(opened).plan.to_dict() == Student.of(model).plan.to_dict()
+        assert Converted.of(opened).plan.to_dict() == Converted.of(model).plan.to_dict()
         assert_close(opened.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -85,7 +85,7 @@ def test_so_does_the_class_of_a_model_that_is_no_plain_decoder(family, tmp_path)
 def test_the_attention_asked_for_when_opening_is_that_of_the_teacher(folder, asked):
     opened = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=asked)
     assert_close(logits(opened), logits(student("llama", "ragged")), rtol=0, atol=0)
-    with dofla.softmax(opened):
+    with dofla.original(opened):
         assert opened.config._attn_implementation == asked.replace("dofla", "sdpa")
         assert_close(logits(opened), logits(teacher("llama")), **LOGITS)
 
@@ -94,7 +94,7 @@ def test_the_attention_asked_for_when_opening_is_that_of_the_teacher(folder, ask
 def test_an_adapter_and_its_base_give_the_student_again(family, tmp_path):
     teacher(family).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    dofla.linearize(model, plan_for(model, "ragged"), seed=123)
+    dofla.linear.linearize(model, plan_for(model, "ragged"), seed=123)
     dofla.save_adapter(model, tmp_path / "adapter")
     assert_same_student(dofla.load(tmp_path / "adapter"), model)
 
@@ -119,7 +119,7 @@ def test_an_adapter_can_be_given_another_place_for_its_base(adapter, base, tmp_p
 
 
 def test_a_base_that_only_this_machine_has_is_named_with_a_warning(base, tmp_path, caplog):
-    model = dofla.linearize(AutoModelForCausalLM.from_pretrained(base))
+    model = dofla.linear.linearize(AutoModelForCausalLM.from_pretrained(base))
     dofla.save_adapter(model, tmp_path / "adapter")
     (said,) = caplog.messages
     assert said.startswith(f"others cannot open {tmp_path / 'adapter'}, whose base model is the folder {base}: ")
@@ -132,7 +132,7 @@ def test_a_base_that_is_known_to_be_on_the_hub_is_named_as_there(base, tmp_path,
     """Opened from the hub's cache; and opened elsewhere than an adapter says, and saved again."""
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "0123"
     shutil.copytree(base, snapshot)
-    model = dofla.linearize(AutoModelForCausalLM.from_pretrained(snapshot))
+    model = dofla.linear.linearize(AutoModelForCausalLM.from_pretrained(snapshot))
     dofla.save_adapter(model, tmp_path / "first")
     dofla.save_adapter(dofla.load(tmp_path / "first", base_model=base), tmp_path / "second")
     for name in ("first", "second"):
@@ -142,11 +142,11 @@ def test_a_base_that_is_known_to_be_on_the_hub_is_named_as_there(base, tmp_path,
 
 def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
     """So that the adapter opens wherever the package is."""
-    model = dofla.linearize(load_model(teacher_path()))
+    model = dofla.linear.linearize(load_model(model_path()))
     caplog.clear()  # a processor may be slow in its precision
     dofla.save_adapter(model, tmp_path / "adapter")
     named = json.loads((tmp_path / "adapter" / ADAPTER).read_text())["base_model"]
-    assert named == "package:dofla/runs/demo/teacher"
+    assert named == "package:dofla/runs/demo/model"
     assert not caplog.messages
     assert_same_student(dofla.load(tmp_path / "adapter"), model)
     for package in ("no_such", "os.path", ""):
@@ -155,7 +155,7 @@ def test_a_base_in_an_installed_package_is_named_by_it(tmp_path, caplog):
 
 
 def test_the_base_of_a_standalone_student_is_its_folder_whatever_that_was_made_from(base, tmp_path):
-    model = dofla.linearize(AutoModelForCausalLM.from_pretrained(base))
+    model = dofla.linear.linearize(AutoModelForCausalLM.from_pretrained(base))
     dofla.note(model, base_model="owner/name")
     model.save_pretrained(tmp_path / "student")
     dofla.save_adapter(dofla.load(tmp_path / "student"), tmp_path / "adapter")
@@ -179,7 +179,7 @@ def test_a_student_in_several_shards_opens(tmp_path):
 
 def test_an_opened_student_gives_its_teacher_back(folder):
     opened, original = AutoModelForCausalLM.from_pretrained(folder), teacher("llama")
-    with dofla.softmax(opened):
+    with dofla.original(opened):
         assert_close(logits(opened), logits(original), rtol=0, atol=0)
     dofla.restore(opened)
     assert_close(logits(opened), logits(original), rtol=0, atol=0)
@@ -223,7 +223,7 @@ def test_a_head_can_be_put_on_a_saved_encoder(tmp_path):
     ids = tokens(2, 20)
     with torch.no_grad():
         assert_close(classifier.bert(ids).pooler_output, body(ids).pooler_output, rtol=0, atol=0)
-    assert sorted(Student.of(classifier).layers) == [f"bert.encoder.layer.{n}.attention.self" for n in (0, 1)]
+    assert sorted(Converted.of(classifier).layers) == [f"bert.encoder.layer.{n}.attention.self" for n in (0, 1)]
     classifier.save_pretrained(tmp_path / "tuned")
     again = dofla.load(tmp_path / "tuned")
     with torch.no_grad():

@@ -7,22 +7,22 @@ import torch
 from sizes import compress, frontier
 
 import dofla
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 
 def compressed(model, samples):
-    return Student.of(compress(model, samples, tokens=48)).plan.to_dict()
+    return Converted.of(compress(model, samples, tokens=48)).plan.to_dict()
 
 
 def features(model, samples):
-    student = dofla.linearize(model, tokens=48)
-    losses = [dofla.distill(student, samples, steps=2, batch_size=2).losses]
-    losses += [dofla.distill_end_to_end(student, samples, steps=2, batch_size=2).losses]
+    student = dofla.linear.linearize(model, budget=24)
+    losses = [dofla.linear.distill(student, samples, steps=2, batch_size=2).losses]
+    losses += [dofla.linear.distill_end_to_end(student, samples, steps=2, batch_size=2).losses]
     return [x.tolist() for x in losses], dofla.evaluate(student, samples).to_dict()
 
 
 def profiled(model, samples):
-    return dofla.profile(model, samples, samples=32).dof()
+    return dofla.linear.profile(model, samples, samples=32).dof()
 
 
 def judged(model, samples):

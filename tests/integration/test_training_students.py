@@ -6,7 +6,7 @@ from tiny_families import CAUSAL, own_student, tokens
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 FAMILIES = [*[(family, "plain") for family in CAUSAL], ("llama", "ragged"), ("gpt2", "softmax_first")]
 
@@ -37,7 +37,7 @@ def test_all_weights_get_gradients(family, kind):
     found = gradients(model)
     for name, gradient in found.items():
         assert gradient.isfinite().all(), name
-    for name, layer in Student.of(model).layers.items():
+    for name, layer in Converted.of(model).layers.items():
         assert layer.training
         for key, _ in layer.named_parameters():
             assert found[f"{name}.dofla.{key}"].abs().max() > 0, (name, key)
@@ -56,7 +56,7 @@ def test_gradient_checkpointing_changes_no_gradient(family, kind):
 
 def test_a_step_along_the_gradient_lowers_the_loss():
     model = without_dropout(own_student("llama", "ragged")).train()
-    maps = {id(p) for layer in Student.of(model).layers.values() for p in layer.parameters()}
+    maps = {id(p) for layer in Converted.of(model).layers.values() for p in layer.parameters()}
     for chosen in (lambda p: id(p) in maps, lambda p: id(p) not in maps):
         ids = tokens(2, 40)
         loss = model(ids, labels=ids).loss

@@ -13,9 +13,9 @@ from untouched import everything
 
 import dofla
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student
 from dofla.integration.surgery import answering, even_plan
 from dofla.plans.hybrid import FEATURE_BYTES, HeadCost, split
 
@@ -34,8 +34,8 @@ def logits(model, ids):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_model_is_linearized_without_a_plan_and_generates(family, dtype):
     model, ids = teacher(family).to(dtype), tokens(2, 9)
-    assert dofla.linearize(model, budget=16) is model
-    plan = Student.of(model).plan
+    assert dofla.linear.linearize(model, budget=16) is model
+    plan = Converted.of(model).plan
     cost = HeadCost.of(8, 8, dtype.itemsize, "int8")
     assert {(x.features, x.window, x.sinks) for x in plan.layers} == {split(16 * cost.feature, cost)}
     assert {x.token_dtype for x in plan.layers} == {"int8"}
@@ -54,7 +54,7 @@ def test_the_plan_is_that_of_even_plan_and_the_budget_64_by_default():
     model = teacher("llama")
     expected = even_plan(model)
     assert expected.made_by["budget"] == 64
-    assert Student.of(dofla.linearize(model)).plan.to_dict() == expected.to_dict()
+    assert Converted.of(dofla.linear.linearize(model)).plan.to_dict() == expected.to_dict()
 
 
 @quick
@@ -91,8 +91,8 @@ def test_layers_that_attend_to_a_window_already_are_left_as_they_are():
     model = teacher("gemma3")
     plan = even_plan(model, 16)
     assert [x.name for x in plan.layers] == [name for name, x in attention_sites(model).items() if not x.linear_time]
-    dofla.linearize(model, plan)
-    assert list(Student.of(model).layers) == [x.name for x in plan.layers]
+    dofla.linear.linearize(model, plan)
+    assert list(Converted.of(model).layers) == [x.name for x in plan.layers]
     assert logits(model, tokens(2, 20)).isfinite().all()
 
 
@@ -102,12 +102,12 @@ def test_layers_can_be_kept_softmax_by_name():
     plan = even_plan(model, 16, keep_softmax=[second], feature_map="exponential")
     assert [(x.name, x.keep_softmax) for x in plan.layers] == [(first, False), (second, True)]
     assert plan[first].feature_map == "exponential"
-    assert list(Student.of(dofla.linearize(model, plan)).layers) == [first]
+    assert list(Converted.of(dofla.linear.linearize(model, plan)).layers) == [first]
 
 
 def test_what_no_plan_can_be_made_of_is_one_line_and_changes_nothing():
     model, before = teacher("llama"), everything(teacher("llama"))
-    for attempt in (lambda: dofla.linearize(model, budget=0), lambda: even_plan(model, 0.5)):
+    for attempt in (lambda: dofla.linear.linearize(model, budget=0), lambda: even_plan(model, 0.5)):
         with pytest.raises(DoflaError, match=r"budget 0(\.5)? is too small for one feature per layer: give 1 or more"):
             attempt()
     with pytest.raises(DoflaError, match=r"keep_softmax names 'odd', no attention module of this model: it has model"):
@@ -115,14 +115,14 @@ def test_what_no_plan_can_be_made_of_is_one_line_and_changes_nothing():
     with pytest.raises(DoflaError, match="unknown feature map 'magic'"):
         even_plan(model, feature_map="magic")
     with pytest.raises(DoflaError, match=r"its logits are soft-capped.*keep_softmax"):
-        dofla.linearize(teacher("gemma2"))
+        dofla.linear.linearize(teacher("gemma2"))
     assert everything(model) == before
 
 
 def test_an_even_plan_is_restored_bit_for_bit():
     model, ids = teacher("gpt2"), tokens(2, 20)
     before = logits(model, ids)
-    dofla.linearize(model, budget=4)
+    dofla.linear.linearize(model, budget=4)
     assert not torch.equal(logits(model, ids), before)
     dofla.restore(model)
     assert torch.equal(logits(model, ids), before)
@@ -133,21 +133,21 @@ def test_an_even_plan_is_restored_bit_for_bit():
 
 
 def all_heads(model):
-    return {name: range(len(layer.features)) for name, layer in Student.of(model).layers.items()}
+    return {name: range(len(layer.features)) for name, layer in Converted.of(model).layers.items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_only_the_named_layers_are_linear(family):
-    model, ids = dofla.linearize(teacher(family), budget=4), tokens(2, 20)
-    names, whole = list(Student.of(model).layers), logits(model, ids)
+    model, ids = dofla.linear.linearize(teacher(family), budget=4), tokens(2, 20)
+    names, whole = list(Converted.of(model).layers), logits(model, ids)
     for chosen in ([], names[:1], names[1:], names):
         plan = even_plan(teacher(family), 4)
         for n, own in enumerate(plan.layers):
             if own.name not in chosen:
                 keep_softmax(plan, n)
-        expected = dofla.linearize(teacher(family), plan)
-        for name, layer in Student.of(expected).layers.items():
-            layer.load_state_dict(Student.of(model).layers[name].state_dict())
+        expected = dofla.linear.linearize(teacher(family), plan)
+        for name, layer in Converted.of(expected).layers.items():
+            layer.load_state_dict(Converted.of(model).layers[name].state_dict())
         with answering(model, {name: all_heads(model)[name] for name in chosen}) as same:
             assert same is model
             assert_close(logits(model, ids), logits(expected, ids), rtol=1e-5, atol=1e-5)
@@ -155,7 +155,7 @@ def test_only_the_named_layers_are_linear(family):
     for nobody in ({}, {names[0]: []}):
         with answering(model, nobody), torch.no_grad():
             found = logits(model, ids)
-            with dofla.softmax(dofla.linearize(teacher(family), budget=4)) as original:
+            with dofla.original(dofla.linear.linearize(teacher(family), budget=4)) as original:
                 assert_close(found, logits(original, ids), rtol=1e-5, atol=1e-5)
 
 
@@ -179,11 +179,11 @@ def head_outputs(model, family, names, ids):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_only_the_named_heads_are_linear(family, kind):
     model, ids = own_student(family, kind), tokens(2, 20)
-    first, second = Student.of(model).layers
-    kv_heads = len(Student.of(model).layers[first].features)
+    first, second = Converted.of(model).layers
+    kv_heads = len(Converted.of(model).layers[first].features)
     share = 4 // kv_heads
     ours = head_outputs(model, family, [first], ids)[first]
-    with dofla.softmax(model):
+    with dofla.original(model):
         theirs = head_outputs(model, family, [first], ids)[first]
     assert (ours - theirs).abs().amax((0, 1, 3)).min() > 1e-4
     for chosen in ([0], [kv_heads - 1], range(kv_heads)):
@@ -205,14 +205,16 @@ def test_heads_of_several_layers_answer_together_under_padding(heads):
     plan = plan_for(teacher("llama"), "ragged")
     for layer in plan.layers:
         layer.window = [layer.window[head] if head in heads else POSITIONS for head in range(2)]
-    expected, model = (dofla.linearize(teacher("llama"), x) for x in (plan, plan_for(teacher("llama"), "ragged")))
-    for name, layer in Student.of(expected).layers.items():
-        own = Student.of(model).layers[name]
+    expected, model = (
+        dofla.linear.linearize(teacher("llama"), x) for x in (plan, plan_for(teacher("llama"), "ragged"))
+    )
+    for name, layer in Converted.of(expected).layers.items():
+        own = Converted.of(model).layers[name]
         assert own.groups == layer.groups == [[0], [1]]
         layer.load_state_dict(own.state_dict())
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
-    with answering(model, dict.fromkeys(Student.of(model).layers, heads)), torch.no_grad():
+    with answering(model, dict.fromkeys(Converted.of(model).layers, heads)), torch.no_grad():
         found = model(ids, attention_mask=mask, use_cache=False).logits
     with torch.no_grad():
         wanted = expected(ids, attention_mask=mask, use_cache=False).logits
@@ -220,15 +222,15 @@ def test_heads_of_several_layers_answer_together_under_padding(heads):
 
 
 def test_the_others_come_back_also_after_an_error():
-    model, ids = dofla.linearize(teacher("llama"), budget=4), tokens(2, 20)
-    before, whole, state = Student.of(model).layers, logits(model, ids), list(model.state_dict())
+    model, ids = dofla.linear.linearize(teacher("llama"), budget=4), tokens(2, 20)
+    before, whole, state = Converted.of(model).layers, logits(model, ids), list(model.state_dict())
     everything_before = everything(model)
     with answering(model, {next(iter(before)): [0]}):
-        assert Student.of(model).layers == before
+        assert Converted.of(model).layers == before
         assert list(model.state_dict()) == state
     with pytest.raises(ZeroDivisionError), answering(model, {next(iter(before)): [0]}):
         raise ZeroDivisionError
-    assert Student.of(model).layers == before
+    assert Converted.of(model).layers == before
     assert everything(model) == everything_before
     assert torch.equal(logits(model, ids), whole)
     model.generate(ids, max_new_tokens=3, pad_token_id=0)
@@ -240,15 +242,15 @@ def test_the_others_come_back_also_after_an_error():
 
 
 def test_a_recorded_student_runs_linear_attention_and_a_recorded_teacher_softmax():
-    model, ids, calls = dofla.linearize(teacher("llama"), budget=4), tokens(2, 20), []
-    names = list(Student.of(model).layers)
+    model, ids, calls = dofla.linear.linearize(teacher("llama"), budget=4), tokens(2, 20), []
+    names = list(Converted.of(model).layers)
     with torch.no_grad():
         hidden = {}
         for linear in (False, True):
             with recording(model, names, calls.append, linear=linear):
                 hidden[linear] = run_body(model, {"input_ids": ids}).last_hidden_state
         student = run_body(model, {"input_ids": ids}).last_hidden_state
-        with dofla.softmax(model):
+        with dofla.original(model):
             theirs = run_body(model, {"input_ids": ids}).last_hidden_state
     assert [call.name for call in calls] == [*names, *names]
     assert torch.equal(hidden[True], student)

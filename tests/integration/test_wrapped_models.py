@@ -10,7 +10,7 @@ from torch import nn
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.integration.student import Student, is_linearized
+from dofla.integration.converted import Converted, is_converted
 
 
 class Parallel(nn.Module):
@@ -35,15 +35,16 @@ def test_a_wrapped_model_is_linearized_judged_and_restored(tiny, how):
     model = tiny.llama()
     wrapped = WRAPPED[how](model)
     assert compress(wrapped, samples, tokens=48) is wrapped
-    assert Student.of(model).plan.layers == Student.of(plain).plan.layers
+    assert Converted.of(model).plan.layers == Converted.of(plain).plan.layers
     figures, expected = (dofla.evaluate(x, samples) for x in (wrapped, plain))
     assert figures.loss_increase == pytest.approx(expected.loss_increase, abs=1e-6)
     assert dofla.restore(wrapped) is wrapped
-    assert not is_linearized(model)
+    assert not is_converted(model)
 
 
 @pytest.mark.parametrize(
-    "verb", [dofla.compress, dofla.linearize, dofla.profile, dofla.measure_head_budgets, dofla.distill]
+    "verb",
+    [dofla.compress, dofla.linear.linearize, dofla.linear.profile, dofla.measure_head_budgets, dofla.linear.distill],
 )
 @pytest.mark.parametrize("model", ["my-model", None, nn.Linear(2, 2)])
 def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
@@ -57,13 +58,13 @@ def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
         lambda model, ids: compress(model, ids, tokens=48),
         lambda model, ids: compress(model, ids, tokens=48, head_budgets="even"),
         dofla.measure_head_budgets,
-        dofla.profile,
-        dofla.measure_curves,
+        dofla.linear.profile,
+        dofla.linear.measure_curves,
         lambda model, ids: dofla.frontier(model, ids, {"own": [dofla.TokenWindows(ids)]}),
         lambda model, ids: dofla.frontier(model, ids % 64, {"own": [dofla.TokenWindows(ids)]}),
-        lambda model, ids: dofla.evaluate(dofla.linearize(model, tokens=48), ids),
-        lambda model, ids: dofla.distill(dofla.linearize(model, tokens=48), ids, steps=1),
-        lambda model, ids: dofla.distill_end_to_end(dofla.linearize(model, tokens=48), ids, steps=1),
+        lambda model, ids: dofla.evaluate(dofla.linear.linearize(model, budget=24), ids),
+        lambda model, ids: dofla.linear.distill(dofla.linear.linearize(model, budget=24), ids, steps=1),
+        lambda model, ids: dofla.linear.distill_end_to_end(dofla.linear.linearize(model, budget=24), ids, steps=1),
     ],
 )
 def test_tokens_of_another_tokenizer_are_refused(tiny, verb):

@@ -10,9 +10,9 @@ from dofla.attention import Affine
 from dofla.errors import DoflaError
 from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.base import AffineFeatureMap
+from dofla.integration.converted import Converted
 from dofla.integration.estimators import Reservoir
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.student import Student
 from dofla.paper.sampled import sample_features
 from dofla.paper.sampling import leverage_features
 
@@ -37,7 +37,7 @@ class Plain(AffineFeatureMap):
 
 def student(tiny, features=RAGGED, **config):
     model = tiny.llama(**config)
-    return dofla.linearize(model, tiny.plan(model, features))
+    return dofla.linear.linearize(model, tiny.plan(model, features))
 
 
 def parameters(model):
@@ -47,7 +47,7 @@ def parameters(model):
 def test_each_head_gets_the_draw_of_its_own_vectors(tiny):
     """Grouped-query heads, ragged M, padding: against one head after another by hand."""
     model, tokens = student(tiny, [10, 6]), tiny.padded(3, 12)
-    layers = Student.of(model).layers
+    layers = Converted.of(model).layers
     reservoirs = {name: Reservoir(40, torch.Generator().manual_seed(5)) for name in layers}
     scalings = {}
 
@@ -87,7 +87,7 @@ def test_heads_of_one_group_differ_and_the_seed_decides(tiny):
     models = [student(tiny, 8) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         sample_features(model, tiny.tokens(2, 24), seed=seed, **FEW)
-    first, again, other = (next(iter(Student.of(model).layers.values())).maps[0].z for model in models)
+    first, again, other = (next(iter(Converted.of(model).layers.values())).maps[0].z for model in models)
     assert first.shape == (2, 8, 8)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -96,7 +96,7 @@ def test_heads_of_one_group_differ_and_the_seed_decides(tiny):
 
 def test_the_kernel_at_the_vectors_is_closer_than_before(tiny):
     model, tokens = student(tiny, 64), tiny.tokens(2, 24)
-    name, layer = next(iter(Student.of(model).layers.items()))
+    name, layer = next(iter(Converted.of(model).layers.items()))
     calls = []
     with recording(model, [name], calls.append), torch.inference_mode():
         run_body(model, {"input_ids": tokens})
@@ -115,14 +115,14 @@ def test_the_kernel_at_the_vectors_is_closer_than_before(tiny):
 
 def test_other_models(tiny):
     bert = tiny.bert()
-    dofla.linearize(bert, tiny.plan(bert, 8))
+    dofla.linear.linearize(bert, tiny.plan(bert, 8))
     assert sample_features(bert, tiny.padded(3, 12), **FEW)(**tiny.padded(3, 12)).last_hidden_state.isfinite().all()
     vit = tiny.vit()
-    dofla.linearize(vit, tiny.plan(vit, 8))
+    dofla.linear.linearize(vit, tiny.plan(vit, 8))
     assert sample_features(vit, tiny.images(2), **FEW)(**tiny.images(2)).last_hidden_state.isfinite().all()
     half = student(tiny).to(torch.bfloat16)
     sample_features(half, tiny.tokens(2, 24), proposal="gaussian", **FEW)
-    assert next(iter(Student.of(half).layers.values())).maps[0].z.dtype == torch.float32
+    assert next(iter(Converted.of(half).layers.values())).maps[0].z.dtype == torch.float32
 
 
 def test_progress_names_its_stages(tiny):
@@ -134,7 +134,7 @@ def test_progress_names_its_stages(tiny):
 def test_another_feature_map_is_refused(tiny, monkeypatch):
     monkeypatch.setitem(FEATURE_MAPS, "plain", Plain)
     model = tiny.llama()
-    dofla.linearize(model, tiny.plan(model, 8, feature_map="plain"))
+    dofla.linear.linearize(model, tiny.plan(model, 8, feature_map="plain"))
     with pytest.raises(DoflaError, match=r"layer model\.layers\.0\.self_attn has the feature map Plain: only prf"):
         sample_features(model, tiny.tokens(2, 8))
 

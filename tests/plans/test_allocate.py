@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dofla
-from dofla import allocate
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
 from dofla.integration.surgery import even_plan
+from dofla.linear import allocate
 from dofla.plans.allocate import STRATEGIES
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import split
@@ -304,7 +304,7 @@ def curves_for(profile, budget, effects=None, itemsize=4, levels=(0.25, 1.0, 4.0
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_hybrid_is_the_even_plan_of_a_model_of_that_dtype(tiny, dtype, budget, family):
     model = getattr(tiny, family)().to(dtype)
-    profile = dofla.profile(model, tiny.tokens(2, 16), samples=8)
+    profile = dofla.linear.profile(model, tiny.tokens(2, 16), samples=8)
     plan = allocate(profile, budget)
     assert [dataclasses.asdict(x) for x in plan.layers] == [
         dataclasses.asdict(x) for x in even_plan(model, budget).layers

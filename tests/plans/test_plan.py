@@ -30,7 +30,7 @@ def generated_cache(model, tokens, new_tokens):
 def test_without_window_and_sinks_state_bytes_are_the_bytes_of_the_cache(tiny, kind, dtype, new_tokens):
     model = getattr(tiny, kind)().to(dtype)
     plan = tiny.plan(model, features=11)
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     assert cache_bytes(generated_cache(model, tiny.tokens(1, 7), new_tokens)) == plan.state_bytes(dtype)
 
 
@@ -43,7 +43,7 @@ def test_with_window_or_sinks_the_cache_also_holds_one_weight_per_token_and_grou
 ):
     model = tiny.llama().to(dtype)
     plan = tiny.plan(model, features=features, window=window, sinks=sinks, token_dtype=token_dtype)
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     weights = sum(w + s for layer in plan.layers for _, w, s in set(layer.sizes)) * FLOAT
     assert cache_bytes(generated_cache(model, tiny.tokens(1, 4), 6)) == plan.state_bytes(dtype) + weights
 
@@ -51,7 +51,7 @@ def test_with_window_or_sinks_the_cache_also_holds_one_weight_per_token_and_grou
 def test_every_sequence_of_a_batch_has_a_state_of_its_own(tiny):
     model = tiny.llama()
     plan = tiny.plan(model, features=[5, 2])
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     assert cache_bytes(generated_cache(model, tiny.tokens(3, 7), 4)) == 3 * plan.state_bytes()
 
 
@@ -60,7 +60,7 @@ def test_every_sequence_of_a_batch_has_a_state_of_its_own(tiny):
 def test_the_bytes_of_a_compressed_cache_are_the_plans_beside_log_weights_and_padding(tiny, dtype, sizes):
     model = tiny.llama().to(dtype)
     plan = tiny.compressed_plan(model, **sizes)
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     held = cache_bytes(generated_cache(model, tiny.tokens(1, 4), 6))
     groups = [set(layer.sizes) for layer in plan.compressed]
     weights = sum(size.window + size.sinks for own in groups for size in own) * FLOAT
@@ -73,7 +73,7 @@ def test_layers_kept_softmax_cost_what_their_cache_costs(tiny):
     plan = tiny.plan(model, features=6)
     second = plan.layers[1]
     plan.layers[1] = SoftmaxLayer(second.name, second.kv_heads, second.head_dim, second.value_dim)
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     cache = generated_cache(model, tiny.tokens(1, 7), 5)
     length = cache.layers[1].get_seq_length()
     assert cache_bytes(cache) == plan.state_bytes() + plan.kept_softmax_bytes(length)
@@ -180,7 +180,7 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
     path.write_text(json.dumps(data))
 
     plan = Plan.load(path)
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     first, second = (layer.self_attn for layer in model.model.layers)
     found = [(group.features, group.window, group.sinks, group.int8) for group in first.dofla.groups]
     assert found == [(3, 4, 2, True), (9, 4, 0, True)]

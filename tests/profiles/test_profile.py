@@ -12,11 +12,11 @@ from arithmetic import sum_error
 from safetensors.torch import load_file, save_file
 
 import dofla
-from dofla import Profile
 from dofla.errors import DoflaError
 from dofla.integration.estimators import Reservoir
 from dofla.integration.profiler import MASS_FIRST, MASS_LAST
 from dofla.integration.recorder import AttentionCall, recording
+from dofla.linear import Profile
 from dofla.profiles.profile import HeadStatistics, LayerProfile, SkippedLayer
 from dofla.profiles.spectrum import Spectrum, degrees_of_freedom, gram_spectrum
 
@@ -195,7 +195,7 @@ def test_statistics_are_those_of_eager_attention(tiny, kind):
     batch = tiny.padded(5, 32, side) if side else {"input_ids": tiny.tokens(5, 32)}
     mask = batch.get("attention_mask", torch.ones(5, 32))
     calls, attentions = recorded(model, batch), eager_attentions(model, batch)
-    profile = dofla.profile(model, batch, batch_size=2, samples=16)
+    profile = dofla.linear.profile(model, batch, batch_size=2, samples=16)
     assert [layer.name for layer in profile.layers] == list(calls)
     for layer, weights in zip(profile.layers, attentions, strict=True):
         call = calls[layer.name]
@@ -219,7 +219,7 @@ def test_queries_and_keys_are_those_after_positions(tiny):
 
 def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(tiny):
     model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(3, 12)
-    profile = dofla.profile(model, tokens, samples=ALL, estimator="paper", batch_size=2)
+    profile = dofla.linear.profile(model, tokens, samples=ALL, estimator="paper", batch_size=2)
     for layer in profile.layers:
         assert (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 4, 8, 8)
         assert layer.scaling == pytest.approx(8**-0.5)
@@ -236,7 +236,7 @@ def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_spectra_are_those_of_all_rows_of_attention_if_the_sample_holds_them_all(tiny, family):
     model, batch = getattr(tiny, family)(), tiny.padded(5, 20, "left" if family == "llama" else "right")
-    profile = dofla.profile(model, batch, samples=ALL, batch_size=2)
+    profile = dofla.linear.profile(model, batch, samples=ALL, batch_size=2)
     real = batch["attention_mask"].bool()
     attentions = eager_attentions(model, batch)
     for layer, attention in zip(profile.layers, attentions, strict=True):
@@ -260,14 +260,14 @@ def test_few_samples_are_spread_over_eight_windows_and_many_windows_give_64_rows
     model, tokens = tiny.llama(), tiny.tokens(12, 70)
     shapes = {}
     for samples in (20, 256, 600, 10_000):
-        profile = dofla.profile(model, tokens, samples=samples)
+        profile = dofla.linear.profile(model, tokens, samples=samples)
         (shapes[samples],) = {tuple(s.eigenvalues.shape) for layer in profile.layers for s in layer.spectra}
     assert shapes == {20: (8, 2), 256: (8, 32), 600: (9, 64), 10_000: (12, 64)}
 
 
 def test_standard_errors_stand_beside_the_degrees_and_one_window_has_none(tiny):
     model, tokens = tiny.llama(), tiny.tokens(6, 40)
-    many, one = dofla.profile(model, tokens, samples=384), dofla.profile(model, tokens[:1], samples=40)
+    many, one = dofla.linear.profile(model, tokens, samples=384), dofla.linear.profile(model, tokens[:1], samples=40)
     for row, errors, layer in zip(many.dof(0.1), many.dof_errors(0.1), many.layers, strict=True):
         for value, error, spectrum in zip(row, errors, layer.spectra, strict=True):
             each = [degrees_of_freedom(Spectrum(values, 0.0), 0.1, "mean") for values in spectrum.eigenvalues]
@@ -281,25 +281,25 @@ def test_standard_errors_stand_beside_the_degrees_and_one_window_has_none(tiny):
 
 def test_the_papers_estimator_is_there_by_name_and_no_other(tiny):
     model, tokens = tiny.llama(), tiny.tokens(4, 40)
-    paper = dofla.profile(model, tokens, samples=32, estimator="paper")
+    paper = dofla.linear.profile(model, tokens, samples=32, estimator="paper")
     assert (paper.estimator, paper.normalization) == ("paper", "trace")
     assert {s.eigenvalues.shape for layer in paper.layers for s in layer.spectra} == {(32,)}
     assert {s.subsamples.shape for layer in paper.layers for s in layer.spectra} == {(8, 4)}
-    usual = dofla.profile(model, tokens, samples=32)
+    usual = dofla.linear.profile(model, tokens, samples=32)
     assert (usual.estimator, usual.normalization) == ("attention", "mean")
     with pytest.raises(DoflaError, match=r"'kernel'.*attention, paper"):
-        dofla.profile(model, tokens, estimator="kernel")
+        dofla.linear.profile(model, tokens, estimator="kernel")
 
 
 def test_windows_of_padding_alone_are_refused(tiny):
     batch = tiny.padded(3, 12, "left")
     with pytest.raises(DoflaError, match="padding alone"):
-        dofla.profile(tiny.llama(), batch | {"attention_mask": torch.zeros(3, 12, dtype=torch.int64)})
+        dofla.linear.profile(tiny.llama(), batch | {"attention_mask": torch.zeros(3, 12, dtype=torch.int64)})
 
 
 def test_a_kv_heads_vectors_are_its_keys_and_the_queries_of_its_group(tiny):
     model, tokens = tiny.llama(), tiny.tokens(1, 6)
-    profile = dofla.profile(model, tokens, samples=ALL, estimator="paper")
+    profile = dofla.linear.profile(model, tokens, samples=ALL, estimator="paper")
     for layer in profile.layers:
         query, key = projected_by_hand(model, tokens)[layer.name]
         for head, spectrum in enumerate(layer.spectra):
@@ -313,7 +313,7 @@ def test_a_kv_heads_vectors_are_its_keys_and_the_queries_of_its_group(tiny):
 
 def test_the_batch_size_plays_no_part(tiny):
     model, batch = tiny.gpt2(), tiny.padded(5, 20, "left")
-    one, all_at_once = (dofla.profile(model, batch, samples=ALL, batch_size=size) for size in (1, 5))
+    one, all_at_once = (dofla.linear.profile(model, batch, samples=ALL, batch_size=size) for size in (1, 5))
     for left, right in zip(one.layers, all_at_once.layers, strict=True):
         for ours, theirs in zip(left.statistics, right.statistics, strict=True):
             assert_close(ours, theirs)
@@ -325,7 +325,7 @@ def test_padding_plays_no_part(tiny):
     mask = torch.zeros(4, 20, dtype=torch.int64)
     mask[:, :12] = 1
     padded = {"input_ids": torch.cat([tokens, tiny.tokens(4, 8, seed=1)], dim=1), "attention_mask": mask}
-    plain, with_padding = (dofla.profile(model, batch, samples=ALL) for batch in (tokens, padded))
+    plain, with_padding = (dofla.linear.profile(model, batch, samples=ALL) for batch in (tokens, padded))
     assert plain.tokens == with_padding.tokens == 48
     for left, right in zip(plain.layers, with_padding.layers, strict=True):
         assert not left.causal
@@ -335,33 +335,33 @@ def test_padding_plays_no_part(tiny):
 
 
 def test_images_are_profiled_like_text(tiny):
-    profile = dofla.profile(tiny.vit(), tiny.images(3), samples=ALL)
+    profile = dofla.linear.profile(tiny.vit(), tiny.images(3), samples=ALL)
     assert profile.tokens == 3
     assert len(profile.layers) == 2
     for layer in profile.layers:
         assert not layer.causal
         assert len(layer.spectra) == 4
         assert layer.spectra[0].eigenvalues.shape == (3, 17)
-    few = dofla.profile(tiny.vit(), tiny.images(3), samples=20, estimator="paper")
+    few = dofla.linear.profile(tiny.vit(), tiny.images(3), samples=20, estimator="paper")
     assert {len(s.eigenvalues) for layer in few.layers for s in layer.spectra} == {20}
 
 
 def test_the_same_seed_gives_the_same_profile_and_another_seed_another_sample(tiny):
     model, tokens = tiny.llama(), tiny.tokens(4, 40)
-    one, same, other = (dofla.profile(model, tokens, samples=16, seed=seed).dof() for seed in (7, 7, 8))
+    one, same, other = (dofla.linear.profile(model, tokens, samples=16, seed=seed).dof() for seed in (7, 7, 8))
     assert one == same
     assert one != other
 
 
 def test_half_precision_teachers_are_profiled(tiny):
     model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(4, 16)
-    full = dofla.profile(model, tokens, samples=ALL)
-    half = dofla.profile(model.bfloat16(), tokens, samples=ALL)
+    full = dofla.linear.profile(model, tokens, samples=ALL)
+    half = dofla.linear.profile(model.bfloat16(), tokens, samples=ALL)
     torch.testing.assert_close(torch.tensor(half.dof(0.1)), torch.tensor(full.dof(0.1)), rtol=0.2, atol=0)
 
 
 def test_the_profile_says_what_was_measured(tiny):
-    tokens = dofla.profile(tiny.llama(), tiny.tokens(4, 10), samples=16, seed=3, normalization="top")
+    tokens = dofla.linear.profile(tiny.llama(), tiny.tokens(4, 10), samples=16, seed=3, normalization="top")
     assert (tokens.model, tokens.samples, tokens.tokens, tokens.seed) == ("LlamaForCausalLM", 16, 40, 3)
     assert tokens.normalization == "top"
     spectrum = tokens.layers[1].spectra[0]
@@ -370,14 +370,16 @@ def test_the_profile_says_what_was_measured(tiny):
 
 
 def test_layers_kept_softmax_are_listed_and_not_measured(tiny):
-    profile = dofla.profile(tiny.llama(), tiny.tokens(2, 10), samples=8, keep_softmax=["model.layers.0.self_attn"])
+    profile = dofla.linear.profile(
+        tiny.llama(), tiny.tokens(2, 10), samples=8, keep_softmax=["model.layers.0.self_attn"]
+    )
     assert [layer.name for layer in profile.layers] == ["model.layers.1.self_attn"]
     assert profile.skipped == [SkippedLayer("model.layers.0.self_attn", 2, 8, 8, "asked for")]
 
 
 def test_progress_is_reported(tiny):
     seen = []
-    dofla.profile(tiny.llama(), tiny.tokens(5, 8), samples=8, batch_size=2, progress=lambda *x: seen.append(x))
+    dofla.linear.profile(tiny.llama(), tiny.tokens(5, 8), samples=8, batch_size=2, progress=lambda *x: seen.append(x))
     assert seen == [("reading", n, 3) for n in (1, 2, 3)] + [("spectra", n, 2) for n in (1, 2)]
 
 
@@ -391,7 +393,7 @@ def test_the_model_is_left_as_it_was(tiny):
     model.model.layers[1].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    dofla.profile(model, tiny.tokens(2, 8), samples=8)
+    dofla.linear.profile(model, tiny.tokens(2, 8), samples=8)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert model.config._attn_implementation == "eager"
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
@@ -401,21 +403,21 @@ def test_the_model_is_left_as_it_was(tiny):
 
 def test_dropout_is_off_even_if_the_model_is_being_trained(tiny):
     model, tokens = tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), tiny.tokens(3, 10)
-    calm = dofla.profile(model, tokens, samples=ALL).dof()
-    assert dofla.profile(model.train(), tokens, samples=ALL).dof() == calm
+    calm = dofla.linear.profile(model, tokens, samples=ALL).dof()
+    assert dofla.linear.profile(model.train(), tokens, samples=ALL).dof() == calm
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}])
 def test_the_model_can_be_trained_afterwards(tiny, rope):
     model = tiny.llama(rope_parameters=rope | {"rope_theta": 1e4}, max_position_embeddings=16)
     tokens = tiny.tokens(2, 24)
-    dofla.profile(model, tokens, samples=8)
+    dofla.linear.profile(model, tokens, samples=8)
     model(tokens, labels=tokens).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 def test_nothing_of_a_measurement_hangs_on_gradients(tiny):
-    profile = dofla.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
+    profile = dofla.linear.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
     eigenvalues = profile.layers[0].spectra[0].eigenvalues
     assert not eigenvalues.requires_grad
     assert not eigenvalues.is_inference()
@@ -430,9 +432,9 @@ def test_nan_in_the_activations_names_layer_and_batch(tiny):
     with torch.no_grad():
         model.model.embed_tokens.weight[63] = torch.nan
     with pytest.raises(DoflaError, match=r"queries of layer model\.layers\.0\.self_attn hold NaN .* in batch 2"):
-        dofla.profile(model, tokens, samples=8, batch_size=2)
+        dofla.linear.profile(model, tokens, samples=8, batch_size=2)
     assert model.config._attn_implementation == "sdpa"
-    dofla.profile(model, tokens[:4], samples=8)
+    dofla.linear.profile(model, tokens[:4], samples=8)
 
 
 def test_a_broken_later_layer_is_the_one_named(tiny):
@@ -440,7 +442,7 @@ def test_a_broken_later_layer_is_the_one_named(tiny):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.inf
     with pytest.raises(DoflaError, match=r"keys of layer model\.layers\.1\.self_attn hold NaN or infinity in batch 0"):
-        dofla.profile(model, tiny.tokens(2, 8), samples=8)
+        dofla.linear.profile(model, tiny.tokens(2, 8), samples=8)
 
 
 @pytest.mark.parametrize(
@@ -455,14 +457,14 @@ def test_a_broken_later_layer_is_the_one_named(tiny):
 )
 def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
     with pytest.raises(DoflaError, match=message):
-        dofla.profile(tiny.llama(), tiny.tokens(2, 8), **options)
+        dofla.linear.profile(tiny.llama(), tiny.tokens(2, 8), **options)
 
 
 def test_a_linearized_model_is_refused(tiny):
     model = tiny.llama()
-    dofla.linearize(model, tiny.plan(model))
+    dofla.linear.linearize(model, tiny.plan(model))
     with pytest.raises(DoflaError, match="linearized already"):
-        dofla.profile(model, tiny.tokens(2, 8))
+        dofla.linear.profile(model, tiny.tokens(2, 8))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -499,14 +501,14 @@ def test_a_profile_round_trips_exactly(tmp_path):
 
 
 def test_a_measured_profile_round_trips(tiny, tmp_path):
-    profile = dofla.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
+    profile = dofla.linear.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
     profile.save(tmp_path / "profile")
     assert Profile.load(tmp_path / "profile").dof(0.1, "top") == profile.dof(0.1, "top")
 
 
 def test_both_estimators_round_trip_with_their_errors(tiny, tmp_path):
     for estimator in ("attention", "paper"):
-        profile = dofla.profile(tiny.llama(), tiny.tokens(5, 16), samples=64, estimator=estimator)
+        profile = dofla.linear.profile(tiny.llama(), tiny.tokens(5, 16), samples=64, estimator=estimator)
         loaded = Profile.load(profile.save(tmp_path / estimator))
         assert loaded.estimator == estimator
         for lam, normalization in ((0.1, "top"), (0.01, "trace")):

@@ -86,7 +86,7 @@ def test_models_of_many_layers_and_heads():
 def test_degrees_of_freedom_have_the_standard_errors_that_are_known(tiny):
     model, tokens = tiny.llama(), tiny.tokens(9, 40)
     for windows, known in ((tokens, True), (tokens[:1], False)):
-        profile = dofla.profile(model, windows, samples=40)
+        profile = dofla.linear.profile(model, windows, samples=40)
         chart = charts.degrees_of_freedom(profile, 0.03)
         rows, errors = rows_of(chart), list(chain.from_iterable(profile.dof_errors(0.03)))
         assert [row["dof"] for row in rows] == list(chain.from_iterable(profile.dof(0.03)))

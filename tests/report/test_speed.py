@@ -43,7 +43,7 @@ def test_crossings_at_the_ends():
 def test_timings_have_both_at_the_same_lengths(tiny, kind):
     model = getattr(tiny, kind)(**{"n_positions" if kind == "gpt2" else "max_position_embeddings": 300})
     plan = tiny.plan(model, 4, window=2)
-    record = timings(dofla.linearize(model, keep_softmax(plan, 0)), tiny.tokens(1, 20)[0])
+    record = timings(dofla.linear.linearize(model, keep_softmax(plan, 0)), tiny.tokens(1, 20)[0])
     for what in ("prefill", "decode"):
         lengths = [[n for n, _ in record[who].get(what, [])] for who in ("original", "model")]
         assert lengths[0] == lengths[1] == ([] if (kind, what) == ("bert", "decode") else [128, 256])

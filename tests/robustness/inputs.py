@@ -22,15 +22,15 @@ from transformers import PreTrainedTokenizerFast
 import dofla
 from dofla.distillation import distill
 from dofla.integration.checkpoint import ADAPTER, LORA, WEIGHTS, feature_map_tensors
+from dofla.integration.converted import Converted
 from dofla.integration.record import RECORD
-from dofla.integration.student import Student
 from dofla.plans.curves import Curves
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.report import write_report
+from dofla.runs.opening import load_tokenizer, open_original
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
-from dofla.runs.teacher import load_teacher, load_tokenizer
 from dofla.storage.files import write_json
 from dofla.tasks.reading import load_task
 
@@ -75,18 +75,18 @@ def make(folder: Path, tiny: Any) -> None:
     (folder / "quiz.jsonl").write_text("\n".join(map(json.dumps, items)))
     (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model", text=folder / "text.txt"))
 
-    model, _ = load_teacher(str(folder / "model"))
+    model, _ = open_original(str(folder / "model"))
     windows = dofla.TokenWindows.of(tiny.tokens(8, LENGTH))
-    profile = dofla.profile(model, windows, samples=16)
+    profile = dofla.linear.profile(model, windows, samples=16)
     profile.save(folder / "profile")
     sizes = {"steps": 1, "held_out": 2, "rows": 8}
-    dofla.measure_curves(model, windows, 8, **sizes).save(folder / "curves.json")
+    dofla.linear.measure_curves(model, windows, 8, **sizes).save(folder / "curves.json")
     dofla.calibrate(model, windows).save(folder / "calibration.safetensors")
-    plan = dofla.allocate(profile, 8, "hybrid")
+    plan = dofla.linear.allocate(profile, 8, "hybrid")
     plan.save(folder / "plan.json")
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     distill(model, windows, folder=folder / "distilled", **DISTILL)
-    dofla.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
+    dofla.linear.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
     figures = dofla.evaluate(model, windows)
     write_json(folder / "figures.json", figures.to_dict())
     dofla.note(model, figures=figures)
@@ -121,7 +121,7 @@ def _numbers(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
 
 def _student(folder: Path) -> Any:
     model = dofla.load(folder)
-    plan, record = Student.of(model).plan.to_dict()["layers"], Student.of(model).record.to_dict()
+    plan, record = Converted.of(model).plan.to_dict()["layers"], Converted.of(model).record.to_dict()
     return model, plan, record, _numbers(feature_map_tensors(model))
 
 
@@ -136,8 +136,8 @@ def _adapter(folder: Path) -> Any:
 
 
 def _teacher(folder: Path) -> None:
-    model, tokenizer = load_teacher(str(folder / "model"))
-    linear = dofla.linearize(model, budget=8)
+    model, tokenizer = open_original(str(folder / "model"))
+    linear = dofla.linear.linearize(model, budget=8)
     windows = dofla.token_windows(str(folder / "text.txt"), tokenizer, length=LENGTH, windows=2, split="all")
     dofla.evaluate(linear, windows)
 
@@ -145,20 +145,20 @@ def _teacher(folder: Path) -> None:
 def _profile(folder: Path) -> Any:
     profile = Profile.load(folder / "profile")
     for strategy in ("fixed", "dof", "hybrid"):
-        dofla.allocate(profile, 8, strategy)
+        dofla.linear.allocate(profile, 8, strategy)
     return profile.to_dict()
 
 
 def _curves(folder: Path) -> Any:
     curves = Curves.load(folder / "curves.json")
     with suppress(dofla.DoflaError):  # they are curves, but not for this profile
-        dofla.allocate(Profile.load(folder / "profile"), 8, "measured", curves=curves)
+        dofla.linear.allocate(Profile.load(folder / "profile"), 8, "measured", curves=curves)
     return curves
 
 
 def _calibration(folder: Path) -> Any:
     found = dofla.Calibration.load(folder / "calibration.safetensors")
-    model, _ = load_teacher(str(folder / "model"))
+    model, _ = open_original(str(folder / "model"))
     dofla.compress(model, size="8KiB", calibration=found)
     return found.shares, found.made_by
 
@@ -170,18 +170,18 @@ def _prompt_state(folder: Path) -> Any:
 
 
 def _distillation(folder: Path) -> Any:
-    model, _ = load_teacher(str(folder / "model"))
-    dofla.linearize(model, Plan.load(folder / "plan.json"))
+    model, _ = open_original(str(folder / "model"))
+    dofla.linear.linearize(model, Plan.load(folder / "plan.json"))
     windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
     history = distill(model, windows, folder=folder / "distilled", **DISTILL)
     return history.losses.tolist(), _numbers(feature_map_tensors(model))
 
 
 def _end_to_end(folder: Path) -> Any:
-    model, _ = load_teacher(str(folder / "model"))
-    dofla.linearize(model, Plan.load(folder / "plan.json"))
+    model, _ = open_original(str(folder / "model"))
+    dofla.linear.linearize(model, Plan.load(folder / "plan.json"))
     windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
-    history = dofla.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
+    history = dofla.linear.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
     return history.losses.tolist(), _numbers(feature_map_tensors(model))
 
 
@@ -193,7 +193,7 @@ def _opened(adapter: Path) -> Any:
 def _figures(folder: Path) -> Any:
     student = _opened(folder / "adapter")
     dofla.note(student, figures=folder / "figures.json")
-    return Student.of(student).record.to_dict()
+    return Converted.of(student).record.to_dict()
 
 
 def _report(folder: Path) -> str:

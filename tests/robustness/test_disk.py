@@ -125,7 +125,7 @@ def test_a_run_that_the_disk_stops_goes_on_when_there_is_room(made, tmp_path, ca
     assert len(error.splitlines()) == 1
     assert read_json(stopped / "models/fix-seed0/evaluation.json", "an evaluation")
     assert call("run", made / "recipe.yaml", "--out", stopped) == 0
-    weights = "models/even-seed0/adapter/feature_maps.safetensors"
+    weights = "models/even-seed0/adapter/dofla.safetensors"
     ours, theirs = read_tensors(stopped / weights)[0], read_tensors(undisturbed / weights)[0]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -13,7 +13,7 @@ import torch
 from command_line import call
 
 import dofla
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 MODULE = """
 import pathlib
@@ -76,7 +76,7 @@ def test_the_traps_would_snap(tmp_path):
 def test_opening_executes_nothing(trapped, capsys):
     folder, mark = trapped
     for attempt in (
-        lambda: load_teacher(str(folder / "model")),
+        lambda: open_original(str(folder / "model")),
         lambda: dofla.load(folder / "standalone"),
         lambda: dofla.load(folder / "adapter"),
     ):

@@ -51,10 +51,10 @@ def test_quiet_says_nothing(profiling, capsys, before):
 def test_verbose_says_what_is_done(profiling, capsys, made):
     assert call(*profiling, "-v") == 0
     out, err = capsys.readouterr()
-    assert f"dofla.runs.teacher: loading {made / 'model'}" in err
+    assert f"dofla.runs.opening: loading {made / 'model'}" in err
     assert "4 windows of 16 tokens" in err
     assert "dofla.storage.files: wrote" not in err
-    assert "dofla.runs.teacher" not in out
+    assert "dofla.runs.opening" not in out
 
 
 def test_debug_says_everything(profiling, capsys):
@@ -77,7 +77,7 @@ def test_an_error_shows_where_it_comes_from_only_when_asked(capsys):
 
 
 def test_a_fault_of_doflas_own_is_one_line_and_exit_code_1(monkeypatch, made, capsys):
-    monkeypatch.setattr("dofla.runs.teacher.open_student", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("dofla.runs.opening.open_converted", lambda *_, **__: 1 / 0)
     assert call("generate", made / "adapter", "--prompt", "w1") == 1
     error = capsys.readouterr().err
     assert error == "dofla: unexpected ZeroDivisionError: division by zero (a fault of dofla's: --debug shows where)\n"
@@ -102,7 +102,7 @@ def test_the_results_of_the_verbs_as_json(made, tmp_path, capsys):
     assert found["adapter"] == str(tmp_path / "out" / "adapter")
     assert len(found["last_losses"]) == 2
     found = results(capsys, "evaluate", made / "adapter", *text)
-    assert found["language"]["teacher_loss"] > 0
+    assert found["language"]["original_loss"] > 0
     found = results(capsys, "generate", made / "adapter", "--prompt", "w1 w2", "--new-tokens", 3)
     assert len(found["tokens"]) == 3
     found = results(capsys, "run", made / "recipe.yaml", "--out", tmp_path / "run")

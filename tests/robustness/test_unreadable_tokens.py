@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 
 import dofla
 from dofla.integration.reading import check_readable
-from dofla.runs.teacher import load_teacher, load_tokenizer
+from dofla.runs.opening import load_tokenizer, open_original
 
 TEXT = ["--length", LENGTH, "--windows", 4, "--set", "samples=16"]
 
@@ -79,7 +79,7 @@ def test_a_chat_without_a_template_that_works(made, tmp_path, capsys):
 
 
 def test_a_prompt_and_an_answer_longer_than_the_positions(made, tmp_path, capsys):
-    model = dofla.linearize(load_teacher(str(made / "short"))[0], budget=8)
+    model = dofla.linear.linearize(open_original(str(made / "short"))[0], budget=8)
     folder = dofla.save_adapter(model, tmp_path / "adapter")
     assert call("generate", folder, "--prompt", "w1 w2", "--new-tokens", LENGTH - 3) == 0
     line = refused(capsys, "generate", folder, "--prompt", "w1 w2", "--new-tokens", LENGTH - 2)
@@ -90,7 +90,7 @@ def test_a_prompt_and_an_answer_longer_than_the_positions(made, tmp_path, capsys
 
 
 def test_a_document_and_a_prompt_longer_than_the_positions(made, tmp_path, capsys):
-    model = dofla.linearize(load_teacher(str(made / "short"))[0], budget=8)
+    model = dofla.linear.linearize(open_original(str(made / "short"))[0], budget=8)
     folder, book, state = dofla.save_adapter(model, tmp_path / "adapter"), tmp_path / "book.txt", tmp_path / "state"
     words = ["generate", folder, "--prompt", "w1", "--new-tokens", 1, "--document", book, "--prompt-state", state]
     book.write_text("w1 " * LENGTH)

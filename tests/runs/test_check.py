@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3T
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.runs.calibration import calibration_operations
 from dofla.runs.check import Check
-from dofla.runs.demo import teacher_path
+from dofla.runs.demo import model_path
 
 NAME = "model.layers.{}.self_attn"
 GEMMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_caches(tiny):
     assert [(x.tokens, x.size) for x in found.cache] == [(n, size) for size in sizes for n in (2048, 8192, 32768)]
     for size in sizes:
         student = dofla.compress(model, tiny.tokens(2, 32), size, head_budgets="even")
-        plan = Student.of(student).plan
+        plan = Converted.of(student).plan
         for x in found.cache:
             if x.size == size:
                 assert x.compressed == plan.state_bytes(torch.bfloat16)
@@ -200,7 +200,7 @@ def test_code_of_a_checkpoint_runs_only_if_allowed(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_estimate_counts_the_passes_of_calibration(tiny):
-    model, read = AutoModelForCausalLM.from_pretrained(teacher_path()), []
+    model, read = AutoModelForCausalLM.from_pretrained(model_path()), []
     model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out.shape[:-1].numel()))
     dofla.compress(model, tiny.tokens(12, 512))
     text = 12 * 512

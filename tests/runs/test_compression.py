@@ -14,7 +14,7 @@ from dofla.compression.directions import WINDOWS
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
-from dofla.integration.student import is_linearized
+from dofla.integration.converted import is_converted
 from dofla.plans.plan import Plan
 from dofla.runs import opened
 from dofla.runs.folder import claim
@@ -30,12 +30,12 @@ def open_as(monkeypatch):
     made = []
 
     def use(model, tokenizer, tokens):
-        monkeypatch.setattr(opened, "load_teacher", lambda *_: (model, tokenizer))
+        monkeypatch.setattr(opened, "open_original", lambda *_: (model, tokenizer))
         monkeypatch.setattr(opened, "windows_of", lambda *_, **__: tokens)
         made.append(model)
 
     yield use
-    assert not any(map(is_linearized, made))
+    assert not any(map(is_converted, made))
 
 
 def plan_of(folder, name="compressed"):
@@ -50,9 +50,9 @@ def test_a_compression_is_that_of_compress(tiny, tmp_path, open_as):
     model = dofla.compress(tiny.llama(), windows.take(WINDOWS), size)
     assert plan_of(tmp_path / "run") == model.config.quantization_config.plan
     (row,) = results["models"]
-    assert row["runs"][0]["language"]["student_loss"] == dofla.evaluate(model, windows).student_loss
+    assert row["runs"][0]["language"]["loss"] == dofla.evaluate(model, windows).loss
     # What was measured stands in the adapter, and goes with it.
-    read = dofla.linearize(tiny.llama(), plan_of(tmp_path / "run"))
+    read = dofla.linear.linearize(tiny.llama(), plan_of(tmp_path / "run"))
     apply_adapter(read, tmp_path / "run" / "models" / "compressed-seed0" / "adapter")
     with torch.no_grad():
         assert torch.equal(read(windows.input_ids).logits, model(windows.input_ids).logits)

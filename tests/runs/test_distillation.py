@@ -10,7 +10,7 @@ import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
-from dofla.integration.student import Student, is_linearized
+from dofla.integration.converted import Converted, is_converted
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import split
 from dofla.plans.layers import SoftmaxLayer
@@ -34,13 +34,13 @@ def measurements(tiny, monkeypatch):
 
     def measure(teacher, windows, budget, **options):
         calls.append((budget, options | {"windows": len(windows)}))
-        return dofla.measure_curves(teacher, windows, budget, **options)
+        return dofla.linear.measure_curves(teacher, windows, budget, **options)
 
-    monkeypatch.setattr(opened, "load_teacher", lambda *_: (model, None))
+    monkeypatch.setattr(opened, "open_original", lambda *_: (model, None))
     monkeypatch.setattr(opened, "windows_of", lambda *_, **__: tokens)
     monkeypatch.setattr(distillation, "measure_curves", measure)
     yield calls
-    assert not is_linearized(model)
+    assert not is_converted(model)
 
 
 def recipe(tmp_path, students, changes=()):
@@ -64,8 +64,8 @@ def test_curves_are_measured_once_for_all_seeds_and_spent(tmp_path, measurements
     assert {key: value for key, value in options.items() if key != "progress"} == expected
     curves = Curves.load(file)
     assert [curve.name for curve in curves.layers] == [FIRST, SECOND]
-    profile = dofla.Profile.load(folder / "profile")
-    expected = dofla.allocate(profile, BUDGET, "measured", curves=curves)
+    profile = dofla.linear.Profile.load(folder / "profile")
+    expected = dofla.linear.allocate(profile, BUDGET, "measured", curves=curves)
     for seed in (0, 1):
         assert plan_of(folder, "measured", seed).to_dict() == expected.to_dict()
     cost = HeadCost.of(8, 8, 4, "int8")
@@ -145,7 +145,7 @@ def test_features_start_from_data_unless_a_student_asks_for_chance(tmp_path, mea
         with made.made(spec, 0) as student:
             tensors = [
                 (key.rpartition("_")[2], tensor.clone())
-                for layer in Student.of(student).layers.values()
+                for layer in Converted.of(student).layers.values()
                 for key, tensor in layer.state_dict().items()
                 if key.endswith(("_mean", "_std"))
             ]

@@ -10,7 +10,7 @@ from sizes import compress, size_of
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.runs import frontier as module
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
@@ -49,9 +49,9 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
         assert (point.loss_increase, point.kl, point.bytes) == (
             result.loss_increase,
             result.kl,
-            Student.of(student).plan.state_bytes(model.dtype),
+            Converted.of(student).plan.state_bytes(model.dtype),
         )
-    assert found.cache == {length: Student.of(student).plan.softmax_bytes(length, model.dtype) for length in (40, 80)}
+    assert found.cache == {length: Converted.of(student).plan.softmax_bytes(length, model.dtype) for length in (40, 80)}
     assert found.texts == ["a", "bc"]
     assert found.smallest(40) is None
 
@@ -72,7 +72,7 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
     assert {key: found.made_from[key] for key in expected} == expected
     assert "retrieval heads: 1;" in str(found)
     for point in found.points:
-        plan = Student.of(dofla.compress(model, tokens, point.size, **options)).plan
+        plan = Converted.of(dofla.compress(model, tokens, point.size, **options)).plan
         assert plan.state_bytes(model.dtype) == point.bytes
         assert plan.made_by["retrieval_heads"]
         dofla.restore(model)
@@ -102,7 +102,7 @@ def test_what_was_found_is_kept(tiny, tmp_path):
     assert [path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()] == [str(kept)]
     assert Frontier.load(tmp_path / "out") == found
     student = dofla.load(tmp_path / "out" / ADAPTERS / str(kept))
-    assert Student.of(student).plan.state_bytes(student.dtype) == found.smallest(64).bytes
+    assert Converted.of(student).plan.state_bytes(student.dtype) == found.smallest(64).bytes
     ids = judged["a"][0].input_ids
     with torch.no_grad():
         made = dofla.compress(model, tokens, kept)(ids, use_cache=False).logits

@@ -116,7 +116,7 @@ def test_padding_goes_through_and_is_done_outside_the_graph_among_tokens_that_go
 @pytest.mark.parametrize("kind", ["plain", "ragged", "default"])
 @torch.no_grad()
 def test_layers_with_features_are_one_graph_as_well(kind):
-    model = dofla.linearize(teacher("llama"), tokens=48) if kind == "default" else own_student("llama", kind)
+    model = dofla.linear.linearize(teacher("llama"), budget=24) if kind == "default" else own_student("llama", kind)
     _, calls = compiled_as_eager(model, "static", tokens(2, 24), [20, 1, 1, 1, 1])
     assert len(calls) <= 3  # a window may have other strides after a prompt than after a token
     assert all(set(names) == {"dofla.linear_attention"} for names in calls)
@@ -236,7 +236,7 @@ def test_generate_beside_softmax_layers_is_not_compiled(tiny):
     with pytest.raises(DoflaError, match="some layers are softmax"):
         CompiledModel(model)
     with pytest.raises(DoflaError, match="BertModel writes no text"):
-        CompiledModel(dofla.linearize(tiny.bert()))
+        CompiledModel(dofla.linear.linearize(tiny.bert()))
     with pytest.raises(DoflaError, match="not linearized"):
         CompiledModel(tiny.llama())
 

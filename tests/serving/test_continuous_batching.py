@@ -30,7 +30,7 @@ def model_of(tiny, kind="compressed", family="llama"):
     model = getattr(tiny, family)().double().eval()
     if kind == "compressed":
         return tiny.compressed(model, **SIZES[kind])
-    return dofla.linearize(model, tiny.plan(model, **SIZES[kind]))
+    return dofla.linear.linearize(model, tiny.plan(model, **SIZES[kind]))
 
 
 def written(writer, ids, tokens, **options):
@@ -212,4 +212,4 @@ def test_what_writes_nothing_is_refused(tiny):
     with pytest.raises(DoflaError, match="linearize"):
         ContinuousBatching(tiny.llama())
     with pytest.raises(DoflaError, match="writes no text"):
-        ContinuousBatching(dofla.linearize(tiny.bert()))
+        ContinuousBatching(dofla.linear.linearize(tiny.bert()))

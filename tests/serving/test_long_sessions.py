@@ -10,8 +10,8 @@ from transformers import CompileConfig, GenerationConfig
 
 import dofla
 from dofla.integration.cache import cache_bytes
+from dofla.integration.converted import is_converted
 from dofla.integration.positions import restart_index
-from dofla.integration.student import is_linearized
 from dofla.integration.surgery import convert
 from dofla.serving import CompiledModel, Session
 
@@ -57,7 +57,7 @@ def conversation(session, model, tiny):
 
 def test_a_conversation_begins_a_state_anew_before_positions_end(model, tiny):
     sizes = conversation(Session(model), model, tiny)
-    assert (len(sizes) == 1) == is_linearized(model)
+    assert (len(sizes) == 1) == is_converted(model)
 
 
 def test_a_compiled_model_does_as_well(tiny):
@@ -94,7 +94,7 @@ def test_lengths_are_given_in_every_way_that_generate_takes(model, tiny):
 
 def test_a_model_with_learned_positions_goes_on_as_well(tiny):
     model = tiny.gpt2(n_positions=POSITIONS).double()
-    session = Session(dofla.linearize(model, tiny.plan(model, 4, window=3, sinks=2)))
+    session = Session(dofla.linear.linearize(model, tiny.plan(model, 4, window=3, sinks=2)))
     text = tiny.tokens(1, 100)
     for turn in range(4):
         text = torch.cat([answer(session, text), tiny.tokens(1, 10, seed=turn)], 1)
@@ -109,7 +109,7 @@ def said_by(caplog):
 def test_generate_alone_warns_when_positions_end(tiny, caplog, softmax):
     model = tiny.llama(max_position_embeddings=POSITIONS)
     plan = tiny.plan(model, 4)
-    dofla.linearize(model, keep_softmax(plan, *[0] * softmax))
+    dofla.linear.linearize(model, keep_softmax(plan, *[0] * softmax))
     answer(model, tiny.tokens(1, POSITIONS - 1), **several(2))  # its last token is not read
     assert not said_by(caplog)
     answer(model, tiny.tokens(2, POSITIONS - 2))

@@ -24,7 +24,7 @@ SIZES = {
 def student(tiny, request):
     # Two ways to the same number may end on two sides of a step of the eight bits, but hardly in float64.
     model = tiny.llama().double() if request.param == "eight bits" else tiny.llama()
-    dofla.linearize(model, tiny.plan(model, **SIZES[request.param]))
+    dofla.linear.linearize(model, tiny.plan(model, **SIZES[request.param]))
     return model
 
 
@@ -48,7 +48,7 @@ def test_questions_about_a_saved_document_are_answered_as_with_the_document_befo
 @pytest.mark.parametrize("token_dtype", ["int8", "model"])
 def test_a_saved_state_holds_tokens_as_the_cache_does(tiny, tmp_path, token_dtype):
     model, document = tiny.llama(), tiny.tokens(2, 30)
-    dofla.linearize(model, tiny.plan(model, features=3, window=[20, 4], sinks=[1, 0], token_dtype=token_dtype))
+    dofla.linear.linearize(model, tiny.plan(model, features=3, window=[20, 4], sinks=[1, 0], token_dtype=token_dtype))
     cache = read_prompt(model, document)
     save_state(cache, document, tmp_path / "state", model)
     kept_in = torch.int8 if token_dtype == "int8" else torch.float32
@@ -68,12 +68,12 @@ def test_a_saved_state_holds_tokens_as_the_cache_does(tiny, tmp_path, token_dtyp
 
 def test_a_state_of_another_form_or_a_damaged_one_is_refused_by_name(tiny, tmp_path, monkeypatch):
     model, document, path = tiny.llama(), tiny.tokens(1, 10), tmp_path / "document.safetensors"
-    dofla.linearize(model, tiny.plan(model, features=3, window=4, token_dtype="int8"))
+    dofla.linear.linearize(model, tiny.plan(model, features=3, window=4, token_dtype="int8"))
     cache = read_prompt(model, document)
     save_state(cache, document, path, model)
     for sizes in ({"features": 4}, {"features": 3, "window": 4, "token_dtype": "model"}):
         other = tiny.llama()
-        dofla.linearize(other, tiny.plan(other, **sizes))
+        dofla.linear.linearize(other, tiny.plan(other, **sizes))
         with pytest.raises(
             DoflaError, match=r"document\.safetensors is no state of this version and of a model of this"
         ):
@@ -115,7 +115,7 @@ def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
     model = tiny.llama()
     plan = tiny.plan(model, features=4)
     keep_softmax(plan, 0)
-    dofla.linearize(model, plan)
+    dofla.linear.linearize(model, plan)
     document = torch.arange(1, 11).unsqueeze(0)
     with pytest.raises(DoflaError, match="layer 0 has no linear-attention state"):
         save_state(read_prompt(model, document), document, tmp_path / "state", model)
@@ -123,7 +123,7 @@ def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
 
 def test_reading_past_the_positions_is_warned_of_once(tiny, caplog):
     model = tiny.llama(max_position_embeddings=32)
-    student = dofla.linearize(model, tiny.plan(model, 4))
+    student = dofla.linear.linearize(model, tiny.plan(model, 4))
     cache = read_prompt(student, tiny.tokens(1, 32))
     assert not caplog.records
     for _ in range(2):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
-from dofla.integration.student import is_linearized
+from dofla.integration.converted import is_converted
 from dofla.serving import Session
 from dofla.serving.session import NotOneText
 
@@ -23,12 +23,12 @@ ANSWER = 6
 SHORT = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
 
 
-def model_of(tiny, sizes={}, **config):
+def model_of(tiny, sizes=None, **config):
     """In float64, where reading in two calls is the same to the token."""
     model = tiny.llama(**config).double()
     if sizes is None:
         return model
-    return dofla.linearize(model, tiny.plan(model, **sizes)) if sizes else tiny.compressed(model)
+    return dofla.linear.linearize(model, tiny.plan(model, **sizes)) if sizes else tiny.compressed(model)
 
 
 @pytest.fixture(params=SIZES)
@@ -50,7 +50,7 @@ def test_a_turn_costs_its_own_tokens(model, tiny):
         sizes.append({cache_bytes(cache) for _, cache in session._known.values()})
         text = torch.cat([said, tiny.tokens(1, 7, seed=turn)], 1)
     # Bytes of a compressed cache, whatever was said.
-    assert (len(set.union(*sizes)) == 1) == is_linearized(model)
+    assert (len(set.union(*sizes)) == 1) == is_converted(model)
 
 
 def test_an_answer_that_returns_in_other_tokens_is_read_again(model, tiny):
@@ -152,7 +152,7 @@ def test_softmax_attention_does_not_go_on_from_a_compressed_cache(tiny):
     model, ids = model_of(tiny), tiny.tokens(1, 20)
     session = Session(model)
     answer(session, ids)
-    with dofla.softmax(model), pytest.raises(DoflaError, match="start with a fresh cache"):
+    with dofla.original(model), pytest.raises(DoflaError, match="start with a fresh cache"):
         answer(session, ids)
 
 
@@ -190,7 +190,7 @@ def test_what_keeps_no_states_has_no_session(tiny):
     with pytest.raises(DoflaError, match="most is 0: give 1 or more"):
         Session(tiny.llama(), 0)
     with pytest.raises(DoflaError, match="BertModel writes no text"):
-        Session(dofla.linearize(tiny.bert()))
+        Session(dofla.linear.linearize(tiny.bert()))
     sizes = {"vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "head_dim": 8}
     sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}

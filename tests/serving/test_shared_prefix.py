@@ -17,7 +17,7 @@ LENGTHS = (20, 7, 13)
 
 def students():
     yield "compressed", compress(teacher("llama").double(), tokens(4, 48), tokens=48, head_budgets="even")
-    yield "hybrid", dofla.linearize(teacher("llama").double(), tokens=48)
+    yield "hybrid", dofla.linear.linearize(teacher("llama").double(), budget=24)
     yield "ragged", own_student("llama", "ragged").double()
     yield "beside_softmax", own_student("llama", "softmax_first").double()
     yield "learned_positions", own_student("gpt2", "eight_bits")

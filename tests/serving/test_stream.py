@@ -9,7 +9,7 @@ from test_session import SIZES, model_of
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.cache import cache_bytes
-from dofla.integration.student import is_linearized
+from dofla.integration.converted import is_converted
 from dofla.integration.surgery import convert
 from dofla.serving import Stream
 
@@ -40,7 +40,7 @@ def test_what_has_none_begins_a_state_with_what_stood_before_it(model, tiny):
         assert torch.equal(stream.ids, ids[:, begun : first + 10])
         assert torch.allclose(logits, model(stream.ids).logits[:, -10:])
         held.add(cache_bytes(stream.cache))
-    assert len(held) == 1 or not is_linearized(model)
+    assert len(held) == 1 or not is_converted(model)
     assert stream.tokens == 100
 
 
@@ -56,7 +56,7 @@ def test_more_than_a_state_has_room_for_is_read_as_if_in_several_calls(model, ti
 @torch.no_grad()
 def test_a_model_with_learned_positions_reads_on_as_well(tiny):
     model = tiny.gpt2(n_positions=POSITIONS).double()
-    stream = Stream(dofla.linearize(model, tiny.plan(model, 4, window=3, sinks=2)))
+    stream = Stream(dofla.linear.linearize(model, tiny.plan(model, 4, window=3, sinks=2)))
     assert stream.overlap == POSITIONS // 4
     assert stream.read(tiny.tokens(1, 100)).shape == (1, 100, 64)
 

@@ -58,8 +58,8 @@ def assert_right(model, tokenizer, task, **options):
 @pytest.mark.parametrize("who", ["teacher", "student"])
 def test_scores_are_plain_log_likelihoods(tiny, words, make_task, family, style, who):
     model = getattr(tiny, family)()
-    dofla.linearize(model, tiny.plan(model, 8, window=3, sinks=1))
-    with dofla.softmax(model) if who == "teacher" else nullcontext():
+    dofla.linear.linearize(model, tiny.plan(model, 8, window=3, sinks=1))
+    with dofla.original(model) if who == "teacher" else nullcontext():
         assert_right(model, words, make_task(style, count=7), batch_size=4)
 
 
@@ -67,7 +67,7 @@ def test_layers_kept_softmax_are_scored_too(tiny, words, make_task):
     model = tiny.llama()
     plan = tiny.plan(model, 8)
     plan.layers[1].keep_softmax = True
-    assert_right(dofla.linearize(model, plan), words, make_task("question"))
+    assert_right(dofla.linear.linearize(model, plan), words, make_task("question"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -156,7 +156,7 @@ def talk(tmp_path):
 def test_generated_answers_are_those_of_generate(tiny, words, talk):
     write, lines = talk
     student = tiny.gpt2(initializer_range=0.3)
-    dofla.linearize(student, tiny.plan(student, 4, window=1))
+    dofla.linear.linearize(student, tiny.plan(student, 4, window=1))
 
     def first(model, text):
         ids = torch.tensor([words.encode(text)])
@@ -166,7 +166,7 @@ def test_generated_answers_are_those_of_generate(tiny, words, talk):
         return next((word for word in text.split() if word.startswith("w")), "[invalid]")  # as the harness says
 
     found = {"student": [first(student, line["text"]) for line in lines]}
-    with dofla.softmax(student):
+    with dofla.original(student):
         found["teacher"] = [first(student, line["text"]) for line in lines]
     assert found["student"] != found["teacher"]
     for line, answer in zip(lines, found["student"], strict=True):
@@ -183,14 +183,14 @@ def test_generated_answers_are_those_of_generate(tiny, words, talk):
         assert getattr(row, f"{who}_stderr") == pytest.approx((right.std() / 5**0.5).item())
     assert row.difference == row.student - row.teacher
     assert row.difference_stderr is not None
-    assert task.metrics["bleu, whole"].teacher_stderr is not None
+    assert task.metrics["bleu, whole"].original_stderr is not None
     assert task.metrics["bleu, whole"].difference_stderr is None
     assert student.config._attn_implementation == "dofla"
 
 
 def test_tasks_of_the_harness_stand_beside_local_ones_and_are_cut(tiny, words, talk, make_task):
     student = tiny.llama()
-    dofla.linearize(student, tiny.plan(student, 8))
+    dofla.linear.linearize(student, tiny.plan(student, 8))
     folder = talk[0]()
     mean = {"metric": "exact_match", "filter_list": ["first"], "weight_by_size": True}
     group = {"group": "talks", "task": ["talk"], "aggregate_metric_list": [mean]}
@@ -211,7 +211,7 @@ def test_tasks_of_the_harness_stand_beside_local_ones_and_are_cut(tiny, words, t
 )
 def test_what_the_harness_refuses_is_one_line(tiny, words, talk, changes, message):
     student = tiny.llama()
-    dofla.linearize(student, tiny.plan(student, 8))
+    dofla.linear.linearize(student, tiny.plan(student, 8))
     with pytest.raises(DoflaError, match=message) as raised:
         evaluate_tasks(student, words, ["talk"], include_path=talk[0](**changes))
     assert "\n" not in str(raised.value)

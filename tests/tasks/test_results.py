@@ -26,7 +26,7 @@ def test_figures_of_one_task():
     assert (found.task, found.items, found.agreement) == ("t", 100, 0.9)
     row = found.metrics["acc"]
     assert (row.teacher, row.student) == (0.8, 0.7)
-    assert row.teacher_stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 99))
+    assert row.original_stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 99))
     assert row.difference == pytest.approx(-0.1)
     assert row.difference_stderr == pytest.approx(math.sqrt(0.1 * 0.9 / 99))
 
@@ -57,7 +57,7 @@ def test_other_items_cannot_be_compared():
 @pytest.fixture(scope="module")
 def student(tiny):
     model = tiny.gpt2()
-    return dofla.linearize(model, tiny.plan(model, 8))
+    return dofla.linear.linearize(model, tiny.plan(model, 8))
 
 
 def test_several_tasks(student, words, make_task, capsys):

@@ -81,7 +81,7 @@ def features(tmp_path_factory):
     """Feature maps, which are not served; its folder."""
     folder = tmp_path_factory.mktemp("features")
     model, tokenizer, _ = dofla.demo()
-    dofla.linearize(model).save_pretrained(folder)
+    dofla.linear.linearize(model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -30,10 +30,10 @@ def calibrate(
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
     from dofla.cli.texts import windows_from
-    from dofla.runs.teacher import load_teacher
+    from dofla.runs.opening import open_original
 
     view = current_view()
-    opened, tokenizer = load_teacher(model, device=device, **opening)
+    opened, tokenizer = open_original(model, device=device, **opening)
     windows = windows_from(data, opened, tokenizer, text)
     with view.progress("calibrate") as bar:
         found = measure(

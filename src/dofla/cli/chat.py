@@ -31,7 +31,7 @@ def chat(
     """
     from dofla.display import size
     from dofla.errors import check_numbers
-    from dofla.runs.teacher import open_model
+    from dofla.runs.opening import open_model
     from dofla.serving.chat import Conversation
 
     check_numbers(new_tokens=new_tokens)

@@ -52,8 +52,8 @@ def compress(
     from dofla import compress as make
     from dofla.cli.texts import windows_from
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
-    from dofla.integration.student import Student
-    from dofla.runs.teacher import load_teacher
+    from dofla.integration.converted import Converted
+    from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
 
     if out is None and adapter is None:
@@ -64,7 +64,7 @@ def compress(
     measured = None if calibration is None else Calibration.load(calibration)
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
-        compressed, tokenizer = load_teacher(model, device=device, **opening)
+        compressed, tokenizer = open_original(model, device=device, **opening)
         windows = None if measured else windows_from(data or "self", compressed, tokenizer, text)
         options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
         with view.progress("compress") as bar:
@@ -77,7 +77,7 @@ def compress(
             tokenizer.save_pretrained(folder)
     if adapter is not None:
         warn_of_local_base(compressed, adapter)
-    plan = Student.of(compressed).plan
+    plan = Converted.of(compressed).plan
     view.show(plan)
     held_out(plan.made_by)
     if heads := plan.made_by.get("retrieval_heads"):

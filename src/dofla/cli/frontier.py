@@ -51,10 +51,10 @@ def frontier(
     from dofla.report import write_page_beside
     from dofla.runs.frontier import ADAPTERS, FRONTIER
     from dofla.runs.frontier import frontier as measure
-    from dofla.runs.teacher import load_teacher
+    from dofla.runs.opening import open_original
 
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
-    opened, tokenizer = load_teacher(model, device=device, **opening)
+    opened, tokenizer = open_original(model, device=device, **opening)
     windows = windows_from(data, opened, tokenizer, {**cutting, "windows": WINDOWS})
     texts = {}
     for name, source in _named(text or [data]).items():

@@ -50,7 +50,7 @@ def evaluate(
     from dofla.cli.texts import windows_from
     from dofla.evaluation import evaluate as measure
     from dofla.integration.surgery import describe
-    from dofla.runs.teacher import open_student
+    from dofla.runs.opening import open_converted
     from dofla.storage.files import write_json
     from dofla.tasks import evaluate_tasks
 
@@ -58,7 +58,7 @@ def evaluate(
     if data is None and not names:
         raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
     view = current_view()
-    opened, tokenizer = open_student(model, device=device, **opening)
+    opened, tokenizer = open_converted(model, device=device, **opening)
     figures: dict[str, Any] = {}
     if data is not None:
         cut = {**text, "length": length, "windows": windows}

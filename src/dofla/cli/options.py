@@ -111,8 +111,8 @@ Out = Annotated[Path, typer.Option(help="Folder to write; it must be new.", call
 
 Given = Any
 """Type of a verb's parameter that is filled by ``--set``; its default is the :class:`Function` that has the fields."""
-TEACHER = Function("runs/teacher.py", "load_teacher")
-COMPRESSED = Function("runs/teacher.py", "open_student")
+TEACHER = Function("runs/opening.py", "open_original")
+COMPRESSED = Function("runs/opening.py", "open_converted")
 DRAWS = Function("cli/options.py", "set_seed")
 
 

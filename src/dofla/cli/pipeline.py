@@ -49,12 +49,12 @@ def profile(
     """Measure the degrees of freedom of every attention head."""
     from dofla.cli.texts import windows_from
     from dofla.integration.profiler import profile as make_profile
-    from dofla.runs.teacher import load_teacher
+    from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
 
     view = current_view()
     with new_folder(out) as folder:
-        opened, tokenizer = load_teacher(model, device=device, **opening)
+        opened, tokenizer = open_original(model, device=device, **opening)
         tokens = windows_from(data, opened, tokenizer, {**text, "length": length, "windows": windows})
         with view.progress("profile") as bar:
             result = make_profile(opened, tokens, progress=bar.stage, **settings)
@@ -140,10 +140,10 @@ def curves(
     """
     from dofla.cli.texts import windows_from
     from dofla.distillation import measure_curves
-    from dofla.runs.teacher import load_teacher
+    from dofla.runs.opening import open_original
 
     view = current_view()
-    opened, tokenizer = load_teacher(model, device=device, **opening)
+    opened, tokenizer = open_original(model, device=device, **opening)
     tokens = windows_from(data, opened, tokenizer, {**text, "length": length, "windows": windows})
     with view.progress("curves") as bar:
         result = measure_curves(opened, tokens, budget, progress=bar.stage, **settings)
@@ -178,7 +178,7 @@ def distill(
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.surgery import linearize
     from dofla.plans.plan import Plan
-    from dofla.runs.teacher import load_teacher
+    from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
     from dofla.storage.lock import locked
 
@@ -187,17 +187,17 @@ def distill(
         raise DoflaError(f"{adapter} exists already: this distillation is finished; choose another folder")
     view = current_view()
     wanted = Plan.load(plan)
-    student, tokenizer = load_teacher(model, device=device, **opening)
-    linearize(student, wanted, seed=settings.get("seed", 0))
-    tokens = windows_from(data, student, tokenizer, {**text, "length": length, "windows": windows})
+    opened, tokenizer = open_original(model, device=device, **opening)
+    linearize(opened, wanted, seed=settings.get("seed", 0))
+    tokens = windows_from(data, opened, tokenizer, {**text, "length": length, "windows": windows})
     with locked(out):
         trackers = tracking_of(**tracking)
         with view.progress("distill") as bar, tracked(trackers, out, "track", bar.losses) as progress:
-            history = train(student, tokens, epochs=epochs, folder=out, progress=progress, **settings)
+            history = train(opened, tokens, epochs=epochs, folder=out, progress=progress, **settings)
         with new_folder(adapter) as folder:
-            write_adapter(student, folder)
+            write_adapter(opened, folder)
             tokenizer.save_pretrained(folder)
-    warn_of_local_base(student, adapter)
+    warn_of_local_base(opened, adapter)
     view.show(history)
     written("adapter", adapter)
     following("evaluate", adapter, "--data", data)

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.cli.verb import current_view
 from dofla.data import TokenWindows
+from dofla.runs.opening import windows_of
 from dofla.runs.recipe import DataSpec
-from dofla.runs.teacher import windows_of
 
 
 def windows_from(

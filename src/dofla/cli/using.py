@@ -56,11 +56,11 @@ def generate(
     from dofla.errors import check_numbers
     from dofla.integration.cache import CACHE_ARGUMENT
     from dofla.integration.reading import check_readable
-    from dofla.runs.teacher import open_student
+    from dofla.runs.opening import open_converted
 
     text = _prompt(prompt)
     check_numbers(new_tokens=new_tokens)
-    opened, tokenizer = open_student(model, device=device, **opening)
+    opened, tokenizer = open_converted(model, device=device, **opening)
     ids, options = _tokens(tokenizer, text, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
     check_readable(opened, ids, "--prompt", new_tokens)
     start = _prompt_state(opened, tokenizer, prompt_state, document)
@@ -102,7 +102,7 @@ def serve(
     A turn of a conversation reads only its new tokens.
     """
     from dofla.errors import check_numbers
-    from dofla.runs.teacher import open_student, reader_of
+    from dofla.runs.opening import open_converted, reader_of
     from dofla.serving.compiled_model import CompiledModel
     from dofla.serving.continuous_batching import ContinuousBatching
     from dofla.storage.extras import extra
@@ -115,7 +115,7 @@ def serve(
     check_numbers(sessions=sessions, at_once=at_once, **serving)
     check_key(api_key)
     with listening(host, port) as place, ExitStack() as stack:
-        opened, tokenizer = open_student(model, device=device, **opening)
+        opened, tokenizer = open_converted(model, device=device, **opening)
         writer = CompiledModel(opened) if compile else stack.enter_context(ContinuousBatching(opened))
         name = Path(model).name
         if api_key is None and is_open(place):

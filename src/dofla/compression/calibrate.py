@@ -25,12 +25,12 @@ from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.consistency import check_consistency
+from dofla.integration.converted import Converted
 from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
-from dofla.integration.surgery import convert, restore, softmax
+from dofla.integration.surgery import convert, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
@@ -193,7 +193,7 @@ class _Costs:
                 self.report("head budgets", next(done), passes)
 
         with self.compressed(tokens) as compressed:
-            check_consistency(compressed.model, lambda: softmax(compressed.model))
+            check_consistency(compressed.model, lambda: original(compressed.model))
             costs = [self._costs(compressed, half, report) for half in self.halves]
             even = self._loss(compressed, self.halves, report) if len(costs) > 1 else None
         sizes = even_bytes(self.target.compressed(self.keep_softmax), self.size(tokens))
@@ -233,7 +233,7 @@ class _Costs:
         return sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
 
     @contextmanager
-    def compressed(self, tokens: int, shares: Mapping[str, Sequence[float]] | None = None) -> Iterator[Student]:
+    def compressed(self, tokens: int, shares: Mapping[str, Sequence[float]] | None = None) -> Iterator[Converted]:
         """Within the block the model is compressed to so many tokens per KV head, in the mean."""
         plan = compressed_plan(
             self.target,
@@ -242,22 +242,22 @@ class _Costs:
             keep_softmax=self.keep_softmax,
             context=self.context,
         )
-        handle = Student.of(convert(self.model, plan, sites=self.target.sites))
+        handle = Converted.of(convert(self.model, plan, sites=self.target.sites))
         try:
             self.calibration.apply(handle.layers)
             yield handle
         finally:
             restore(self.model)
 
-    def _costs(self, compressed: Student, half: list[Batches], report: Callable[[], None]) -> dict[str, Tensor]:
+    def _costs(self, compressed: Converted, half: list[Batches], report: Callable[[], None]) -> dict[str, Tensor]:
         text, copied = (eviction_costs(compressed, batches, report) for batches in half)
         return {name: own + COPY_WEIGHT * copied[name] for name, own in text.items()}
 
     @torch.no_grad()
-    def _loss(self, compressed: Student, halves: list[list[Batches]], report: Callable[[], None]) -> float:
+    def _loss(self, compressed: Converted, halves: list[list[Batches]], report: Callable[[], None]) -> float:
         """KL to the original in nats per token, repeated text weighted as in measuring, summed over halves."""
         model = compressed.model
-        loss, total = Objective(model, lambda: softmax(model)), 0.0
+        loss, total = Objective(model, lambda: original(model)), 0.0
         with evaluation_mode(model):
             for weight, batches in ((w, b) for half in halves for w, b in zip((1, COPY_WEIGHT), half, strict=True)):
                 tokens, rows = sum(map(loss.count, batches)), sum(len(batch["input_ids"]) for batch in batches)

@@ -16,7 +16,7 @@ from dofla.compression.retrieval import by_layer, check_retrieval_heads
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.integration.surgery import convert, restore, tried
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.plan import check_prefill
@@ -125,7 +125,7 @@ def with_calibration(
     )
     convert(model, plan, sites=target.sites)
     try:
-        calibration.apply(Student.of(model).layers)
+        calibration.apply(Converted.of(model).layers)
     except BaseException:
         restore(model)
         raise

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from dofla.distillation.objective import Objective
+from dofla.integration.converted import Converted
 from dofla.integration.interface import softmax_attention, visiting
 from dofla.integration.recorder import AttentionCall, evaluation_mode
-from dofla.integration.student import Student
-from dofla.integration.surgery import softmax
+from dofla.integration.surgery import original
 
 
 def eviction_costs(
-    compressed: Student,
+    compressed: Converted,
     batches: Sequence[Mapping[str, Tensor]],
     report: Callable[[], None],
     last: int | None = None,
@@ -41,7 +41,7 @@ def eviction_costs(
     layers, model = compressed.layers, compressed.model
     costs = {name: torch.zeros(layer.kv_heads, dtype=torch.float64) for name, layer in layers.items()}
     with _frozen(model), evaluation_mode(model), torch.enable_grad():
-        loss = Objective(model, partial(softmax, model), last)
+        loss = Objective(model, partial(original, model), last)
         tokens, rows = sum(map(loss.count, batches)), sum(len(batch["input_ids"]) for batch in batches)
         for batch in batches:
             with _answers(compressed) as seen:
@@ -68,7 +68,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _answers(compressed: Student) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def _answers(compressed: Converted) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Within the block the model answers with its compressed cache, and gradients pass as through softmax attention.
     Yields, by layer, its output [B, L, H, dv] in the last call, and what that of softmax attention is more than
     that."""

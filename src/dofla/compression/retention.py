@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from dofla.attention.heads import query_heads
 from dofla.attention.naive_cache import NaiveCache, Retention
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.interface import softmax_attention, standard_scaling, visiting
-from dofla.integration.student import Student
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def retention(model: PreTrainedModel, rule: Callable[[], Retention]) -> Iterator
     Raises:
         DoflaError: the model is not compressed; padding.
     """
-    layers = {model.get_submodule(name): layer for name, layer in Student.of(model).layers.items()}
+    layers = {model.get_submodule(name): layer for name, layer in Converted.of(model).layers.items()}
 
     def attention(
         module: nn.Module,

@@ -14,9 +14,9 @@ from dofla.compression.eviction_cost import eviction_costs
 from dofla.data import TokenWindows
 from dofla.data.facts import Facts
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.placement import placed_over
 from dofla.integration.positions import positions_of
-from dofla.integration.student import Student
 
 FAR = 4096
 """Tokens of a document with needles in it, if the model has so many positions and the text so many tokens."""
@@ -33,7 +33,7 @@ def needles_for(
 
 
 def rank_heads(
-    compressed: Student,
+    compressed: Converted,
     shares: Mapping[str, Sequence[float]],
     text_costs: Mapping[str, Sequence[float]],
     needles: Facts,

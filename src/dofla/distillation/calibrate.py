@@ -12,15 +12,15 @@ from dofla.attention import LOG_ZERO, KeySmoothing
 from dofla.attention.coding import Moments
 from dofla.distillation.losses import student_log_scores
 from dofla.distillation.scores import feature_heads, is_hybrid, seen_exactly, split_heads
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
-from dofla.integration.student import Student
 from dofla.layers import AttentionLayer
 
 _ROWS = 64
 """Query rows per window from which the level is read."""
 
 
-def calibrate(student: Student, batches: Sequence[Mapping[str, Tensor]]) -> None:
+def calibrate(student: Converted, batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Calibrate the layers that want to look at data (:func:`calibrate_layer`), in one softmax forward of each batch;
     all of one shape."""
     linear = {name: layer for name, layer in student.layers.items() if layer.compressed is None}

@@ -24,11 +24,11 @@ from dofla.distillation.steps import Batches
 from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.checkpoint import refuse_trained, write_lora
+from dofla.integration.converted import Converted
 from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.layers import AttentionLayer
 from dofla.storage.defaults import with_torchs_defaults
@@ -45,7 +45,7 @@ _LONGEST_GRADIENT = 1.0
 @reports_progress("distill end to end", Bar.losses)
 def distill_end_to_end(
     student: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     steps: int = 50,
     batch_size: int = 2,
@@ -62,7 +62,7 @@ def distill_end_to_end(
     checkpoint_every: int = 25,
     progress: Callable[[int, int, dict[str, float]], None] | bool = True,
 ) -> History:
-    """Train a whole student towards its teacher, after :func:`dofla.distill` has trained it layer by layer.
+    """Train a whole student towards its teacher, after :func:`dofla.linear.distill` has trained it layer by layer.
 
     The teacher is the student itself with softmax attention and the weights it had. The loss is KL(teacher ‖ student)
     of the next-token distributions, in nats per real token predicted; of models that predict none (encoders), the
@@ -72,7 +72,7 @@ def distill_end_to_end(
 
     Afterwards the student is a stock model of the dtypes it had: low-rank updates are merged into its weights, in
     float32, and rounded to them; in bfloat16 that loses updates of less than a 512th of a weight. The original weights
-    stay beside the new ones in memory, so that :func:`dofla.softmax` and all comparisons still take the teacher, and
+    stay beside the new ones in memory, so that :func:`dofla.original` and all comparisons still take the teacher, and
     :func:`dofla.restore` gives it back. :func:`dofla.save_adapter` saves what was learned with the feature maps;
     ``save_pretrained`` saves the new weights alone, and a student opened from there takes *them* for its teacher's.
 
@@ -82,7 +82,7 @@ def distill_end_to_end(
 
     Args:
         student: a linearized model.
-        tokens: windows to train on, N of L tokens.
+        windows: to train on, N of L tokens.
         steps: of the optimizer.
         batch_size: windows per forward pass, and process.
         accumulate: forward passes per step, and process.
@@ -93,11 +93,11 @@ def distill_end_to_end(
         schedule: a name in :data:`dofla.distillation.SCHEDULES`.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
-        context: read the windows as if they began anywhere among so many positions; as for :func:`dofla.distill`.
-        seed: of the order of the windows, and the factors. The global generator is left as it was.
-        folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
-            :func:`dofla.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with the
-            same numbers as if it had not stopped; one that ended is opened.
+        context: read the windows as if they began anywhere among so many positions; as for
+        :func:`dofla.linear.distill`. seed: of the order of the windows, and the factors. The global generator is left
+        as it was. folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
+            :func:`dofla.linear.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with
+            the same numbers as if it had not stopped; one that ended is opened.
         checkpoint_every: steps between checkpoints.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (step, steps, {name of the loss: its value}) after each step.
@@ -111,10 +111,10 @@ def distill_end_to_end(
             other settings; an offloaded model; peft (for ``lora``) or accelerate (for
             several processes) not installed; accelerate set up to take weights apart (FSDP, DeepSpeed).
     """
-    handle = Student.of(student)
+    handle = Converted.of(student)
     layers = handle.layers
     refuse_trained(student)
-    windows = windows_for(student, tokens)
+    windows = windows_for(student, windows)
     check_choice("weights", weights, sorted(WEIGHTS))
     check_choice("schedule", schedule, sorted(SCHEDULES))
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
@@ -170,7 +170,7 @@ def distill_end_to_end(
         write_lora(student, Path(folder) / "lora")
     how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
     options = {name: value for name, value in settings.items() if name != "loss"}
-    call = "dofla.distill_end_to_end(student, tokens"
+    call = "dofla.linear.distill_end_to_end(student, windows"
     handle.record.add_distillation(how, windows, call, options, weights=weights != "maps")
     return History([loss.name], torch.tensor(curve), seconds, settings)
 

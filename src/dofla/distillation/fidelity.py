@@ -12,8 +12,8 @@ from torch import Tensor
 from dofla.attention import accumulable
 from dofla.data import Images, TokenWindows, batches
 from dofla.distillation.losses import divergence, log_kernel_errors, student_log_scores
+from dofla.integration.converted import Converted
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.student import Student
 
 ROWS = 128
 """Query rows per window whose attention is compared."""
@@ -41,7 +41,7 @@ class LayerFidelity:
 
 @torch.no_grad()
 def attention_fidelity(
-    student: Student,
+    student: Converted,
     windows: TokenWindows | Images,
     *,
     batch_size: int = 4,

@@ -25,11 +25,11 @@ from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, generator_of
 from dofla.errors import DoflaError, check_choice, check_numbers
+from dofla.integration.converted import Converted
 from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.rank import is_main_process, world_size
@@ -40,7 +40,7 @@ from dofla.storage.rank import is_main_process, world_size
 @reports_progress("distill", Bar.losses)
 def distill(
     student: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     loss: str = "output",
     epochs: int = 1,
@@ -73,9 +73,9 @@ def distill(
 
     Args:
         student: a linearized model; it is its own teacher.
-        tokens: windows to train on.
+        windows: to train on.
         loss: a name in :data:`dofla.distillation.LOSSES`, or ``direct``.
-        epochs: passes over the tokens, unless ``steps`` says how many optimizer steps to take. The last step of a pass
+        epochs: passes over the windows, unless ``steps`` says how many optimizer steps to take. The last step of a pass
             takes the windows that are left.
         batch_size: windows per forward pass, and process.
         accumulate: forward passes per optimizer step.
@@ -104,11 +104,11 @@ def distill(
             that is not finite, naming layer and step (nothing of that step is saved); a folder holding a run of other
             settings; a last batch with fewer windows than there are processes.
     """
-    handle = Student.of(student)
+    handle = Converted.of(student)
     check_in_memory(student, "training")
     check_choice("loss", loss, sorted([*LOSSES, DIRECT]))
     check_choice("schedule", schedule, sorted(SCHEDULES))
-    windows = windows_for(student, tokens)
+    windows = windows_for(student, windows)
     check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
     if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
@@ -158,7 +158,7 @@ def distill(
             if callable(progress) and is_main_process():
                 progress(len(curve), steps, losses)
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
-    handle.record.add_distillation(how, windows, "dofla.distill(student, tokens", settings)
+    handle.record.add_distillation(how, windows, "dofla.linear.distill(student, windows", settings)
     return History(columns, torch.tensor(curve), time.perf_counter() - started + checkpoint.earlier, settings)
 
 

@@ -20,11 +20,11 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 def tracked(
     trackers: Sequence[Any], folder: str | Path, run: str, progress: Progress | bool = True
 ) -> Iterator[Progress | bool]:
-    """For the time of the block, a ``progress`` for :func:`dofla.distill` or :func:`dofla.distill_end_to_end` that
-    keeps the losses; ``loss`` is their mean, ``loss/LAYER`` each of them.
+    """For the time of the block, a ``progress`` for :func:`dofla.linear.distill` or
+    :func:`dofla.linear.distill_end_to_end` that keeps the losses; ``loss`` is their mean, ``loss/LAYER`` each of them.
 
-        with dofla.tracked(["tensorboard"], "runs/logs", "first") as progress:
-            dofla.distill(student, tokens, progress=progress)
+        with dofla.linear.tracked(["tensorboard"], "runs/logs", "first") as progress:
+            dofla.linear.distill(student, tokens, progress=progress)
 
     Args:
         trackers: what accelerate takes for ``log_with``: names (``tensorboard``, ``wandb``, ...) or trackers of one's

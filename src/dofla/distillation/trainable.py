@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dofla.integration.converted import Converted
 from dofla.integration.lora import lora_factors, low_rank, merge_factors
-from dofla.integration.student import Student
-from dofla.integration.surgery import softmax
+from dofla.integration.surgery import original
 from dofla.integration.trained import cast_weights, keep_original, put_back, weights_of
 
 WEIGHTS = ("lora", "maps", "all")
@@ -30,7 +30,7 @@ class Trainable:
 
 
 @contextmanager
-def trainable(student: Student, weights: str, lora_rank: int) -> Iterator[Trainable]:
+def trainable(student: Converted, weights: str, lora_rank: int) -> Iterator[Trainable]:
     """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32.
 
     When the block ends, what was learned is in the student, a stock model of the dtypes it had: low-rank factors are
@@ -71,7 +71,7 @@ def trainable(student: Student, weights: str, lora_rank: int) -> Iterator[Traina
 
 @contextmanager
 def _nothing_else(student: PreTrainedModel) -> Iterator[Trainable]:
-    yield Trainable({}, partial(softmax, student))
+    yield Trainable({}, partial(original, student))
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _low_rank(student: PreTrainedModel, rank: int) -> Iterator[Trainable]:
 
         @contextmanager
         def teacher() -> Iterator[None]:
-            with softmax(student), wrapper.disable_adapter():
+            with original(student), wrapper.disable_adapter():
                 yield
 
         weights = {name: p for name, p in student.named_parameters() if p.requires_grad and ".lora_" in name}
@@ -96,7 +96,7 @@ def _all(student: PreTrainedModel) -> Iterator[Trainable]:
     cast_weights(student, {name: torch.promote_types(dtype, torch.float32) for name, dtype in dtypes.items()})
     keep_original(student, weights_of(student))
     try:
-        yield Trainable(weights_of(student), partial(softmax, student))
+        yield Trainable(weights_of(student), partial(original, student))
     except BaseException:
         put_back(student)
         raise

@@ -13,10 +13,10 @@ from dofla.display import Bar, reports_progress
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.loop import distill
 from dofla.errors import DoflaError, check_numbers
+from dofla.integration.converted import Converted
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode, fed, run_body
-from dofla.integration.student import Student
-from dofla.integration.surgery import answering, convert, describe, even_plan, restore, softmax
+from dofla.integration.surgery import answering, convert, describe, even_plan, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE
@@ -34,7 +34,7 @@ largest size."""
 @reports_progress("error curves", Bar.stage)
 def measure_curves(
     model: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     budget: int = 64,
     *,
     feature_map: str = FEATURE_MAP,
@@ -47,17 +47,18 @@ def measure_curves(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> Curves:
-    """Measure the error of each KV head at several sizes, and its effect on the model; :func:`dofla.allocate` with
-    strategy ``measured`` spends the budget by these curves.
+    """Measure the error of each KV head at several sizes, and its effect on the model; :func:`dofla.linear.allocate`
+    with strategy ``measured`` spends the budget by these curves.
 
-    For each size all layers are trained together for a few steps (:func:`dofla.distill`), layer by layer as ever, and
-    compared with softmax attention on windows held out. Then, at the middle size, each KV head alone is linear and all
-    others softmax: the divergence of the model's next tokens (of an encoder, the relative squared error of its last
-    hidden states) by the head's own error is its ``effect``. That takes a forward pass per head and held-out window.
+    For each size all layers are trained together for a few steps (:func:`dofla.linear.distill`), layer by layer as
+    ever, and compared with softmax attention on windows held out. Then, at the middle size, each KV head alone is
+    linear and all others softmax: the divergence of the model's next tokens (of an encoder, the relative squared error
+    of its last hidden states) by the head's own error is its ``effect``. That takes a forward pass per head and
+    held-out window.
 
     Args:
         model: the teacher; it is linearized in between, and restored.
-        tokens: windows; the last ``held_out`` judge, the others train.
+        windows: the last ``held_out`` judge, the others train.
         budget: the middle of the sizes, in features per KV head.
         feature_map: of the students.
         token_dtype: how they keep exact tokens; default eight bits, but for an encoder.
@@ -69,10 +70,10 @@ def measure_curves(
             called with (stage, done, total) after each size and each head.
 
     Raises:
-        DoflaError: as :func:`dofla.distill`; a budget or held-out windows below 1; too few windows.
+        DoflaError: as :func:`dofla.linear.distill`; a budget or held-out windows below 1; too few windows.
     """
     report = progress if callable(progress) else None
-    windows = windows_for(model, tokens)
+    windows = windows_for(model, windows)
     if budget < 1:
         raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
     check_numbers(held_out=held_out)
@@ -93,7 +94,7 @@ def measure_curves(
         student = convert(model, plan, seed=seed)
         try:
             distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
-            fidelity = attention_fidelity(Student.of(student), judging, batch_size=batch_size, seed=seed)
+            fidelity = attention_fidelity(Converted.of(student), judging, batch_size=batch_size, seed=seed)
             errors = {name: own.head_kl for name, own in fidelity.items() if own.head_kl is not None}
             if (share, level) == (TOKEN_SHARE, 1.0):
                 effects = _effects(student, judging, errors, report)
@@ -124,7 +125,7 @@ def _effects(
     with evaluation_mode(student):
         for n in range(len(windows)):
             batch = windows.batch(torch.tensor([n]))
-            with softmax(student):
+            with original(student):
                 wanted = _answer(student, batch)
             for done, (name, head) in enumerate(harm, start=1):
                 with answering(student, {name: [head]}):

@@ -23,7 +23,7 @@ class EmbeddingFigures(TypedDict):
 
 @torch.no_grad()
 def embedding_figures(
-    student: PreTrainedModel,
+    model: PreTrainedModel,
     windows: TokenWindows | Images,
     *,
     batch_size: int = 32,
@@ -32,15 +32,15 @@ def embedding_figures(
     """Agreement of mean-pooled, normalized embeddings; ``progress`` is called with (done, total) batches.
 
     Returns:
-        ``cosine`` (mean similarity between the teacher's and the student's embedding of the same input) and
+        ``cosine`` (mean similarity between the original's and the model's embedding of the same input) and
         ``spearman`` (rank correlation, over all pairs of inputs, of the similarities that either model gives them).
     """
     parts = counted(batches(windows, batch_size), progress)
-    rows = [of_both(student, _embed, windows.batch(part)) for part in parts]
-    teacher, ours = map(torch.cat, zip(*rows, strict=True))
-    upper = torch.triu_indices(len(teacher), len(teacher), offset=1)
-    similarities = [(e @ e.mT)[upper[0], upper[1]] for e in (teacher, ours)]
-    return {"cosine": (teacher * ours).sum(dim=-1).mean().item(), "spearman": spearman(*similarities)}
+    rows = [of_both(model, _embed, windows.batch(part)) for part in parts]
+    original, ours = map(torch.cat, zip(*rows, strict=True))
+    upper = torch.triu_indices(len(original), len(original), offset=1)
+    similarities = [(e @ e.mT)[upper[0], upper[1]] for e in (original, ours)]
+    return {"cosine": (original * ours).sum(dim=-1).mean().item(), "spearman": spearman(*similarities)}
 
 
 def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Next-token loss of teacher and student on the same text."""
+"""Next-token loss of original and converted model on the same text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LanguageFigures(TypedDict):
     """The result of :func:`next_token_figures`."""
 
     tokens: int
-    teacher_loss: float
-    student_loss: float
+    original_loss: float
+    loss: float
     loss_increase: float
     loss_increase_interval: list[float]
     kl: float
@@ -31,38 +31,38 @@ class LanguageFigures(TypedDict):
 
 @torch.no_grad()
 def next_token_figures(
-    student: PreTrainedModel,
+    model: PreTrainedModel,
     windows: TokenWindows,
     *,
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageFigures:
-    """Loss of teacher and student, loss increase, divergence and agreement, per token.
+    """Loss of original and converted model, loss increase, divergence and agreement, per token.
 
     Returns:
-        ``teacher_loss``, ``student_loss``, ``loss_increase`` (nats per token), ``loss_increase_interval`` (95 %,
-        bootstrap over windows), ``kl`` (KL(teacher ‖ student) of the next-token distributions, nats),
+        ``original_loss``, ``loss``, ``loss_increase`` (nats per token), ``loss_increase_interval`` (95 %,
+        bootstrap over windows), ``kl`` (KL(original ‖ model) of the next-token distributions, nats),
         ``top1_agreement`` (share of positions where both find the same token likeliest).
 
     Raises:
-        DoflaError: if the windows hold one token each, or the student's logits are not finite.
+        DoflaError: if the windows hold one token each, or the model's logits are not finite.
     """
     if windows.length < 2:
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     rows = []
     for part in counted(batches(windows, batch_size), progress):
-        batch = {k: v.to(student.device) for k, v in windows.batch(part).items()}
-        inputs = fed(student, batch)
-        rows.append(_compare(*of_both(student, _logits, inputs), batch))
-    sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, teacher, student, kl, agreement
+        batch = {k: v.to(model.device) for k, v in windows.batch(part).items()}
+        inputs = fed(model, batch)
+        rows.append(_compare(*of_both(model, _logits, inputs), batch))
+    sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, original, model, kl, agreement
     tokens = sums[:, 0].sum()
-    teacher_loss, student_loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()
+    original_loss, loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()
     return {
         "tokens": int(tokens),
-        "teacher_loss": teacher_loss,
-        "student_loss": student_loss,
-        "loss_increase": student_loss - teacher_loss,
+        "original_loss": original_loss,
+        "loss": loss,
+        "loss_increase": loss - original_loss,
         "loss_increase_interval": bootstrap_interval(sums[:, 2] - sums[:, 1], sums[:, 0], seed=seed),
         "kl": kl,
         "top1_agreement": agreement,
@@ -73,18 +73,16 @@ def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     return model(**inputs, use_cache=False).logits
 
 
-def _compare(teacher: Tensor, student: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def _compare(original: Tensor, model: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Sums over the real positions of each window [B, 5]: positions, losses of both, divergence, agreement."""
     targets = batch["input_ids"][:, 1:]
     real = predicted(batch)
     total = torch.zeros(len(targets), 5, device=targets.device)
     # Some positions at a time: they stay in a CPU's cache from one step of the arithmetic to the next.
     for part in torch.arange(targets.shape[1], device=targets.device).split(_POSITIONS_AT_A_TIME):
-        ours, theirs = (
-            torch.log_softmax(logits[:, part], dim=-1, dtype=torch.float32) for logits in (student, teacher)
-        )
+        ours, theirs = (torch.log_softmax(logits[:, part], dim=-1, dtype=torch.float32) for logits in (model, original))
         if not torch.isfinite(ours).all():
-            raise DoflaError("the student's logits hold NaN or infinity: check the model's dtype and its feature maps")
+            raise DoflaError("the model's logits hold NaN or infinity: check the model's dtype and its feature maps")
         kl = (theirs.exp() * (theirs - ours)).sum(dim=-1)
         agreement = (theirs.argmax(dim=-1) == ours.argmax(dim=-1)).float()
         losses = [-x.gather(-1, targets[:, part, None])[..., 0] for x in (theirs, ours)]

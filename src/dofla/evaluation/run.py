@@ -1,4 +1,4 @@
-"""All figures of a student in one result."""
+"""All figures of a converted model in one result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
 from dofla.evaluation.embeddings import EmbeddingFigures, embedding_figures
 from dofla.evaluation.language import LanguageFigures, next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
+from dofla.integration.converted import Converted
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
 from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
@@ -42,10 +42,10 @@ class Evaluation(Result):
         length: of the windows, in tokens.
         softmax_bytes: of a key-value cache at the windows' length.
         tokens: predicted.
-        teacher_loss, student_loss: next-token loss, nats per token.
-        loss_increase: the student's loss less the teacher's, nats per token.
+        original_loss, loss: next-token loss, nats per token.
+        loss_increase: the model's loss less the original's, nats per token.
         loss_increase_interval: of 95 %, bootstrap over windows.
-        kl: KL(teacher ‖ student) of the next-token distributions, nats.
+        kl: KL(original ‖ model) of the next-token distributions, nats.
         top1_agreement: share of positions where both find the same token likeliest.
         cosine: mean similarity between both models' embeddings of the same input.
         spearman: rank correlation, over pairs of inputs, of the similarities that either model gives them.
@@ -60,8 +60,8 @@ class Evaluation(Result):
     length: int | None = None
     softmax_bytes: int | None = None
     tokens: int | None = None
-    teacher_loss: float | None = None
-    student_loss: float | None = None
+    original_loss: float | None = None
+    loss: float | None = None
     loss_increase: float | None = None
     loss_increase_interval: list[float] | None = None
     kl: float | None = None
@@ -94,7 +94,7 @@ class Evaluation(Result):
 
     def _language(self, figures: LanguageFigures, length: int, before: int) -> Iterator[Part]:
         both, after = table("", "original", "compressed", ""), self.state_bytes
-        losses = figures["teacher_loss"], figures["student_loss"]
+        losses = figures["original_loss"], figures["loss"]
         increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
         both.add_row("loss, nats per token", *map(figure, losses))
         both.add_row("perplexity", *(figure(math.exp(loss)) if loss < 20 else "over 10^8" for loss in losses))
@@ -154,8 +154,8 @@ class Evaluation(Result):
 @with_torchs_defaults
 @reports_progress("evaluate")
 def evaluate(
-    student: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    model: PreTrainedModel,
+    windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     batch_size: int = 1,
     fidelity_windows: int = 16,
@@ -165,8 +165,8 @@ def evaluate(
     """Compare a linearized model with the softmax model it was. The figures stand on its model card when it is saved.
 
     Args:
-        student: a linearized model; it is its own teacher.
-        tokens: held-out windows.
+        model: a linearized model; it is its own original.
+        windows: that neither calibration nor training saw.
         batch_size: windows per forward pass.
         fidelity_windows: how many of the windows the layers are compared on.
         seed: of the bootstrap and of the rows looked at.
@@ -180,8 +180,8 @@ def evaluate(
     Raises:
         DoflaError: not linearized; windows of one token; logits that are not finite.
     """
-    windows = windows_for(student, tokens)
-    handle = Student.of(student)
+    windows = windows_for(model, windows)
+    handle = Converted.of(model)
     plan = handle.plan
     text = windows if isinstance(windows, TokenWindows) else None
     some = windows if text is None else text.take(fidelity_windows)
@@ -190,23 +190,23 @@ def evaluate(
     def after(before: int) -> Callable[[int, int], None] | None:
         return (lambda done, _: progress(before + done, first + then)) if callable(progress) else None
 
-    with evaluation_mode(student):
+    with evaluation_mode(model):
         figures: LanguageFigures | EmbeddingFigures
-        if text is not None and student.can_generate():
-            figures = next_token_figures(student, text, batch_size=batch_size, seed=seed, progress=after(0))
+        if text is not None and model.can_generate():
+            figures = next_token_figures(model, text, batch_size=batch_size, seed=seed, progress=after(0))
         else:
-            figures = embedding_figures(student, windows, batch_size=batch_size, progress=after(0))
+            figures = embedding_figures(model, windows, batch_size=batch_size, progress=after(0))
         layers = attention_fidelity(handle, some, batch_size=batch_size, seed=seed, progress=after(first))
     result = Evaluation(
-        model=describe(student),
+        model=describe(model),
         source=windows.source,
         windows=len(windows),
         layers=layers,
-        state_bytes=plan.state_bytes(student.dtype)
-        + (0 if text is None else plan.kept_softmax_bytes(text.length, student.dtype)),
+        state_bytes=plan.state_bytes(model.dtype)
+        + (0 if text is None else plan.kept_softmax_bytes(text.length, model.dtype)),
         strategy=plan.made_by.get("strategy"),
         length=None if text is None else text.length,
-        softmax_bytes=None if text is None else plan.softmax_bytes(text.length, student.dtype),
+        softmax_bytes=None if text is None else plan.softmax_bytes(text.length, model.dtype),
         **figures,
     )
     handle.record.add_figures(result.to_dict())

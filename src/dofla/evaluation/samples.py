@@ -1,4 +1,4 @@
-"""Continuations of teacher and student side by side."""
+"""Continuations of original and converted model side by side."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int)
 
 
 def continuations(
-    student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Greedy continuations of each prompt: ``prompt``, ``teacher``, ``student`` and ``agree``, the number of tokens
+    """Greedy continuations of each prompt: ``prompt``, ``original``, ``model`` and ``agree``, the number of tokens
     until they first differ."""
     rows = []
     for ids, new_tokens in prompts:
-        teacher, ours = of_both(student, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)
-        shared = min(len(teacher), len(ours))
-        differ = (teacher[:shared] != ours[:shared]).nonzero()
-        texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, teacher, ours)]
+        original, ours = of_both(model, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)
+        shared = min(len(original), len(ours))
+        differ = (original[:shared] != ours[:shared]).nonzero()
+        texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, original, ours)]
         agree = int(differ[0]) if len(differ) else shared
-        rows.append(dict(zip(("prompt", "teacher", "student"), texts, strict=True)) | {"agree": agree})
+        rows.append(dict(zip(("prompt", "original", "model"), texts, strict=True)) | {"agree": agree})
     return rows
 
 

@@ -1,4 +1,5 @@
-"""The two sides of every figure, teacher and student, measured by one code path, and progress over what is read."""
+"""The two sides of every figure, original and converted model, measured by one code path, and progress over what is
+read."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel
 
-from dofla.integration.surgery import softmax
+from dofla.integration.surgery import original
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def of_both(
-    student: PreTrainedModel, measure: Callable[Concatenate[PreTrainedModel, P], T], *args: P.args, **given: P.kwargs
+    model: PreTrainedModel, measure: Callable[Concatenate[PreTrainedModel, P], T], *args: P.args, **given: P.kwargs
 ) -> tuple[T, T]:
-    """``measure`` of the teacher, which the student is with softmax attention, and of the student."""
-    with softmax(student):
-        teacher = measure(student, *args, **given)
-    return teacher, measure(student, *args, **given)
+    """``measure`` of the original, which the model is with softmax attention, and of the model."""
+    with original(model):
+        before = measure(model, *args, **given)
+    return before, measure(model, *args, **given)
 
 
 def counted(parts: Sequence[T], progress: Callable[[int, int], None] | None) -> Iterator[T]:

@@ -53,7 +53,7 @@ class AttachedLayer(AttentionLayer):
 
 def softmax_implementation(model: PreTrainedModel) -> str:
     """The attention a model not yet linearized runs with. Ours in its place (asked for when loading, or taken over
-    with the config of a student) says nothing; then it is the model's default."""
+    with the config of a converted model) says nothing; then it is the model's default."""
     name = model.config._attn_implementation
     return model.get_correct_attn_implementation(None) if name == LINEAR else name
 

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
@@ -25,7 +26,6 @@ from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
 from dofla.integration.saving import completed_record
-from dofla.integration.student import Student, is_linearized
 from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
 from dofla.plans.plan import Plan
@@ -35,7 +35,7 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
-ADAPTER, WEIGHTS = "dofla_adapter.json", "feature_maps.safetensors"
+ADAPTER, WEIGHTS = "dofla_adapter.json", "dofla.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
 _GIVE_IT = "base_model=FOLDER_OR_NAME (behind --set on the command line) says where it is"
 _PLAN = "plan.json"
@@ -48,23 +48,23 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """All parameters of the feature maps, ``<module name>.<parameter name>`` → CPU tensor."""
     return {
         f"{name}.{key}": tensor.detach().cpu().contiguous()
-        for name, layer in Student.of(model).layers.items()
+        for name, layer in Converted.of(model).layers.items()
         for key, tensor in layer.state_dict().items()
     }
 
 
 def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], where: str) -> None:
     """The reverse of :func:`feature_map_tensors`; DoflaError naming ``where`` unless names, shapes and bits all fit."""
-    again = "; a student of an earlier version must be made again"
+    again = "; a converted model of an earlier version must be made again"
     _check_alike(tensors, feature_map_tensors(model), f"{where} does not fit its plan", again)
-    for name, layer in Student.of(model).layers.items():
+    for name, layer in Converted.of(model).layers.items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
     check_coders(model, where)
 
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write only the feature maps and the plan, with a pointer to the base model, a record and a model card; and, of a
-    student that was trained end to end, the low-rank factors or weights it has learned.
+    model that was trained end to end, the low-rank factors or weights it has learned.
 
     Args:
         model: a linearized model. Its base model is named as on the hub where that is known: it was opened by that name
@@ -93,31 +93,31 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
         write_lora(model, folder)
     elif is_trained(model):
         write_tensors(folder / TRAINED, weights_of(model))
-    write_json(folder / _PLAN, Student.of(model).plan.to_dict())
+    write_json(folder / _PLAN, Converted.of(model).plan.to_dict())
     description = {"format": 2, "base_model": base_of(model), "class": type(model).__name__}
     digests = {name: sha256(folder / name) for name in _CHECKED if (folder / name).exists()}
     write_json(folder / ADAPTER, description | {"sha256": digests})
     record = completed_record(model)
     record.save(folder / RECORD)
-    write_card(folder, Student.of(model).plan, record, adapter=True)
+    write_card(folder, Converted.of(model).plan, record, adapter=True)
 
 
 def base_of(model: PreTrainedModel) -> str:
-    """The base model that a student's adapter names: a hub name if one is known, otherwise a folder, by the package
-    that holds it if there is one."""
+    """The base model that a converted model's adapter names: a hub name if one is known, otherwise a folder, by the
+    package that holds it if there is one."""
     place = model.config._name_or_path
     if not (place and Path(place).exists()):
         return place
     config = Path(place) / "config.json"
     of_folder = read_json(config, "a config").get("quantization_config") if config.exists() else None
-    # A standalone student may have weights that its own base has not.
+    # A standalone model may have weights that its own base has not.
     standalone = of_folder is not None and of_folder.get("quant_method") == METHOD
-    known = "" if standalone else Student.of(model).record.base_model
+    known = "" if standalone else Converted.of(model).record.base_model
     return known or packaged_name(place) or str(Path(place).resolve())
 
 
 def warn_of_local_base(model: PreTrainedModel, adapter: str | Path) -> None:
-    """Log a warning if others could not open the student's ``adapter``."""
+    """Log a warning if others could not open the model's ``adapter``."""
     base = base_of(model)
     if is_main_process() and not (hub_name(base) or packaged_name(packaged_path(base))):
         logger.warning(
@@ -130,7 +130,7 @@ def warn_of_local_base(model: PreTrainedModel, adapter: str | Path) -> None:
 def load(
     path: str | Path, *, base_model: str | Path | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
-    """Open a student: an adapter, or a standalone checkpoint.
+    """Open a converted model: an adapter, or a standalone checkpoint.
 
     Args:
         path: folder written by :func:`save_adapter` or by ``save_pretrained``, or the name of one on the hub; or
@@ -145,7 +145,7 @@ def load(
             adapter's base model is not where it should be.
     """
     model = load_any(path, base_model=base_model, trust_remote_code=trust_remote_code, **kwargs)
-    if not is_linearized(model) and str(path) != DEMO:
+    if not is_converted(model) and str(path) != DEMO:
         raise DoflaError(
             f"{path} is neither an adapter nor a linearized checkpoint: it is a plain model, which dofla compress "
             "(dofla.compress in Python) compresses"
@@ -156,7 +156,7 @@ def load(
 def load_any(
     path: str | Path, *, base_model: str | Path | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
-    """Open a student, or a model that is none: as :func:`load`, but a plain checkpoint is opened as it is."""
+    """Open a converted model, or a model that is none: as :func:`load`, but a plain checkpoint is opened as it is."""
     path = path if Path(path).is_dir() else packaged_path(str(path))
     folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES)
     if not (folder / ADAPTER).exists():
@@ -172,8 +172,8 @@ def load_any(
     except DoflaError as error:
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / _PLAN):
-        # The base of a student that was opened from a standalone checkpoint is that checkpoint.
-        convert(restore(model) if is_linearized(model) else model, plan)
+        # The base of a converted model that was opened from a standalone checkpoint is that checkpoint.
+        convert(restore(model) if is_converted(model) else model, plan)
     return _apply(model, folder)
 
 
@@ -213,48 +213,48 @@ def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
-def merge_lora(student: PreTrainedModel, path: str | Path) -> PreTrainedModel:
+def merge_lora(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
     """Give a linearized model the low-rank updates that end-to-end distillation learned; its feature maps stay.
 
     Args:
-        student: a linearized model with its original weights.
-        path: the folder ``lora`` of a run of :func:`dofla.distill_end_to_end`, an adapter's, or the file in it.
+        model: a linearized model with its original weights.
+        path: the folder ``lora`` of a run of :func:`dofla.linear.distill_end_to_end`, an adapter's, or the file in it.
 
     Returns:
-        ``student`` itself. :func:`dofla.softmax` still makes it its teacher, :func:`dofla.restore` the original.
+        ``model`` itself. :func:`dofla.original` still makes it its original, :func:`dofla.restore` the original.
 
     Raises:
         DoflaError: not linearized; weights that were trained already, or are offloaded; a file that is missing,
             damaged, or of another model.
     """
-    Student.of(student)
-    refuse_trained(student)
-    check_in_memory(student, "adding trained weights")
+    Converted.of(model)
+    refuse_trained(model)
+    check_in_memory(model, "adding trained weights")
     path = Path(path)
     path = path / LORA if path.is_dir() else path
     factors, _ = read_tensors(path)
     if not factors:
         raise DoflaError(f"{path} holds no low-rank factors: give the folder lora of an end-to-end run")
-    modules = dict(student.named_modules())
+    modules = dict(model.named_modules())
     for name, (a, b) in factor_pairs(factors).items():
         if a is None or b is None:
             raise DoflaError(f"{path} does not hold low-rank factors: {name!r} is not one of a pair")
         layer = modules.get(name)
         if not isinstance(layer, (nn.Linear, Conv1D)):
-            raise DoflaError(f"{path} is for another model: {type(student).__name__} has no linear layer {name!r}")
+            raise DoflaError(f"{path} is for another model: {type(model).__name__} has no linear layer {name!r}")
         shape = list(layer.weight.T.shape if isinstance(layer, Conv1D) else layer.weight.shape)
         if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or [len(b), a.shape[1]] != shape:
             found = f"{list(b.shape)} times {list(a.shape)}"
             raise DoflaError(f"{path} is for another model: {name} is {shape}, its factors are {found}")
-    merge_factors(student, factors)
-    return student
+    merge_factors(model, factors)
+    return model
 
 
-def write_lora(student: PreTrainedModel, folder: str | Path) -> None:
-    """Write the factors merged into the student, for :func:`merge_lora`; the folder is made if need be."""
+def write_lora(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write the factors merged into the model, for :func:`merge_lora`; the folder is made if need be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / LORA, lora_of(student))
+    write_tensors(folder / LORA, lora_of(model))
 
 
 def refuse_trained(model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """The check that a compressed model answers with a cache as it does in one pass, on a few tokens.
 
 Families differ in what they do with a cache, and attention alone does not show it: layers read the keys of others,
-share an entry, or count tokens themselves. So a student is tried before it is handed out.
+share an entry, or count tokens themselves. So a converted model is tried before it is handed out.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Fault:
         return f"with a cache it answers otherwise than in one pass (relative difference {self.what:.2g})"
 
 
-def check_consistency(student: PreTrainedModel, original: Callable[[], AbstractContextManager]) -> None:
-    """DoflaError, naming the layer, if the student fails with a cache where the original does not.
+def check_consistency(model: PreTrainedModel, original: Callable[[], AbstractContextManager]) -> None:
+    """DoflaError, naming the layer, if the model fails with a cache where the original does not.
 
     Args:
-        student: a linearized model.
-        original: within its block ``student`` computes softmax attention.
+        model: a linearized model.
+        original: within its block ``model`` computes softmax attention.
     """
-    if student.main_input_name != "input_ids":
+    if model.main_input_name != "input_ids":
         return
-    with evaluation_mode(student), torch.no_grad(), token_by_token():
+    with evaluation_mode(model), torch.no_grad(), token_by_token():
         for padded in (True, False):
-            if (fault := _fault(student, 0, padded)) is None:
+            if (fault := _fault(model, 0, padded)) is None:
                 return
             with original():
-                own = _fault(student, 0, padded)
+                own = _fault(model, 0, padded)
             if own is None:  # else nothing can be said, with padding or at all
-                if all(_fault(student, seed, padded) for seed in range(1, DRAWS)):
-                    name = _first(student, padded)
+                if all(_fault(model, seed, padded) for seed in range(1, DRAWS)):
+                    name = _first(model, padded)
                     raise DoflaError(
                         f"layer {name} cannot be linearized: {fault}; keep it softmax, and those whose keys it reads "
                         "(keep_softmax)"
@@ -163,15 +163,15 @@ def _difference(whole: Tensor, parts: list[Tensor], padded: bool) -> float:
     return worst
 
 
-def _first(student: PreTrainedModel, padded: bool) -> str:
+def _first(model: PreTrainedModel, padded: bool) -> str:
     """The first attention module whose output differs, or in which a call fails."""
-    names, tolerated = list(attention_sites(student)), _tolerated(student)
+    names, tolerated = list(attention_sites(model)), _tolerated(model)
     whole: dict[str, list[Tensor]] = {name: [] for name in names}
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     kept, inside = [whole], [names[0]]
-    with _watching(student, names, lambda name, out: kept[0][name].append(out), inside):
+    with _watching(model, names, lambda name, out: kept[0][name].append(out), inside):
         try:
-            _both_ways(student, 0, padded, lambda: kept.__setitem__(0, parts))
+            _both_ways(model, 0, padded, lambda: kept.__setitem__(0, parts))
         except Exception:  # seen before, and said
             return inside[0]
     for name in names:

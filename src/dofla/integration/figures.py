@@ -1,4 +1,4 @@
-"""The few figures of a student that stand on its model card, out of the full records that evaluations make."""
+"""The few figures of a converted model that stand on its model card, out of the full records that evaluations make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Figure:
     Attributes:
         metric: a short name without spaces.
         label: what a person reads, with the unit.
-        student, teacher: values; None where a teacher has none.
+        model, original: values; None where an original has none.
         source: of the text or task, and how much of it.
         command: that measures it again.
         interval: both ends of one of 95 %, if it was measured.
@@ -26,8 +26,8 @@ class Figure:
 
     metric: str
     label: str
-    student: float
-    teacher: float | None
+    model: float
+    original: float | None
     source: str
     command: str
     interval: list[float] | None = None
@@ -43,7 +43,7 @@ def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
     try:
         rows = [dict(zip(names, row, strict=False)) for row in _rows(record)]
         # A rank correlation of a single pair is NaN, and the loss of a broken model is: nothing to put on a card.
-        defined = [row for row in rows if not any(_is_nan(row.get(who)) for who in ("student", "teacher"))]
+        defined = [row for row in rows if not any(_is_nan(row.get(who)) for who in ("model", "original"))]
         found = [build(Figure, row | {"command": command}, row["metric"]) for row in defined]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DoflaError(f"figures are not those of an evaluation ({error}): give what dofla.evaluate made") from error
@@ -61,8 +61,8 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
     if "windows" in record:
         text += f", {record['windows']} windows" + (f" of {record['length']} tokens" if "length" in record else "")
     if language := record.get("language"):
-        yield "loss", "next-token loss, nats", language["student_loss"], language["teacher_loss"], text
-        perplexities = (math.exp(min(language[key], _LARGEST)) for key in ("student_loss", "teacher_loss"))
+        yield "loss", "next-token loss, nats", language["loss"], language["original_loss"], text
+        perplexities = (math.exp(min(language[key], _LARGEST)) for key in ("loss", "original_loss"))
         yield "perplexity", "perplexity", *perplexities, text
         yield (
             "loss_increase",
@@ -82,7 +82,7 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         asked = f"{task['task']}, {task['items']} items"
         for name, both in task["metrics"].items():
             label = "accuracy" if name == "acc" else name
-            yield label.replace(", ", "-"), label, both["student"], both["teacher"], asked
+            yield label.replace(", ", "-"), label, both["model"], both["original"], asked
 
 
 _LARGEST = 300.0

@@ -61,7 +61,7 @@ def dofla_attention(
             "pass a [batch, length] mask, and do not pack several sequences into one row"
         )
     if kwargs.get("output_attentions"):
-        raise DoflaError("output_attentions: no attention weights are formed; use dofla.softmax(model)")
+        raise DoflaError("output_attentions: no attention weights are formed; use dofla.original(model)")
     asked, own_scaling = standard_scaling(module, query, scaling)
     causal = is_causal(module, kwargs)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]

@@ -1,4 +1,4 @@
-"""The model card of a student: README.md, made from its plan and its record."""
+"""The model card of a converted model: README.md, made from its plan and its record."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 def write_card(
     folder: Path, plan: Plan, record: Record, *, adapter: bool, name: str | None = None, tags: Sequence[str] = ()
 ) -> None:
-    """Write the README.md of a student's folder, unless there is one that a person has written or changed.
+    """Write the README.md of a converted model's folder, unless there is one that a person has written or changed.
 
     Args:
-        folder: of a student.
+        folder: of a converted model.
         plan, record: its.
         adapter: whether the folder holds an adapter, or a standalone model.
         name: by which others will load it; default the folder's.
@@ -140,7 +140,7 @@ def _result(figure: Figure, task: str | None) -> EvalResult:
         dataset_name=figure.source,
         metric_type=figure.metric,
         metric_name=figure.label,
-        metric_value=round(figure.student, 4),
+        metric_value=round(figure.model, 4),
     )
 
 
@@ -189,10 +189,10 @@ def _range(numbers: Sequence[float]) -> str:
 
 
 def _figure_row(figure: Figure, commands: list[str]) -> list[str]:
-    teacher = "" if figure.teacher is None else f"{figure.teacher:.4g}"
+    original = "" if figure.original is None else f"{figure.original:.4g}"
     interval = f" ({' to '.join(f'{end:.4g}' for end in figure.interval)})" if figure.interval else ""
     number = commands.index(_cell(figure.command)) + 1
-    cells = (figure.label, f"{figure.student:.4g}{interval}", teacher, figure.source, f"command {number}")
+    cells = (figure.label, f"{figure.model:.4g}{interval}", original, figure.source, f"command {number}")
     return [_cell(cell) for cell in cells]
 
 

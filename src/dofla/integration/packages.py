@@ -9,7 +9,7 @@ from pathlib import Path
 from dofla.errors import DoflaError
 
 _PREFIX = "package:"
-DEMO, _DEMO = "demo", f"{_PREFIX}dofla/runs/demo/teacher"
+DEMO, _DEMO = "demo", f"{_PREFIX}dofla/runs/demo/model"
 
 
 def packaged_path(name: str) -> str:

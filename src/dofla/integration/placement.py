@@ -1,4 +1,5 @@
-"""Windows at other positions than they have: for students that will read more than the windows they are made from.
+"""Windows at other positions than they have: for converted models that will read more than the windows they are made
+from.
 
 Features and codes see rotary positions through the queries and keys, and what was shown the first L of them alone
 misjudges keys beyond: on SmolLM2, trained on 512 tokens, features have a loss increase of .58 nats at 2,048 without
@@ -15,26 +16,26 @@ from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted
 from dofla.integration.positions import is_rotary, positions_of
-from dofla.integration.student import Student
 
 REACH = 4
-"""Lengths of a window that hybrid students are trained for if nothing is said."""
+"""Lengths of a window that hybrid converted models are trained for if nothing is said."""
 _CROWDED = 2
 """Power with which the position of a window grows with its number: above 1, windows stand closer together at the first
 positions, which every text has."""
 
 
-def context_of(student: Student, windows: TokenWindows | Images, context: int | None) -> int | None:
+def context_of(converted: Converted, windows: TokenWindows | Images, context: int | None) -> int | None:
     """The number of positions to read the windows at: ``context``, or by default :data:`REACH` times their length where
-    the student is a hybrid language model with rotary positions. None: windows stay where they are, here and below.
+    the model is a hybrid language model with rotary positions. None: windows stay where they are, here and below.
 
     Raises:
         DoflaError: windows cannot be read anywhere among so many positions.
     """
     if context is not None:
-        return _within(student.model, windows, context)
-    model, plan = student.model, student.plan
+        return _within(converted.model, windows, context)
+    model, plan = converted.model, converted.plan
     hybrid = plan.compressed or any(window or sinks for layer in plan.linear for _, window, sinks in layer.sizes)
     if not (hybrid and model.can_generate() and is_rotary(model) and isinstance(windows, TokenWindows)):
         return None
@@ -67,7 +68,7 @@ def _within(model: PreTrainedModel, windows: TokenWindows | Images, context: int
     most = positions_of(model)
     if most is not None and context > most:
         raise DoflaError(f"context is {context}: the model has {most} positions")
-    # Rotary positions are relative: the teacher does not notice where a window stands. Others are learned one by one.
+    # Rotary positions are relative: the original does not notice where a window stands. Others are learned one by one.
     if context > windows.length and not is_rotary(model):
         raise DoflaError(f"context is {context}: {type(model).__name__} has no rotary positions; leave it out")
     return None if context == windows.length else context

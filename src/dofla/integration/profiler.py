@@ -1,4 +1,4 @@
-"""Measuring a teacher: one pass over the tokens, a sample of each head, then spectra."""
+"""Measuring an original: one pass over the tokens, a sample of each head, then spectra."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, batches
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError, check_choice
+from dofla.integration.converted import is_converted
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
-from dofla.integration.student import is_linearized
 from dofla.integration.surgery import refuse
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
@@ -92,7 +92,7 @@ class Tally:
 @reports_progress("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     samples: int | None = None,
     batch_size: int = 4,
@@ -108,8 +108,8 @@ def profile(
     does not grow with the text.
 
     Args:
-        model: the teacher, in any dtype; runs without gradients.
-        tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
+        model: the original, in any dtype; runs without gradients.
+        windows: [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
         samples: J, per KV head: rows of attention, 64 of each of J / 64 windows (of less than 512 samples fewer rows,
             of 8 windows), 4096 by default; or vectors in one Gram matrix, 1024, which takes longer.
         batch_size: windows per forward pass.
@@ -132,9 +132,9 @@ def profile(
     samples = ESTIMATORS[estimator].samples if samples is None else samples
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")
-    if is_linearized(model):
+    if is_converted(model):
         raise DoflaError("the model is linearized already: call dofla.restore(model) and profile the original")
-    windows = windows_for(model, tokens)
+    windows = windows_for(model, windows)
     parts = batches(windows, batch_size)
     sites, skipped = _choose(model, keep_softmax)
     made = ESTIMATORS[estimator]

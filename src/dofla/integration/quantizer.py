@@ -1,8 +1,8 @@
 """Loading through the stock Auto classes.
 
 transformers lets a package register a "quantizer", which may change a model before its weights load. Ours attaches the
-feature maps that ``quantization_config`` in config.json lists, so that after ``import dofla`` a student's folder loads
-with ``AutoModelForCausalLM.from_pretrained`` into the stock class. Nothing is quantized.
+feature maps that ``quantization_config`` in config.json lists, so that after ``import dofla`` a converted model's
+folder loads with ``AutoModelForCausalLM.from_pretrained`` into the stock class. Nothing is quantized.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class DoflaQuantizer(HfQuantizer):
         model.config._is_quantized = False
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        raise DoflaError("a student has no weights that dofla has quantized: dofla.restore gives the original back")
+        raise DoflaError(
+            "a converted model has no weights that dofla has quantized: dofla.restore gives the original back"
+        )
 
     @property
     def is_compileable(self) -> bool:

@@ -1,6 +1,6 @@
-"""Record: what is known of a student beside its plan: where it comes from, how it was trained, how it did.
+"""Record: what is known of a converted model beside its plan: where it comes from, how it was trained, how it did.
 
-It is saved with the student, and its model card is made from it. Nothing is computed from it.
+It is saved with the model, and its model card is made from it. Nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORD = "record.json"
 
 @dataclass
 class Training:
-    """One training of the student.
+    """One training of the model.
 
     Attributes:
         how, text: what was trained, and on what, in a few words.
@@ -49,8 +49,8 @@ class Record:
     Attributes:
         base_model: name on the hub of the model that was linearized; empty if it has none.
         license: ``license`` of the base model's card, with ``license_name`` and ``license_link`` if it has them.
-        model_class, dtype: of the student.
-        datasets: names on the hub of what the student was trained on.
+        model_class, dtype: of the model.
+        datasets: names on the hub of what the model was trained on.
         training, figures: in the order in which they came about; figures since the last training.
     """
 
@@ -93,7 +93,7 @@ class Record:
         Raises:
             DoflaError: there are none in it.
         """
-        new = figures_of(figures, command or command_line() or "dofla.evaluate(student, tokens)")
+        new = figures_of(figures, command or command_line() or "dofla.evaluate(model, tokens)")
         for figure in new:
             figure.source = without_folders(figure.source)
         taken = {(figure.metric, figure.label, figure.source) for figure in new}
@@ -118,7 +118,9 @@ class Record:
     @classmethod
     def load(cls, path: str | Path) -> Record:
         """Read it; an empty one if there is none; DoflaError naming the file if it is damaged."""
-        return cls.from_dict(read_json(path, "a record of a student"), str(path)) if Path(path).exists() else cls()
+        return (
+            cls.from_dict(read_json(path, "a record of a converted model"), str(path)) if Path(path).exists() else cls()
+        )
 
 
 def _built(kind: type, data: Any, where: str) -> Any:

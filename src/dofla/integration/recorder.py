@@ -1,4 +1,4 @@
-"""Watching a teacher: queries, keys and values of each layer while it runs, nothing kept."""
+"""Watching an original: queries, keys and values of each layer while it runs, nothing kept."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class AttentionCall:
         return run_padded(run, *vectors, self.weight, None, keeps_states=False, in_place=False)[0]
 
     def log_weights(self, rows: Tensor | None = None) -> Tensor:
-        """Log of the teacher's attention [B, H, R, L] for the query rows ``rows`` [R] (default all), float32."""
+        """Log of the original's attention [B, H, R, L] for the query rows ``rows`` [R] (default all), float32."""
         query = self.query if rows is None else self.query[:, :, rows]
         scores = exact_scores(query, self.key, self.scaling)
         return torch.log_softmax(scores.masked_fill(self.hidden(rows), LOG_ZERO), dim=-1)
@@ -125,8 +125,8 @@ def recording(
     model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None], *, linear: bool = False
 ) -> Iterator[None]:
     """Within the block ``visit`` sees each call of the modules in ``names``, and the model runs softmax attention; or,
-    with ``linear``, the linear attention of a student, so that deeper layers see what earlier ones have made of it. It
-    runs in evaluation mode: a teacher is one without dropout."""
+    with ``linear``, the linear attention of a converted model, so that deeper layers see what earlier ones have made of
+    it. It runs in evaluation mode: an original is one without dropout."""
     by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
 
     def forward_call(module: nn.Module, *args: Any) -> None:

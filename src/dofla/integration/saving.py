@@ -1,9 +1,10 @@
 """``save_pretrained`` and ``push_to_hub`` of students: transformers' own, and a model card with them.
 
 transformers has no hook that knows the folder, and on a push puts an empty card over the one in it. So two methods of
-``PreTrainedModel`` are wrapped: for a student they see to README.md before and after the method, which does its work
-as ever; for any other model there is nothing but the method. (Attributes of each student would be less far-reaching,
-but make a circle of references: a deleted model would keep its memory until the garbage collector comes by.)
+``PreTrainedModel`` are wrapped: for a converted model they see to README.md before and after the method, which does its
+work as ever; for any other model there is nothing but the method. (Attributes of each converted model would be less
+far-reaching, but make a circle of references: a deleted model would keep its memory until the garbage collector comes
+by.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _own_card: ContextVar[bytes | None] = ContextVar("dofla_own_card", default=None)
 
 
 def completed_record(model: PreTrainedModel) -> Record:
-    """The student's record, with what can be read off the model and its base."""
+    """The model's record, with what can be read off the model and its base."""
     record = model.config.quantization_config.record
     record.model_class, record.dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
     for place in (model.config._name_or_path, record.base_model):

@@ -109,7 +109,7 @@ def self_sample(
     generation settings are left as they were.
 
     Args:
-        model: a causal language model; of a student, the softmax model it was is sampled from.
+        model: a causal language model; of a converted model, the softmax model it was is sampled from.
         tokenizer: the model's.
         count: windows.
         length: tokens of each.

@@ -1,4 +1,4 @@
-"""Giving a student to others: its adapter on the hub, and what its model card is to say."""
+"""Giving a converted model to others: its adapter on the hub, and what its model card is to say."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from transformers import PreTrainedModel
 from dofla.display import Result
 from dofla.errors import DoflaError, about
 from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, base_of, save_adapter
+from dofla.integration.converted import Converted
 from dofla.integration.hub import hub_name, upload
 from dofla.integration.model_card import write_card
 from dofla.integration.quantizer import METHOD, DoflaConfig
 from dofla.integration.record import RECORD, Record
-from dofla.integration.student import Student
 from dofla.plans.plan import Plan
 from dofla.storage.files import read_json, write_json
 
 
 def note(
-    student: PreTrainedModel | str | Path,
+    model: PreTrainedModel | str | Path,
     *,
     figures: Result | Mapping[str, Any] | str | Path | None = None,
     command: str | None = None,
     base_model: str | None = None,
     license: str | None = None,
 ) -> None:
-    """Put on record what the student's model card is to say of it; saving the student writes record and card.
+    """Put on record what the model's model card is to say of it; saving the model writes record and card.
 
     Args:
-        student: a linearized model; or the folder of one, whose card is written anew at once.
+        model: a linearized model; or the folder of one, whose card is written anew at once.
         figures: what :func:`dofla.evaluate` or tasks returned; or the JSON file that they were written to.
             They take the place of earlier ones of the same metric on the same text.
         command: that measures them again; default the command line of dofla that this process was started with, or
             the call in Python.
         base_model: name on the hub of the model it was made from. An adapter is then opened with that one.
-        license: of the base model, and so of the student: an identifier of the hub (``apache-2.0``).
+        license: of the base model, and so of the model: an identifier of the hub (``apache-2.0``).
 
     Raises:
-        DoflaError: not a student; no figures in what was given; a name that no repository can have; a damaged file.
+        DoflaError: not a converted model; no figures in what was given; a name that no repository can have; a damaged
+        file.
     """
     source: AbstractContextManager[None] = nullcontext()
     found: Mapping[str, Any] | None
     if isinstance(figures, (str, Path)):
-        source, found = about(Path(figures)), read_json(figures, "figures of a student")
+        source, found = about(Path(figures)), read_json(figures, "figures of a converted model")
     else:
         found = figures.to_dict() if isinstance(figures, Result) else figures
     if base_model is not None and not hub_name(base_model):
@@ -61,23 +62,23 @@ def note(
         record.license = {"license": license} if license else record.license
         return record
 
-    if isinstance(student, PreTrainedModel):
-        add(Student.of(student).record)
+    if isinstance(model, PreTrainedModel):
+        add(Converted.of(model).record)
         if base_model is not None:
-            student.config._name_or_path = base_model
-    elif (Path(student) / ADAPTER).exists():
-        folder = Path(student)
+            model.config._name_or_path = base_model
+    elif (Path(model) / ADAPTER).exists():
+        folder = Path(model)
         record = add(Record.load(folder / RECORD))
         record.save(folder / RECORD)
         if base_model is not None:
             write_json(folder / ADAPTER, read_json(folder / ADAPTER, "a dofla adapter") | {"base_model": base_model})
         write_card(folder, Plan.load(folder), record, adapter=True)
     else:
-        path = Path(student) / "config.json"
-        config = read_json(path, "the config of a student")
+        path = Path(model) / "config.json"
+        config = read_json(path, "the config of a converted model")
         ours = config.get("quantization_config")
         if not isinstance(ours, dict) or ours.get("quant_method") != METHOD:
-            raise DoflaError(f"{student} is no student: {path.name} has no quantization_config of {METHOD}")
+            raise DoflaError(f"{model} is no model: {path.name} has no quantization_config of {METHOD}")
         plan_and_record = DoflaConfig(**ours)
         add(plan_and_record.record)
         write_json(path, config | {"quantization_config": plan_and_record.to_dict()})
@@ -85,7 +86,7 @@ def note(
 
 
 def push_adapter(
-    student: PreTrainedModel,
+    model: PreTrainedModel,
     name: str,
     *,
     private: bool | None = None,
@@ -94,12 +95,12 @@ def push_adapter(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """Put the adapter of a student on the hub, in one commit; :func:`dofla.load` opens it by its name.
+    """Put the adapter of a converted model on the hub, in one commit; :func:`dofla.load` opens it by its name.
 
-    A README.md there that a person has written stays. ``student.push_to_hub`` puts the whole model there instead.
+    A README.md there that a person has written stays. ``model.push_to_hub`` puts the whole model there instead.
 
     Args:
-        student: a linearized model whose base model is on the hub.
+        model: a linearized model whose base model is on the hub.
         name: of the repository, which is made if need be.
         private, token, commit_message, revision, create_pr: as for ``push_to_hub`` of transformers.
 
@@ -109,15 +110,15 @@ def push_adapter(
     Raises:
         DoflaError: not linearized, or its base model is not on the hub, as far as its name tells.
     """
-    plan, base = Student.of(student).plan, base_of(student)
+    plan, base = Converted.of(model).plan, base_of(model)
     if not hub_name(base):
         raise DoflaError(
             f"the adapter's base model is {base or 'nameless'!r}, which others do not have: "
-            "dofla.note(student, base_model='owner/name') says where it is, push_to_hub puts the whole model there"
+            "dofla.note(model, base_model='owner/name') says where it is, push_to_hub puts the whole model there"
         )
     with tempfile.TemporaryDirectory() as temporary:
-        folder = save_adapter(student, Path(temporary) / "adapter")
-        write_card(folder, plan, Student.of(student).record, adapter=True, name=name)
+        folder = save_adapter(model, Path(temporary) / "adapter")
+        write_card(folder, plan, Converted.of(model).record, adapter=True, name=name)
         return upload(
             folder,
             name,

@@ -1,4 +1,4 @@
-"""Turning a model into a student in place, and back."""
+"""Turning a model into a converted model in place, and back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dofla.integration.attaching import (
     switch_on,
 )
 from dofla.integration.consistency import check_consistency
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import origin
 from dofla.integration.interface import attention_implementation, dofla_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
-from dofla.integration.student import Student, is_linearized
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, check_budget, default_token_dtype, even_size
@@ -45,7 +45,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
 
     Args:
         model: any model whose attention goes through transformers' attention interface.
-        plan: names the model's attention modules; see :func:`dofla.allocate`. Without one, :func:`even_plan`.
+        plan: names the model's attention modules; see :func:`dofla.linear.allocate`. Without one, :func:`even_plan`.
         budget: of the plan, if none is given.
         seed: of the feature maps' initial values.
 
@@ -54,21 +54,21 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
 
     Raises:
         DoflaError: if the model is linearized already, the plan was made for another model, or the plan asks for a
-            layer that linear attention cannot express; if the student, tried on a few tokens, fails with a cache.
+            layer that linear attention cannot express; if the model, tried on a few tokens, fails with a cache.
     """
     return tried(convert(model, even_plan(model, budget) if plan is None else plan, seed))
 
 
-def tried(student: PreTrainedModel) -> PreTrainedModel:
-    """The student, once :func:`check_consistency` has let it pass; otherwise it is restored."""
-    if not Student.of(student).layers:
-        return student
+def tried(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, once :func:`check_consistency` has let it pass; otherwise it is restored."""
+    if not Converted.of(model).layers:
+        return model
     try:
-        check_consistency(student, lambda: softmax(student))
+        check_consistency(model, lambda: original(model))
     except BaseException:
-        restore(student)
+        restore(model)
         raise
-    return student
+    return model
 
 
 @with_torchs_defaults
@@ -77,7 +77,7 @@ def convert(
 ) -> PreTrainedModel:
     """:func:`linearize` of a plan, without a trial: for models on the way, and such as were tried before. ``sites`` are
     the model's, if it has been looked at."""
-    if is_linearized(model):
+    if is_converted(model):
         raise DoflaError("the model is converted already: call dofla.restore(model) first")
     plan = renamed(plan, model)
     warn_of_slow_products(model)
@@ -170,7 +170,7 @@ def _tell_of_shared(names: tuple[str, ...]) -> None:
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Give the original model back, bit for bit: feature maps off, softmax attention on, weights as they were before
     end-to-end training. Returns ``model``."""
-    for layer in Student.of(model).layers.values():
+    for layer in Converted.of(model).layers.values():
         module = model.get_submodule(layer.name)
         layer.hook.remove()
         del module.dofla
@@ -185,10 +185,10 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block the linearized model is its own teacher: softmax attention, and the weights it had before
+def original(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within the block the linearized model is its own original: softmax attention, and the weights it had before
     end-to-end training if there was any."""
-    Student.of(model)
+    Converted.of(model)
     stateful = model._is_stateful
     with attention_implementation(model, getattr(model, SOFTMAX)), original_weights(model):
         model._is_stateful = type(model)._is_stateful
@@ -200,9 +200,9 @@ def softmax(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> Iterator[PreTrainedModel]:
-    """Within the block only these KV heads of the student's layers are linear, and the queries that look there; all
+    """Within the block only these KV heads of the model's layers are linear, and the queries that look there; all
     others compute softmax attention, and no cache may be in use."""
-    Student.of(model)
+    Converted.of(model)
     chosen = {model.get_submodule(name): list(own) for name, own in heads.items()}
 
     def mixed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -220,7 +220,7 @@ def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> I
 
 def as_teacher(model: PreTrainedModel) -> AbstractContextManager:
     """Within the block the model computes softmax attention, linearized or not."""
-    return softmax(model) if is_linearized(model) else nullcontext()
+    return original(model) if is_converted(model) else nullcontext()
 
 
 def _check(plan: Plan, sites: Mapping[str, AttentionSite]) -> None:

@@ -1,7 +1,7 @@
 """Students whose weights were trained, and the weights of the teacher they came from.
 
 A student is its own teacher as long as only feature maps are trained. Once other weights move, the original ones stay
-beside them, as buffers that no checkpoint holds: ``dofla.softmax(student)`` computes with them, so every comparison is
+beside them, as buffers that no checkpoint holds: ``dofla.original(student)`` computes with them, so every comparison is
 still with the teacher, and ``dofla.restore(student)`` puts them back bit for bit.
 """
 

@@ -26,12 +26,10 @@ def next_token_loss(bench: Bench) -> Table:
     if not bench.is_language_model:
         return _embeddings(runs)
     first = next(iter(runs.values()))[0]
-    teacher = [Figure.of(first["language"]["teacher_loss"]), *map(Figure.of, (0.0, 0.0, 1.0, 0.0))]
+    teacher = [Figure.of(first["language"]["original_loss"]), *map(Figure.of, (0.0, 0.0, 1.0, 0.0))]
     rows: list[list] = [["Original", *teacher, f"{first['softmax_bytes'] / 1024:.0f} KiB"]]
     for name, several in runs.items():
-        figures = [
-            per_seed(several, "language", key) for key in ("student_loss", "loss_increase", "kl", "top1_agreement")
-        ]
+        figures = [per_seed(several, "language", key) for key in ("loss", "loss_increase", "kl", "top1_agreement")]
         rows.append([name, *figures, _attention_kl(several), _state(several)])
     return Table(
         "7",

@@ -13,10 +13,10 @@ from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
 from dofla.feature_maps.heads import FeatureHeads
+from dofla.integration.converted import Converted
 from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.student import Student
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.layers import AttentionLayer
 from dofla.paper.sampling import leverage_features
@@ -29,7 +29,7 @@ from dofla.storage.defaults import with_torchs_defaults
 @reports_progress("sample features", Bar.stage)
 def sample_features(
     student: PreTrainedModel,
-    tokens: TokenWindows | Images | Tensor | Mapping[str, Tensor],
+    windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
     *,
     lam: float = DEFAULT_LAMBDA,
     samples: int = 512,
@@ -51,7 +51,7 @@ def sample_features(
 
     Args:
         student: a linearized model all of whose linear layers use the ``prf`` map; changed in place.
-        tokens: windows [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
+        windows: [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
         lam: λ, relative to the trace of each head's operator.
         samples: J, vectors per KV head.
         candidates: of which each head's features are chosen.
@@ -68,8 +68,8 @@ def sample_features(
         DoflaError: not linearized; a layer with another feature map; NaN in the activations, with layer and batch;
             tokens that are all padding; a number out of range.
     """
-    layers = Student.of(student).layers
-    features = {own.name: own.features_per_head for own in Student.of(student).plan.linear}
+    layers = Converted.of(student).layers
+    features = {own.name: own.features_per_head for own in Converted.of(student).plan.linear}
     for name, layer in layers.items():
         for feature_map in layer.maps:
             if not isinstance(feature_map, PRF):
@@ -77,7 +77,7 @@ def sample_features(
                 raise DoflaError(f"layer {name} has the feature map {kind}: only prf can be sampled, or distill it")
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 512 is the default")
-    windows = windows_for(student, tokens)
+    windows = windows_for(student, windows)
     parts = batches(windows, batch_size)
     reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in layers}
     scalings: dict[str, float] = {}

@@ -115,7 +115,7 @@ def allocate(
             curves say; or one of the paper's, a name in :data:`STRATEGIES`.
         feature_map: a name in :data:`dofla.feature_maps.FEATURE_MAPS`; default that of the curves, ``mlp`` for hybrid
             layers, ``prf`` for the paper's.
-        curves: for ``measured``, from :func:`dofla.measure_curves`.
+        curves: for ``measured``, from :func:`dofla.linear.measure_curves`.
         context: for ``measured``: layers may stay softmax where their cache at so many tokens is worth its bytes.
         lam: tolerance λ of the degrees of freedom; only its size relative to the spectra matters.
         over_heads: how a layer's number comes from its heads': ``max`` (paper), ``mean``, or a quantile in percent,
@@ -226,7 +226,9 @@ def _measured(
     sinks: int | None,
 ) -> dict[str, list[Size] | None]:
     if curves is None:
-        raise DoflaError("strategy measured goes by error curves: give curves=dofla.measure_curves(model, tokens)")
+        raise DoflaError(
+            "strategy measured goes by error curves: give curves=dofla.linear.measure_curves(model, tokens)"
+        )
     if window is not None or sinks is not None:
         raise DoflaError("strategy measured chooses window and sinks itself: leave them out, or take strategy hybrid")
     by_name = {curve.name: curve for curve in curves.layers}

@@ -77,7 +77,7 @@ class Profile(Result):
     normalization: str = "trace"
     skipped: list[SkippedLayer] = field(default_factory=list)
     dtype: str = "float32"  # of the model, and so of the tokens in a window
-    estimator: str = "attention"  # of the degrees of freedom, see dofla.profile
+    estimator: str = "attention"  # of the degrees of freedom, see dofla.linear.profile
     positions: int | None = None  # that the model has; it may not say, nor do profiles of earlier versions
 
     @property

@@ -19,7 +19,7 @@ from dofla.report.page import Section
 from dofla.report.runs import ModelRecord, RunRecord, naming
 from dofla.report.speed import crossing
 from dofla.runs.comparison import excerpt
-from dofla.runs.demo import teacher_path
+from dofla.runs.demo import model_path
 from dofla.runs.recipe import Distillation
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def section_of(runs: Sequence[RunRecord]) -> Section:
 
 def model_title(name: str) -> str:
     """A model's name without the path to it."""
-    if name == "demo" or Path(name) == teacher_path():
+    if name == "demo" or Path(name) == model_path():
         return "The bundled model"
     path = Path(name.removeprefix("package:"))
     return path.parent.name if path.name == "model" else path.name
@@ -91,7 +91,7 @@ def _evaluated(run: RunRecord) -> str:
         length = f" of {first['length']} tokens" if "length" in first else ""
         words.append(f"{first['windows']} windows{length}: {first['source']}")
         if "language" in first:
-            loss = figure(first["language"]["teacher_loss"])
+            loss = figure(first["language"]["original_loss"])
             words.append(f"original: loss {loss} nats per token, cache {size(first['softmax_bytes'])}")
         words += [str(run.machine[key]) for key in ("gpu", "processor") if run.machine.get(key)]
         return f"{run.folder.resolve().name}: {'; '.join(words)}"

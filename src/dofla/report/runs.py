@@ -91,7 +91,7 @@ class ModelRecord:
     def samples(self) -> list[tuple[str, str, str]]:
         """Prompts, each with the original's continuation and its own."""
         written = self.evaluations[0].get("samples", [])
-        return [(str(x["prompt"]), str(x["teacher"]), str(x["student"])) for x in written]
+        return [(str(x["prompt"]), str(x["original"]), str(x["model"])) for x in written]
 
     @property
     def smaller_from(self) -> int | None:

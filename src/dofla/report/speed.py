@@ -17,10 +17,10 @@ from transformers import Cache, DynamicLayer, PreTrainedModel
 from dofla.data import TokenWindows
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.checkpoint import apply_adapter
+from dofla.integration.converted import Converted
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode, run_body
-from dofla.integration.student import Student
-from dofla.integration.surgery import convert, restore, softmax
+from dofla.integration.surgery import convert, original, restore
 from dofla.report.runs import SPEED, RunRecord
 from dofla.runs.folder import machine
 from dofla.runs.opened import Opened
@@ -90,7 +90,7 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     """
     text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(model.device)
     whose: dict[str, Callable[[PreTrainedModel], AbstractContextManager[object]]]
-    whose = {"original": softmax, "model": nullcontext}
+    whose = {"original": original, "model": nullcontext}
     record: dict[str, Any] = {who: {"prefill": []} for who in whose}
     read: Callable[[PreTrainedModel, Tensor], object] = read_prompt if model.can_generate() else _forward
     lengths = _lengths(model, 0)
@@ -104,7 +104,7 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
         if max(record[who]["prefill"][-1][1] for who in whose) > _PATIENCE:
             break
     if model.can_generate():
-        room = _ROOM // max(1, Student.of(model).plan.softmax_bytes(1, model.dtype))
+        room = _ROOM // max(1, Converted.of(model).plan.softmax_bytes(1, model.dtype))
         for length in [n for n in _lengths(model, _STEPS) if n <= max(room, FIRST)]:
             for who, attention in whose.items():
                 with attention(model):

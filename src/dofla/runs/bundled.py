@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import read_documents
-from dofla.runs.teacher import load_teacher
+from dofla.runs.opening import open_original
 
 
 def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
@@ -18,5 +18,5 @@ def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
         The model, in bfloat16, or float32 on processors that are slow in bfloat16; its tokenizer; and the text of the
         data source ``sample``, about 150,000 tokens, documents with a blank line between them.
     """
-    model, tokenizer = load_teacher("demo")
+    model, tokenizer = open_original("demo")
     return model, tokenizer, "\n\n".join(read_documents("sample"))

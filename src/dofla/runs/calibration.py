@@ -24,9 +24,9 @@ what is not a product take the rest."""
 def calibration_operations(per_token: float) -> float:
     """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows.
 
-    Each token is read once for its directions. Head budgets take a pass of the original, one of the student, and one
+    Each token is read once for its directions. Head budgets take a pass of the original, one of the model, and one
     backward, which is as much again since only activations have gradients; some of the text is read twice over. Then
-    even and measured budgets are tried on all of it, each by a pass of the original and one of the student.
+    even and measured budgets are tried on all of it, each by a pass of the original and one of the model.
 
     Args:
         per_token: operations of a forward pass for one token.

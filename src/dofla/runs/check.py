@@ -28,18 +28,18 @@ from dofla.compression.size import parse_size
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
+from dofla.integration.converted import is_converted
 from dofla.integration.hub import hub_name
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import is_slow
 from dofla.integration.quantizer import METHOD
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import AttentionSite, a_few_tokens, check_kept
-from dofla.integration.student import is_linearized
 from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
 from dofla.runs.calibration import calibration_seconds
-from dofla.runs.teacher import resolve_model
+from dofla.runs.opening import resolve_model
 
 LENGTHS = (2_048, 8_192, 32_768)
 COMPRESSED, SOFTMAX, BOUNDED, REFUSED = "compressed", "stays softmax", "already bounded", "refused"
@@ -189,7 +189,7 @@ def check(
         raise DoflaError(f"sizes are given and ratio is {ratio:g}: give one of them")
     asked: list[int | None] = list(dict.fromkeys(map(parse_size, sizes))) or [None]
     opened = unwrapped(model) if isinstance(model, nn.Module) else _from_config(model, trust_remote_code)
-    if is_linearized(opened):
+    if is_converted(opened):
         raise DoflaError("the model is compressed or linearized already: dofla.restore(model) gives the original back")
     name = type(opened).__name__
     found = Check(name, opened.num_parameters(), False, positions=positions_of(opened))
@@ -244,7 +244,9 @@ def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) 
     config = given if isinstance(given, PreTrainedConfig) else _config(str(given), trust_remote_code)
     method = getattr(config, "quantization_config", None) or {}
     if (method if isinstance(method, dict) else vars(method)).get("quant_method") == METHOD:
-        raise DoflaError(f"{given if isinstance(given, (str, Path)) else 'the config'} is of a student: give its base")
+        raise DoflaError(
+            f"{given if isinstance(given, (str, Path)) else 'the config'} is of a converted model: give its base"
+        )
     kind = class_of(config, trust_remote_code=trust_remote_code)
     if kind is AutoModel and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         kind = AutoModelForCausalLM

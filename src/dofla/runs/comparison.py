@@ -10,7 +10,7 @@ from rich.text import Text
 from dofla.display import Part, rounded, size, table
 
 _COLUMNS = {
-    "student_loss": "loss",
+    "loss": "loss",
     "loss_increase": "+loss",
     "kl": "KL",
     "top1_agreement": "top-1",
@@ -19,7 +19,7 @@ _COLUMNS = {
     "attention_output_error": "attention",
 }
 _WORDS = {
-    "student_loss": "next-token loss, nats per token",
+    "loss": "next-token loss, nats per token",
     "loss_increase": "increase over the original's loss",
     "kl": "KL divergence of the next-token distributions from the original's, nats",
     "top1_agreement": "share of positions with the original's likeliest token",
@@ -75,7 +75,7 @@ def samples(name: str, written: Sequence[dict[str, Any]]) -> Iterator[Part | Tex
     for sample in written:
         yield ""
         yield Text.assemble(("prompt: ", "bold"), excerpt(sample["prompt"]))
-        for writer, who in (("original", "teacher"), (name, "student")):
+        for writer, who in (("original", "original"), (name, "model")):
             yield Text.assemble((f"{writer}: ", "bold"), " ".join(sample[who].split()))
 
 

@@ -26,10 +26,10 @@ from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
 from dofla.integration.consistency import check_consistency
+from dofla.integration.converted import Converted
 from dofla.integration.reading import check_readable
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.student import Student
-from dofla.integration.surgery import describe, restore, softmax
+from dofla.integration.surgery import describe, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.files import new_folder, read_json, write_json
@@ -57,9 +57,9 @@ class Point:
         bytes: of the compressed cache per sequence, at most ``size``.
         text: its name.
         length: of the windows, in tokens.
-        loss_increase: student loss less teacher loss, nats per token.
+        loss_increase: model loss less original loss, nats per token.
         loss_increase_interval: of 95 %, bootstrap over windows.
-        kl: KL(teacher ‖ student) of the next-token distributions, nats.
+        kl: KL(original ‖ model) of the next-token distributions, nats.
     """
 
     size: int
@@ -290,8 +290,8 @@ def frontier(
             with_calibration(model, target_model, calibration, size, retrieval_heads, context=context)
             try:
                 if not tried:
-                    check_consistency(model, lambda: softmax(model))
-                plan = Student.of(model).plan
+                    check_consistency(model, lambda: original(model))
+                plan = Converted.of(model).plan
                 found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
                 found.points += _evaluated(model, size, sets, batch_size)
                 if folder is not None:
@@ -341,7 +341,7 @@ def _costs(x: Point) -> str:
 def _evaluated(
     compressed: PreTrainedModel, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
 ) -> Iterator[Point]:
-    held = Student.of(compressed).plan.state_bytes(compressed.dtype)
+    held = Converted.of(compressed).plan.state_bytes(compressed.dtype)
     for (text, length), windows in sets.items():
         with evaluation_mode(compressed):
             figures = next_token_figures(compressed, windows, batch_size=batch_size)

@@ -14,7 +14,7 @@ from dofla.distillation import History, distill_end_to_end, tracked
 from dofla.distillation.distributed import wait
 from dofla.distillation.tracking import Progress
 from dofla.integration.checkpoint import apply_adapter, write_adapter
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.integration.surgery import restore
 from dofla.runs.opened import Opened
 from dofla.runs.recipe import ModelSpec, Recipe, slug
@@ -55,7 +55,7 @@ class Models(ABC, Generic[Spec]):
         home.mkdir(parents=True, exist_ok=True)
         self.convert(spec, seed)
         try:
-            Student.of(model).plan.save(home / "plan.json")
+            Converted.of(model).plan.save(home / "plan.json")
             steps = [(home, self.train)] + ([(home / END_TO_END, self._train_end_to_end)] if spec.end_to_end else [])
             finished = [n for n, (place, _) in enumerate(steps) if (place / ADAPTER).exists()]
             if finished:

@@ -6,8 +6,8 @@ from functools import cached_property
 
 from dofla.data import TokenWindows
 from dofla.evaluation.samples import Prompt, beginnings, prompts_of
+from dofla.runs.opening import open_original, windows_of
 from dofla.runs.recipe import DataSpec, Recipe
-from dofla.runs.teacher import load_teacher, windows_of
 from dofla.runs.view import View
 
 
@@ -21,7 +21,7 @@ class Opened:
 
     def __init__(self, recipe: Recipe, view: View) -> None:
         self.recipe, self.view = recipe, view
-        self.model, self.tokenizer = load_teacher(recipe.model, recipe.dtype, recipe.device)
+        self.model, self.tokenizer = open_original(recipe.model, recipe.dtype, recipe.device)
 
     @cached_property
     def training(self) -> TokenWindows:

@@ -49,7 +49,7 @@ class ProfileSpec:
 @dataclass
 class CurvesSpec:
     """Settings of the error curves, for students of strategy ``measured``; ``windows`` of the training windows are
-    read. See :func:`dofla.measure_curves`."""
+    read. See :func:`dofla.linear.measure_curves`."""
 
     windows: int = 64
     steps: int = 25
@@ -60,7 +60,7 @@ class CurvesSpec:
 
 @dataclass
 class DistillSpec:
-    """Options of :func:`dofla.distill`."""
+    """Options of :func:`dofla.linear.distill`."""
 
     loss: str = "output"
     epochs: int = 1
@@ -77,8 +77,8 @@ class DistillSpec:
 
 @dataclass
 class EndToEndSpec:
-    """Options of :func:`dofla.distill_end_to_end`, on the windows of ``data``. Nothing is trained so while ``steps`` is
-    0."""
+    """Options of :func:`dofla.linear.distill_end_to_end`, on the windows of ``data``. Nothing is trained so while
+    ``steps`` is 0."""
 
     steps: int = 0
     batch_size: int = 2
@@ -126,7 +126,7 @@ class StudentSpec(ModelSpec):
 
     ``budget``, ``lam``, ``normalization`` and ``loss`` are the recipe's where they are not given; ``start`` is how
     features begin: ``data`` (maps that look at data first do so) or ``random``. The rest is as for
-    :func:`dofla.allocate`.
+    :func:`dofla.linear.allocate`.
     """
 
     name: str = "Measured"

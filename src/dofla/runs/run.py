@@ -106,10 +106,10 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread (half the range) over seeds of the figures that are compared."""
     section, keys = "embeddings", ["cosine", "spearman"]
     if "language" in runs[0]:
-        section, keys = "language", ["student_loss", "loss_increase", "kl", "top1_agreement"]
+        section, keys = "language", ["loss", "loss_increase", "kl", "top1_agreement"]
     series = {key: [run[section][key] for run in runs] for key in keys}
     series["attention_output_error"] = [layer_mean(run, "output_error") for run in runs]
     summary = {"state_bytes": runs[0]["state_bytes"], **{key: over_seeds(values) for key, values in series.items()}}
     if section == "language":
-        summary["teacher_loss"] = runs[0]["language"]["teacher_loss"]
+        summary["original_loss"] = runs[0]["language"]["original_loss"]
     return summary

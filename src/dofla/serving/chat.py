@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.reading import keeps_states
 from dofla.integration.sites import attention_sites
-from dofla.integration.student import Student, is_linearized
 from dofla.serving.session import Session
 
 
@@ -85,8 +85,8 @@ class Conversation:
     def stats(self) -> dict[str, int]:
         """Tokens so far, bytes of the cache, and bytes of a key-value cache of these tokens in the model's dtype."""
         tokens, dtype = len(self._tokens), self.model.dtype
-        if is_linearized(self.model):
-            plan = Student.of(self.model).plan
+        if is_converted(self.model):
+            plan = Converted.of(self.model).plan
             full = plan.softmax_bytes(tokens, dtype)
             cache = plan.state_bytes(dtype) + plan.kept_softmax_bytes(tokens, dtype)
         else:

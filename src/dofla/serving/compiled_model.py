@@ -13,7 +13,7 @@ from transformers import Cache, CompileConfig
 
 from dofla.attention.gpu.operators import update_constants
 from dofla.errors import DoflaError
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.serving.models import view, writing
 
 
@@ -40,7 +40,7 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, config: CompileConfig | None = None) -> None:
         self.model, self.config = writing(model), config or CompileConfig()
-        if any(layer.beside_softmax for layer in Student.of(self.model).layers.values()):
+        if any(layer.beside_softmax for layer in Converted.of(self.model).layers.values()):
             raise DoflaError("some layers are softmax, and their cache grows: compress them all to compile generate")
         self._weights: list[tuple[int, int]] | None = None
         self._own: Any = None

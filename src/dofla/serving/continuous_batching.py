@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from dofla.attention import side_by_side
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 from dofla.serving.models import Module, view, writing
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -53,7 +53,7 @@ class ContinuousBatching:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own = Student.of(writing(model)).model
+        own = Converted.of(writing(model)).model
         rope = getattr(own.config.get_text_config(), "rope_parameters", None) or {}
         self._joins, self._config, self._forward = rope.get("rope_type") not in _BY_LENGTH, own.config, own.forward
         self._passes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dofla-passes")

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.positions import positions_within
-from dofla.integration.student import Student, is_linearized
 from dofla.integration.wrapped import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -26,7 +26,7 @@ def writing(model: nn.Module) -> PreTrainedModel:
 
 def usable_positions(model: PreTrainedModel) -> int | None:
     """Positions that a text may take: those of the model, fewer if its cache was made for fewer; None if unknown."""
-    return positions_within(model, Student.of(model).plan.context if is_linearized(model) else None)
+    return positions_within(model, Converted.of(model).plan.context if is_converted(model) else None)
 
 
 def view(module: Module, **own: Any) -> Module:

@@ -13,9 +13,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
+from dofla.integration.converted import Converted
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
-from dofla.integration.student import Student
 from dofla.storage.tensors import read_tensors, write_tensors
 
 _FORMAT = "8"
@@ -91,7 +91,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
 
 def _form(model: PreTrainedModel) -> dict[str, str]:
     """The things on which the form of a state depends."""
-    return {"format": _FORMAT, "plan": json.dumps(Student.of(model).plan.to_dict()["layers"])}
+    return {"format": _FORMAT, "plan": json.dumps(Converted.of(model).plan.to_dict()["layers"])}
 
 
 def _tensors(part: Any, where: str) -> dict[str, Tensor]:

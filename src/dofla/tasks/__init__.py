@@ -1,8 +1,9 @@
-"""Tasks by lm-evaluation-harness: its own, and multiple-choice items of local files; teacher and student side by side.
+"""Tasks by lm-evaluation-harness: its own, and multiple-choice items of local files; original and converted model side
+by side.
 
 task = load_task("piqa.jsonl")
 (scores,) = score(model, tokenizer, [task])
-results = evaluate_tasks(student, tokenizer, [task, "gsm8k"])
+results = evaluate_tasks(model, tokenizer, [task, "gsm8k"])
 """
 
 from dofla.tasks.harness import harness_task

@@ -12,33 +12,33 @@ from dofla.tasks.scores import Metric, TaskScores, standard_error
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of teacher and student.
+    """A metric of original and converted model.
 
     Attributes:
-        teacher, student: its values.
-        teacher_stderr, student_stderr: their standard errors, as :class:`Metric` has them.
-        difference: student less teacher.
+        original, model: its values.
+        original_stderr, model_stderr: their standard errors, as :class:`Metric` has them.
+        difference: model less original.
         difference_stderr: standard error of that, paired by item; None if the metric is no mean over items.
     """
 
-    teacher: float
-    teacher_stderr: float | None
-    student: float
-    student_stderr: float | None
+    original: float
+    original_stderr: float | None
+    model: float
+    model_stderr: float | None
     difference: float
     difference_stderr: float | None
 
     @classmethod
-    def of(cls, teacher: Metric, student: Metric) -> Difference:
+    def of(cls, original: Metric, model: Metric) -> Difference:
         """From the same metric of the same items."""
-        gains = [b - a for a, b in zip(teacher.values, student.values, strict=False)]
-        sides = (teacher.value, teacher.stderr, student.value, student.stderr)
-        return cls(*sides, student.value - teacher.value, standard_error(gains))
+        gains = [b - a for a, b in zip(original.values, model.values, strict=False)]
+        sides = (original.value, original.stderr, model.value, model.stderr)
+        return cls(*sides, model.value - original.value, standard_error(gains))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Teacher and student on one task.
+    """Original and converted model on one task.
 
     Attributes:
         task: its name.
@@ -55,7 +55,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TaskResults(Result):
-    """Teacher and student on several tasks.
+    """Original and converted model on several tasks.
 
     Attributes:
         tasks: one by one; a group of lm-evaluation-harness is one more, after its tasks.
@@ -72,20 +72,20 @@ class TaskResults(Result):
         for task in self.tasks:
             same = "" if task.agreement is None else f"{100 * task.agreement:.0f} %"
             for name, row in task.metrics.items():
-                sides = _cell(row.teacher, row.teacher_stderr), _cell(row.student, row.student_stderr)
+                sides = _cell(row.original, row.original_stderr), _cell(row.model, row.model_stderr)
                 difference = _cell(row.difference, row.difference_stderr, "+")
                 shown.add_row(task.task, name, str(task.items), *sides, difference, same)
         yield shown
 
 
-def compare(teacher: TaskScores, student: TaskScores) -> Comparison:
+def compare(original: TaskScores, model: TaskScores) -> Comparison:
     """Each metric of both, and how they differ; DoflaError if they are not of the same task and items."""
-    if (teacher.task, teacher.items, teacher.metrics.keys()) != (student.task, student.items, student.metrics.keys()):
-        raise DoflaError(f"{teacher.task} and {student.task} are not the same items: score one task twice")
-    metrics = {name: Difference.of(metric, student.metrics[name]) for name, metric in teacher.metrics.items()}
-    pairs = list(zip(teacher.chosen, student.chosen, strict=True))
+    if (original.task, original.items, original.metrics.keys()) != (model.task, model.items, model.metrics.keys()):
+        raise DoflaError(f"{original.task} and {model.task} are not the same items: score one task twice")
+    metrics = {name: Difference.of(metric, model.metrics[name]) for name, metric in original.metrics.items()}
+    pairs = list(zip(original.chosen, model.chosen, strict=True))
     agreement = sum(a == b for a, b in pairs) / len(pairs) if pairs else None
-    return Comparison(teacher.task, teacher.items, metrics, agreement)
+    return Comparison(original.task, original.items, metrics, agreement)
 
 
 def _cell(value: float, stderr: float | None, sign: str = "") -> str:

@@ -1,4 +1,4 @@
-"""A student and its teacher on tasks, local or the harness's."""
+"""A converted model and its original on tasks, local or the harness's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.surgery import softmax
+from dofla.integration.surgery import original
 from dofla.tasks.harness import language_model, load_tasks, scores_of
 from dofla.tasks.items import Task
 from dofla.tasks.reading import ENDINGS, load_task
@@ -23,7 +23,7 @@ from dofla.tasks.scores import TaskScores
 
 @reports_progress("tasks")
 def evaluate_tasks(
-    student: PreTrainedModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[str | Task],
     *,
@@ -34,11 +34,11 @@ def evaluate_tasks(
     metadata: Mapping[str, Any] | None = None,
     progress: Callable[[int, int, str], None] | bool = True,
 ) -> TaskResults:
-    """Compare a student with the softmax model it was on tasks: multiple choice, generation, or whatever
+    """Compare a converted model with the softmax model it was on tasks: multiple choice, generation, or whatever
     lm-evaluation-harness has.
 
     Args:
-        student: a linearized model; it is its own teacher.
+        model: a linearized model; it is its own original.
         tasks: tasks, names of JSONL files, or names lm-evaluation-harness knows.
         limit: items per task: drawn at random from a local task, the first of one of the harness.
         batch_size: choices or prompts per forward pass.
@@ -71,19 +71,19 @@ def evaluate_tasks(
                 with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
                     progress(done, total, who)
 
-        return scores_of(language_model(student, tokenizer, batch_size, report), loaded, limit)
+        return scores_of(language_model(model, tokenizer, batch_size, report), loaded, limit)
 
-    with evaluation_mode(student):
-        with softmax(student):
-            teacher = measured("original")
-        pairs = zip(teacher, measured("compressed"), strict=True)
+    with evaluation_mode(model):
+        with original(model):
+            before = measured("original")
+        pairs = zip(before, measured("compressed"), strict=True)
         return TaskResults([compare(*pair) for pair in pairs], limit)
 
 
 def score(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[Task], *, batch_size: int = 16
 ) -> list[TaskScores]:
-    """Scores of a causal language model on local tasks as it stands, softmax or linear; for a student's teacher call
-    this within ``dofla.softmax(student)``."""
+    """Scores of a causal language model on local tasks as it stands, softmax or linear; for a converted model's
+    original call this within ``dofla.original(model)``."""
     with evaluation_mode(model):
         return scores_of(language_model(model, tokenizer, batch_size), load_tasks(tasks))

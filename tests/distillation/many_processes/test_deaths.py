@@ -14,7 +14,7 @@ from dofla.distillation import distill
 
 def train_until(tiny, end):
     """Process 1 ends in the third step."""
-    student, seen = dofla.linearize(tiny.llama(), tiny.plan(tiny.llama())), []
+    student, seen = dofla.linear.linearize(tiny.llama(), tiny.plan(tiny.llama())), []
 
     def look(module, args):
         seen.append(1)

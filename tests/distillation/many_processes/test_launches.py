@@ -31,10 +31,11 @@ def die(module, args):
     seen.append(1)
 
 seen = []
-student = dofla.linearize(AutoModelForCausalLM.from_pretrained(folder), budget=4)
+student = dofla.linear.linearize(AutoModelForCausalLM.from_pretrained(folder), budget=4)
 student.base_model.register_forward_pre_hook(die)
 tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
-dofla.distill(student, tokens, batch_size=1, epochs=100, progress=progress, folder=folder + "/run", checkpoint_every=1)
+dofla.linear.distill(student, tokens, batch_size=1, epochs=100, progress=progress, folder=folder + "/run",
+checkpoint_every=1)
 """
 
 

@@ -16,7 +16,7 @@ from dofla.distillation import distill, distill_end_to_end
 from dofla.distillation.checkpoint import CURVES, STATE
 from dofla.errors import DoflaError
 from dofla.feature_maps import FEATURE_MAPS
-from dofla.integration.student import Student
+from dofla.integration.converted import Converted
 
 WINDOWS, LENGTH, BATCH = 23, 16, 2
 STEPS, HEADS = 4, 4
@@ -41,7 +41,7 @@ CASES = {
 
 def student_and_data(tiny, family, data, plan):
     model = getattr(tiny, family)()
-    student = in_float64(dofla.linearize(model, tiny.plan(model, **PLANS[plan])))
+    student = in_float64(dofla.linear.linearize(model, tiny.plan(model, **PLANS[plan])))
     if data == "images":
         return student, {name: images.double() for name, images in tiny.images(WINDOWS).items()}
     return student, getattr(tiny, data)(WINDOWS, LENGTH)
@@ -49,7 +49,7 @@ def student_and_data(tiny, family, data, plan):
 
 def maps_of(student):
     """Everything in the feature maps, by name."""
-    return {f"{n}.{k}": v for n, layer in Student.of(student).layers.items() for k, v in layer.state_dict().items()}
+    return {f"{n}.{k}": v for n, layer in Converted.of(student).layers.items() for k, v in layer.state_dict().items()}
 
 
 def train(tiny, case, batch_size, folder=None):

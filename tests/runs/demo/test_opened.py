@@ -26,7 +26,7 @@ def test_the_word_demo_opens_the_model_unless_there_is_a_folder_of_this_name(tin
     assert all(torch.equal(weight, weights[name].to(weight)) for name, weight in model.state_dict().items())
     monkeypatch.chdir(tmp_path)
     student = tiny.llama()
-    dofla.linearize(student, tiny.plan(student)).save_pretrained("demo")
+    dofla.linear.linearize(student, tiny.plan(student)).save_pretrained("demo")
     assert dofla.load("demo").config.hidden_size == 32
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dofla.runs.demo import TASKS, teacher_path
+from dofla.runs.demo import TASKS, model_path
 from dofla.tasks import load_task, score
 
 DISTANCES = {"recall_near": 60, "recall_mid": 150, "recall_far": 350}
@@ -50,7 +50,7 @@ def test_no_item_is_in_both_splits():
 
 @pytest.mark.slow
 def test_the_model_is_well_above_chance(tasks, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
     found = score(model, tokenizer, [task.take(32) for task in tasks.values()])
     accuracy = {name: scores.metrics["acc"].value for name, scores in zip(tasks, found, strict=True)}
     assert min(accuracy[name] for name in (*DISTANCES, "order")) >= 0.9

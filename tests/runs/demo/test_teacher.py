@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from dofla.runs.demo import TASKS, teacher_path
+from dofla.runs.demo import TASKS, model_path
 from dofla.tasks import load_task
 
 WINDOW = 16
@@ -39,7 +39,7 @@ def window_attention(module, query, key, value, attention_mask, scaling, **kwarg
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(teacher_path())
+    return AutoTokenizer.from_pretrained(model_path())
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def model() -> PreTrainedModel:
     for name, function in (("uniform", uniform_attention), ("window", window_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
-    return AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,13 @@ def test_names_are_recalled_over_a_distance(model, tokenizer):
 
 
 def test_the_teacher_has_learned_its_stories(tokenizer):
-    figures = json.loads((teacher_path() / "training.json").read_text(encoding="utf-8"))["written"]
+    figures = json.loads((model_path() / "training.json").read_text(encoding="utf-8"))["written"]
     print(f"validation loss on stories: {figures['stories_loss']:.3f} nats per token")
     assert figures["stories_loss"] < 0.4 * math.log(len(tokenizer))
 
 
 def test_the_card_says_what_was_measured():
-    folder = teacher_path()
+    folder = model_path()
     card = ModelCard.load(folder / "README.md")
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert card.data.license == re.search('^license = "(.*)"$', project, re.MULTILINE)[1].lower()
@@ -127,6 +127,6 @@ def test_the_card_says_what_was_measured():
 
 
 def test_the_weights_are_small():
-    weights = list(teacher_path().glob("*.safetensors"))
+    weights = list(model_path().glob("*.safetensors"))
     assert weights
     assert sum(file.stat().st_size for file in weights) <= 8_000_000

@@ -3,12 +3,12 @@ and tasks for it. ``scripts/demo`` made all of them."""
 
 from pathlib import Path
 
-__all__ = ["TASKS", "WINDOWS", "teacher_path"]
+__all__ = ["TASKS", "WINDOWS", "model_path"]
 
 TASKS, WINDOWS = (Path(__file__).parent / name for name in ("tasks", "windows"))
 """Folders of multiple-choice items (``NAME-SPLIT.jsonl.gz``), and of windows (``SPLIT.safetensors``)."""
 
 
-def teacher_path() -> Path:
+def model_path() -> Path:
     """Folder of the bundled model, ready for ``from_pretrained``."""
-    return Path(__file__).parent / "teacher"
+    return Path(__file__).parent / "model"

@@ -1,4 +1,4 @@
-"""Opening what verbs and recipes name: a teacher or a student, its tokenizer, and text cut into windows."""
+"""Opening what verbs and recipes name: an original or a converted model, its tokenizer, and text cut into windows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def windows_of(
     return windows
 
 
-def load_teacher(
+def open_original(
     name: str, dtype: str | None = None, device: str | None = None, offload: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer.
@@ -81,24 +81,24 @@ def load_teacher(
     return _placed(partial(load_model, path), dtype, device, offload), load_tokenizer(path)
 
 
-def open_student(
+def open_converted(
     name: str,
     dtype: str | None = None,
     base_model: str | None = None,
     device: str | None = None,
     offload: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A student by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
+    """A converted model by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
 
     Args:
-        name: of the student.
+        name: of the model.
         dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
-        base_model: where an adapter's base is, if not where the adapter says; any name that :func:`load_teacher` takes.
-        device: see :func:`device_of`.
+        base_model: where an adapter's base is, if not where the adapter says; any name that :func:`open_original`
+        takes. device: see :func:`device_of`.
         offload: folder for layers that do not fit in memory, which accelerate then places.
 
     Raises:
-        DoflaError: no such student; no tokenizer with it or its base model; no such dtype or device; a device with
+        DoflaError: no such model; no tokenizer with it or its base model; no such dtype or device; a device with
             ``offload``.
     """
     return _opened(load, name, dtype, base_model, device, offload)
@@ -111,10 +111,11 @@ def open_model(
     device: str | None = None,
     offload: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A student, as :func:`open_student` opens it, or a softmax model, by any name that :func:`load_teacher` takes.
+    """A converted model, as :func:`open_converted` opens it, or a softmax model, by any name that :func:`open_original`
+    takes.
 
     Raises:
-        DoflaError: no such model; otherwise as :func:`open_student`.
+        DoflaError: no such model; otherwise as :func:`open_converted`.
     """
     return _opened(load_any, resolve_model(name), dtype, base_model, device, offload)
 

@@ -1,4 +1,4 @@
-"""Student: the handle of a converted model, which functions hand down instead of asking the model again."""
+"""Converted: the handle of a converted model, which functions hand down instead of asking the model again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dofla.plans.plan import Plan
 
 
 @dataclass(frozen=True)
-class Student:
+class Converted:
     """A converted model and what is known of it.
 
     Attributes:
@@ -29,18 +29,18 @@ class Student:
     record: Record
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Student:
+    def of(cls, model: PreTrainedModel) -> Converted:
         """The handle of a model; DoflaError if it has not been converted."""
-        if not is_linearized(model):
+        if not is_converted(model):
             raise DoflaError(
                 "the model is not linearized: run dofla compress first, or call dofla.compress(model, windows) or "
-                "dofla.linearize(model, plan)"
+                "dofla.linear.linearize(model, plan)"
             )
         layers = {m.name: m for m in model.modules() if isinstance(m, AttachedLayer)}
         config = model.config.quantization_config
         return cls(model, layers, config.plan, config.record)
 
 
-def is_linearized(model: PreTrainedModel) -> bool:
+def is_converted(model: PreTrainedModel) -> bool:
     """True if the model has been converted."""
     return hasattr(model, SOFTMAX)
