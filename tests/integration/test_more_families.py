@@ -3,6 +3,8 @@ without positions, heads of which a part is turned."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from sizes import compress
@@ -22,6 +24,7 @@ import dofla
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 from dofla.integration.sites import attention_sites
+from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1}
@@ -77,13 +80,11 @@ def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
     ids = tiny.tokens(2, 60)
     before = model(ids).logits
     sites = [site for site in attention_sites(model).values() if not site.linear_time]
-    window = {"window": 64, "feature_map": "none"}
-    options = [{"keep_softmax": True} if site.shares_keys else window for site in sites]
+    window = partial(FeatureLayer, window=64, feature_map="none")
+    kinds = [SoftmaxLayer if site.shares_keys else window for site in sites]
     shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
-    plan = dofla.linear.Plan(
-        [dofla.linear.LayerPlan(*shape, **own) for shape, own in zip(shapes, options, strict=True)]
-    )
-    assert window in options
+    plan = dofla.linear.Plan([kind(*shape) for kind, shape in zip(kinds, shapes, strict=True)])
+    assert window in kinds
     assert torch.allclose(dofla.linear.linearize(model, plan)(ids).logits, before, atol=1e-4 * before.abs().max())
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sizes import compress, measure_head_budgets
+from sizes import compress
 from tiny_families import own_student, plan_for, student, teacher, tokens
 from transformers import (
     LlamaForCausalLM,
@@ -18,13 +18,12 @@ from transformers import (
 import dofla
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.sites import attention_sites
+from dofla.plans.layers import FeatureLayer
 
 
 def plan_of_linear_layers(model):
     sites = attention_sites(model).values()
-    return dofla.linear.Plan(
-        [dofla.linear.LayerPlan(s.name, s.kv_heads, s.head_dim, s.value_dim, features=4) for s in sites]
-    )
+    return dofla.linear.Plan([FeatureLayer(s.name, s.kv_heads, s.head_dim, s.value_dim, 4) for s in sites])
 
 
 @pytest.mark.parametrize(
@@ -92,8 +91,8 @@ def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
     lambda model: compress(model, tokens(12, 32), tokens=48),
     lambda model: compress(model, tokens(12, 32), tokens=48, head_budgets="even"),
     lambda model: dofla.linear.linearize(model, budget=8),
-    lambda model: dofla.linear.measure_curves(model, tokens(12, 32), tokens=16),
-    lambda model: measure_head_budgets(model, tokens(12, 32), 24),
+    lambda model: dofla.linear.measure_curves(model, tokens(12, 32), 8),
+    lambda model: dofla.calibrate(model, tokens(12, 32)),
 ])  # fmt: skip
 def test_where_all_windows_are_bounded_nothing_is_begun(make):
     model = teacher("mistral_sliding")
@@ -124,7 +123,7 @@ def test_opened_without_its_window_such_a_model_is_linearized():
 def test_options_of_compress_are_checked_first(change, match, head_budgets):
     model = teacher("llama")
     with pytest.raises(dofla.DoflaError, match=match):
-        compress(model, tokens(12, 64), **{"budget": 48, "head_budgets": head_budgets} | change)
+        compress(model, tokens(12, 64), **{"tokens": 48, "head_budgets": head_budgets} | change)
     assert not is_converted(model)
 
 

@@ -44,7 +44,7 @@ def test_a_wrapped_model_is_linearized_judged_and_restored(tiny, how):
 
 @pytest.mark.parametrize(
     "verb",
-    [dofla.compress, dofla.linear.linearize, dofla.linear.profile, dofla.measure_head_budgets, dofla.linear.distill],
+    [dofla.compress, dofla.linear.linearize, dofla.linear.profile, dofla.calibrate, dofla.linear.distill],
 )
 @pytest.mark.parametrize("model", ["my-model", None, nn.Linear(2, 2)])
 def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
@@ -57,7 +57,7 @@ def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
     [
         lambda model, ids: compress(model, ids, tokens=48),
         lambda model, ids: compress(model, ids, tokens=48, head_budgets="even"),
-        dofla.measure_head_budgets,
+        dofla.calibrate,
         dofla.linear.profile,
         dofla.linear.measure_curves,
         lambda model, ids: dofla.frontier(model, ids, {"own": [dofla.TokenWindows(ids)]}),

@@ -94,7 +94,7 @@ def test_a_prompt_is_a_graph_and_all_tokens_are_another(family, dtype, kind, gra
     # A dynamic cache counts in a number, which becomes a symbol when the second token is compiled.
     model, ids, cuts = compressed(family, dtype), tokens(2, 40), [20, *[1] * 20]
     step, calls = compiled_as_eager(model, kind, ids, cuts)
-    assert calls == [["dofla.attend_and_code.default"] * 2] * graphs
+    assert calls == [["dofla.read_compressed.default"] * 2] * graphs
     with torch._dynamo.config.patch(error_on_recompile=True):  # nor for other texts, in a cache of their own
         found, wanted = (read(x, model, kind, ids.flip(0), cuts)[0] for x in (step, model))
     assert torch.equal(found, wanted)
@@ -158,7 +158,7 @@ def test_generate_compiles_with_a_static_cache(opened, tmp_path):
         student.generate(ids, attention_mask=mask, **options, **static),
         student.generate(ids, attention_mask=mask, **options),
     )
-    assert backend.calls == [["dofla.attend_and_code.default"] * 2]
+    assert backend.calls == [["dofla.read_compressed.default"] * 2]
     assert backend.weights_given > 0
     with torch._dynamo.config.patch(error_on_recompile=True):
         other = tokens(2, 33)
@@ -183,7 +183,7 @@ def test_a_compiled_model_writes_the_same_alone_in_batches_and_in_sessions():
         assert torch.equal(said, model.generate(text, **options))
         assert session.read == (39 if turn == 0 else 5)
         text = torch.cat([said, tokens(1, 5, seed=turn) % 95 + 1], 1)
-    assert backend.calls == [["dofla.attend_and_code.default"] * 2]
+    assert backend.calls == [["dofla.read_compressed.default"] * 2]
     assert backend.weights_given == 0
     batch = tokens(2, 33)
     assert torch.equal(compiled.generate(batch, **options), model.generate(batch, **options))

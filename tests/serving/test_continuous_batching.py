@@ -112,7 +112,7 @@ def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
     assert cache.get_seq_length() == alone.get_seq_length() == 12
     for own, other in zip(cache.layers, alone.layers, strict=True):
         for state, expected in zip(own.states, other.states, strict=True):
-            assert torch.equal(state.tokens, expected.tokens)  # codes, bit for bit
+            assert torch.equal(state.rows, expected.rows)  # codes, bit for bit
 
 
 def test_conversations_go_on_side_by_side(tiny):

@@ -82,4 +82,4 @@ def test_text_is_read_at_its_own_places_after_a_picture(tiny):
     cache = read_prompt(model, text, chunk=7)
     torch.testing.assert_close(logits, wanted)
     for one, other in zip(cache.layers, stream.cache.layers, strict=True):
-        assert all(torch.equal(x.tokens, y.tokens) for x, y in zip(one.states, other.states, strict=True))
+        assert all(torch.equal(x.rows, y.rows) for x, y in zip(one.states, other.states, strict=True))

@@ -23,7 +23,7 @@ ANSWER = 6
 SHORT = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
 
 
-def model_of(tiny, sizes=None, **config):
+def model_of(tiny, sizes=SIZES["compressed"], **config):
     """In float64, where reading in two calls is the same to the token."""
     model = tiny.llama(**config).double()
     if sizes is None:

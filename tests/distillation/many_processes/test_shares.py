@@ -62,7 +62,7 @@ def train(tiny, case, batch_size, folder=None):
 
 def train_end_to_end(tiny, batch_size, accumulate):
     student, windows = student_and_data(tiny, "llama", "padded", "hybrid")
-    options = {"steps": STEPS, "batch_size": batch_size, "accumulate": accumulate, "window_dropout": 0.3}
+    options = {"steps": STEPS, "batch_size": batch_size, "accumulate": accumulate}
     history = distill_end_to_end(student, windows, **options)
     return dict(student.state_dict()) | {"losses": history.losses}
 
