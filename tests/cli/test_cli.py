@@ -303,7 +303,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
         (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
         (["evaluate", "MODEL", "--data", "TEXT"], ["plain model", "dofla compress"]),
-        (["evaluate", "demo", "--data", "sample", "--windows", 1], ["not linearized", "dofla compress"]),
+        (["evaluate", "demo", "--data", "sample", "--windows", 1], ["not converted", "dofla compress"]),
         (["run", "nosuch"], ["nosuch", "compress, default, demo"]),
         (["run", "missing.yaml"], ["missing.yaml"]),
     ],

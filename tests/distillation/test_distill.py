@@ -451,7 +451,7 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
 
 
 def test_a_model_that_is_not_linearized_is_refused(tiny):
-    with pytest.raises(DoflaError, match="not linearized"):
+    with pytest.raises(DoflaError, match="not converted"):
         distill(tiny.llama(), tiny.tokens(WINDOWS, LENGTH))
 
 

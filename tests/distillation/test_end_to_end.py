@@ -248,7 +248,7 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path,
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert equal(base_weights(student), before)
-    with pytest.raises(DoflaError, match="not linearized"):
+    with pytest.raises(DoflaError, match="not converted"):
         dofla.linear.merge_lora(tiny.llama(), path.parent)
 
 
@@ -356,7 +356,7 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
 
 def test_students_it_cannot_train_are_refused(tiny, monkeypatch):
     tokens = tiny.tokens(WINDOWS, LENGTH)
-    with pytest.raises(DoflaError, match="not linearized"):
+    with pytest.raises(DoflaError, match="not converted"):
         distill_end_to_end(tiny.llama(), tokens)
     with pytest.raises(DoflaError, match="nothing to train"):
         distill_end_to_end(dofla.linear.linearize(model := tiny.llama(), keep_softmax(tiny.plan(model), 0, 1)), tokens)

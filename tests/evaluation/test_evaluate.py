@@ -206,7 +206,7 @@ def test_training_shows_in_the_figures(tiny):
 
 
 def test_a_model_that_is_not_linearized_is_refused(tiny):
-    with pytest.raises(DoflaError, match="not linearized"):
+    with pytest.raises(DoflaError, match="not converted"):
         dofla.evaluate(tiny.llama(), tiny.tokens(2, LENGTH))
 
 

@@ -27,7 +27,7 @@ MESSAGES: dict[str, str] = {
     _TWICE: "it is called more than once in a pass",
     _ACROSS: "it is cross-attention",
     _BOTH_WAYS: "is bidirectional",
-    _BOUNDED: "no layer is left to linearize",
+    _BOUNDED: "no layer is left to convert",
     _BIAS: "a position bias is added to its scores",
     _CODEBOOKS: "reads several tokens at each place",
     _MASK: "its mask is neither causal nor bidirectional",

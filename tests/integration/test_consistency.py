@@ -101,7 +101,7 @@ MAKE = {
 def test_a_layer_that_does_not_go_with_ours_is_named_and_the_model_is_as_it_was(make, kinds, layer, reason):
     model, ids = llama(*kinds), tokens(2, 32)
     before, weights = model(ids).logits, copy.deepcopy(model.state_dict())
-    message = rf"layer model\.layers\.{layer}\.self_attn cannot be linearized: {reason}.*keep_softmax"
+    message = rf"layer model\.layers\.{layer}\.self_attn cannot be converted: {reason}.*keep_softmax"
     with pytest.raises(dofla.DoflaError, match=message):
         MAKE[make](model)
     assert not is_converted(model)
@@ -116,7 +116,7 @@ def test_a_softmax_layer_that_reads_the_keys_of_a_linear_one_is_refused():
     model, ids = llama(Stores, Reads), tokens(2, 32)
     before = model(ids).logits
     plan = plan_for(model, "softmax_last")
-    with pytest.raises(dofla.DoflaError, match=r"layer model\.layers\.2\.self_attn cannot be linearized: "):
+    with pytest.raises(dofla.DoflaError, match=r"layer model\.layers\.2\.self_attn cannot be converted: "):
         dofla.linear.linearize(model, plan)
     assert torch.equal(model(ids).logits, before)
 

@@ -57,7 +57,7 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
 
 
 def test_where_all_is_kept_nothing_is_left(model, tiny):
-    with pytest.raises(dofla.DoflaError, match="no layer is left to linearize"):
+    with pytest.raises(dofla.DoflaError, match="no layer is left to convert"):
         compress(model, tiny.tokens(6, 64), tokens=48, keep_softmax=list(attention_sites(model)))
 
 

@@ -15,6 +15,7 @@ import dofla
 from dofla.feature_maps import FEATURE_MAPS
 from dofla.feature_maps.standardized import StandardizedMap
 from dofla.integration.checkpoint import feature_map_tensors, load_feature_map_tensors
+from dofla.plans.layers import FeatureLayer
 
 MAPS = sorted(set(FEATURE_MAPS) - {"prf", "none"})
 """The positive random features that nearly all other tests run with are tested in every family there."""
@@ -38,7 +39,7 @@ every_map_in_every_family = pytest.mark.parametrize(
 def own_student(family, kind, name, model=None):
     model = teacher(family) if model is None else model
     plan = plan_for(model, kind)
-    layers = [layer if layer.keep_softmax else replace(layer, feature_map=name) for layer in plan.layers]
+    layers = [replace(x, feature_map=name) if isinstance(x, FeatureLayer) else x for x in plan.layers]
     return dofla.linear.linearize(model, replace(plan, layers=layers))
 
 
@@ -144,7 +145,7 @@ def test_a_checkpoint_with_a_part_of_a_map_missing_or_cut_is_refused_with_its_na
 def test_an_adapter_without_its_projection_is_refused(name):
     model = own_student("llama", "plain", name)
     tensors = feature_map_tensors(model)
-    del tensors["model.layers.1.self_attn.maps.0.z"]
+    del tensors["model.layers.1.self_attn.groups.0.map.z"]
     with pytest.raises(dofla.DoflaError, match=r"layers\.1\.self_attn\.maps\.0\.z is on one side only"):
         load_feature_map_tensors(model, tensors, "adapter")
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import dofla
 from dofla.integration import precision
 from dofla.integration.converted import Converted
-from dofla.runs import teacher as runs
+from dofla.runs import opening as runs
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -22,7 +22,7 @@ from dofla.integration.converted import Converted
 from dofla.integration.model_card import by_hand, write_card
 from dofla.integration.record import Record, without_folders
 from dofla.plans.plan import Plan
-from dofla.runs import workshop
+from dofla.runs import opened
 from dofla.runs.opening import open_original
 from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
@@ -136,11 +136,12 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
 
 
 def test_shares_of_kv_heads_are_one_line(tmp_path):
-    head_budgets = dofla.HeadBudgets({"model.layers.0.self_attn": [0.75, 1.5], "model.layers.1.self_attn": [1.0, 0.75]})
-    model = compress(teacher("llama"), tokens(4, 48), tokens=48, head_budgets=head_budgets)
+    model = compress(teacher("llama"), tokens(12, 48), tokens=48)
+    plan = Converted.of(model).plan
+    shares = [share for own in plan.made_by["head_budgets"].values() for share in own]
     text = text_of(saved(model, tmp_path, "standalone"))
-    words = "Made with strategy compressed, size 3.8 KiB, KV heads have 0.75 to 1.50 times the bytes of an even split."
-    assert words in text
+    spread = f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split."
+    assert f"Made with strategy compressed, size 3.8 KiB, {spread}" in text
     assert "calibrated for a context of" not in text
 
 
@@ -184,7 +185,7 @@ def test_training_is_put_on_record(base, tmp_path):
         assert Converted.of(dofla.load(folder)).record == Converted.of(model).record
     # The command does it again.
     again = student_of(base)
-    eval(layerwise.command, {"dofla": dofla, "student": again, "tokens": windows})
+    eval(layerwise.command, {"dofla": dofla, "student": again, "windows": windows})
     assert Converted.of(again).record.training == [layerwise]
 
 
@@ -290,7 +291,7 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     dofla.note(str(folder), figures=other)
     dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
     gaps = [
-        (f.student, f.source)
+        (f.model, f.source)
         for f in Converted.of(dofla.load(folder, base_model=base)).record.figures
         if f.metric == "loss_increase"
     ]
@@ -302,7 +303,7 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
 
 def test_figures_of_tasks_and_encoders_are_known(tmp_path):
     model = own_student("llama")
-    accuracy = {"student": 0.5, "teacher": 0.75}
+    accuracy = {"model": 0.5, "original": 0.75}
     dofla.note(
         model,
         figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "metrics": {"acc": accuracy, "f1, all": accuracy}}]}},
@@ -339,7 +340,7 @@ def test_what_is_no_note_is_refused(options, match):
 
 
 def test_notes_on_what_is_no_student_are_refused(base, tmp_path):
-    with pytest.raises(dofla.DoflaError, match="not linearized"):
+    with pytest.raises(dofla.DoflaError, match="not converted"):
         dofla.note(teacher("llama"), license="mit")
     with pytest.raises(dofla.DoflaError, match="is no student"):
         dofla.note(base, license="mit")
@@ -411,7 +412,7 @@ def test_results_are_taken_as_they_come(base):
     dofla.note(student, figures=tasks)
     dofla.note(student, figures=dofla.evaluate(student, tokens(4, 24)))
     (accuracy, *others) = Converted.of(student).record.figures
-    assert (accuracy.student, accuracy.teacher, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
+    assert (accuracy.model, accuracy.original, accuracy.source) == (0.5, 0.75, "piqa, 8 items")
     assert [figure.metric for figure in others] == ["loss", "perplexity", "loss_increase", "kl", "agreement"]
 
 
@@ -420,18 +421,18 @@ def test_a_run_puts_figures_and_training_on_the_cards_of_its_students(base, tmp_
     monkeypatch.setattr("sys.argv", ["/usr/bin/dofla", *arguments])
     text = TokenWindows(tokens(8, 24), source="/home/me/a b.txt (train)")
     model = AutoModelForCausalLM.from_pretrained(base)
-    monkeypatch.setattr(workshop, "open_original", lambda *_: (model, None))
-    monkeypatch.setattr(workshop, "windows_of", lambda *_, **__: text)
+    monkeypatch.setattr(opened, "open_original", lambda *_: (model, None))
+    monkeypatch.setattr(opened, "windows_of", lambda *_, **__: text)
     data = {"model": "tiny", "budget": 8, "students": [{"name": "Even", "strategy": "hybrid"}]}
     data |= {"profile": {"samples": 32, "windows": 4}, "distill": {"steps": 2, "rows": 8}}
     run(Recipe.from_dict(data), tmp_path / "run")
-    folder = tmp_path / "run" / "students" / "even-seed0" / "adapter"
+    folder = tmp_path / "run" / "models" / "even-seed0" / "adapter"
     record = Converted.of(dofla.load(folder)).record
     command = "dofla run tiny.yaml --set 'data.source=a b.txt'"
     assert [training.command for training in record.training] == [command]
     assert {figure.command for figure in record.figures} == {command}
     figures = json.loads((folder.parent / "evaluation.json").read_text())
-    assert record.figures[2].student == figures["language"]["loss_increase"]
+    assert record.figures[2].model == figures["language"]["loss_increase"]
     assert f"1. `{command}`" in text_of(folder)
     assert "a b.txt (train), 8 windows of 24 tokens" in text_of(folder)
     assert "/home/me" not in "".join(path.read_text() for path in folder.glob("*.md"))

@@ -168,7 +168,7 @@ def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval().double()
     student = compress(model, tiny.tokens(6, 128, seed=1), tokens=96, head_budgets=head_budgets)
-    kept = {layer.name: layer.keep_softmax for layer in Converted.of(student).plan.layers}
+    kept = {layer.name: isinstance(layer, SoftmaxLayer) for layer in Converted.of(student).plan.layers}
     assert kept == {f"model.layers.{n}.self_attn": n != 1 for n in (1, 3, 5)}
     ids, cache = tiny.tokens(2, 120), DynamicCache(config=student.config)
     pieces = [student(part, past_key_values=cache).logits for part in ids.split([70, *[1] * 20, 30], dim=1)]
@@ -183,10 +183,8 @@ def test_a_layer_whose_keys_another_reads_cannot_be_linear(tiny):
     sites = [site for site in attention_sites(model).values() if not site.linear_time]
     assert [site.shares_keys for site in sites] == [False, True, True]
     shapes = [(site.name, site.kv_heads, site.head_dim, site.value_dim) for site in sites]
-    with pytest.raises(
-        DoflaError, match=r"layers\.3\.self_attn cannot be linearized: it shares its keys.*keep_softmax"
-    ):
-        dofla.linear.linearize(model, dofla.linear.Plan([dofla.linear.LayerPlan(*shape, 8) for shape in shapes]))
+    with pytest.raises(DoflaError, match=r"layers\.3\.self_attn cannot be converted: it shares its keys.*keep_softmax"):
+        dofla.linear.linearize(model, dofla.linear.Plan([FeatureLayer(*shape, 8) for shape in shapes]))
     skipped = dofla.linear.profile(model, tiny.tokens(4, 16)).skipped
     assert "shares keys and values with other layers" in {layer.reason for layer in skipped}
 

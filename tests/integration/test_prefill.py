@@ -38,7 +38,7 @@ def test_an_exact_prefill_answers_as_the_original(tiny, windows):
         assert not torch.allclose(read(model, ids).logits, right, atol=1e-2)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "stream"])
+@pytest.mark.parametrize("prefill", ["auto", "sequential"])
 def test_on_a_cpu_and_without_a_cache_tokens_are_read_one_after_the_other(tiny, windows, prefill):
     ids = windows[:1]
     model = compressed(tiny, windows, prefill)
@@ -68,5 +68,5 @@ def test_it_is_saved(tiny, windows, tmp_path):
 
 
 def test_another_word_is_refused(tiny, windows):
-    with pytest.raises(DoflaError, match="prefill is 'fast': choose one of auto, exact, stream"):
+    with pytest.raises(DoflaError, match="prefill is 'fast': choose one of auto, exact, sequential"):
         compressed(tiny, windows, "fast")

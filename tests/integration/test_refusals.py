@@ -46,16 +46,16 @@ def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason)
     plan = plan_of_linear_layers(model)
     first = next(n for n, x in enumerate(plan.layers) if x.name == layer)
     plan.layers.insert(0, plan.layers.pop(first))
-    with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be linearized: .*{reason}.*keep_softmax"):
+    with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be converted: .*{reason}.*keep_softmax"):
         dofla.linear.linearize(model, plan)
 
 
 @pytest.mark.parametrize(
     ("family", "match"),
     [
-        ("gemma2", r"layer model\.layers\.1\.self_attn cannot be linearized: its logits are soft-capped"),
-        ("gpt_oss", r"layer model\.layers\.1\.self_attn cannot be linearized: its attention sinks are parameters"),
-        ("mistral_sliding", "no layer is left to linearize"),
+        ("gemma2", r"layer model\.layers\.1\.self_attn cannot be converted: its logits are soft-capped"),
+        ("gpt_oss", r"layer model\.layers\.1\.self_attn cannot be converted: its attention sinks are parameters"),
+        ("mistral_sliding", "no layer is left to convert"),
     ],
 )
 def test_profiling_refuses_such_a_layer_too(family, match):
@@ -97,7 +97,7 @@ def test_a_model_that_does_not_run_says_so_itself(monkeypatch):
 def test_where_all_windows_are_bounded_nothing_is_begun(make):
     model = teacher("mistral_sliding")
     before = model(tokens(2, 32)).logits
-    match = "MistralForCausalLM: no layer is left to linearize: .* unless it is opened with sliding_window=None"
+    match = "MistralForCausalLM: no layer is left to convert: .* unless it is opened with sliding_window=None"
     with pytest.raises(dofla.DoflaError, match=match):
         make(model)
     assert not is_converted(model)
@@ -115,7 +115,7 @@ def test_opened_without_its_window_such_a_model_is_linearized():
     ("change", "match"),
     [
         ({"keep_softmax": "model.layers.1.self_attn"}, r"keep_softmax is 'model.layers.1.self_attn': give a list of"),
-        ({"keep_softmax": [f"model.layers.{n}.self_attn" for n in range(2)]}, "no layer is left to linearize"),
+        ({"keep_softmax": [f"model.layers.{n}.self_attn" for n in range(2)]}, "no layer is left to convert"),
         ({"ratio": 8}, "size is .* and ratio is 8: give one of them"),
     ],
 )
@@ -202,13 +202,13 @@ def test_a_family_with_its_own_attention_code_is_refused(family):
 
 def test_a_model_is_not_linearized_twice():
     model = own_student("llama")
-    with pytest.raises(dofla.DoflaError, match="linearized already"):
+    with pytest.raises(dofla.DoflaError, match="converted already"):
         dofla.linear.linearize(model, dofla.linear.Plan([]))
 
 
 def test_a_model_that_is_not_linearized_has_nothing_to_restore():
     for function in (dofla.restore, lambda model: dofla.original(model).__enter__()):
-        with pytest.raises(dofla.DoflaError, match="not linearized"):
+        with pytest.raises(dofla.DoflaError, match="not converted"):
             function(teacher("llama"))
 
 

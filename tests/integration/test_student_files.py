@@ -271,7 +271,7 @@ def change_tensors(path, change):
         (lambda a: change_tensors(a / WEIGHTS, lambda t: t.popitem()), "is on one side only"),
         (
             lambda a: change_tensors(a / WEIGHTS, lambda t: t.update({k: v[:, :-1] for k, v in t.items()})),
-            r"does not fit its plan: .*maps\.0",
+            r"does not fit its plan: .*groups\.0",
         ),
         (lambda a: change_tensors(a / WEIGHTS, lambda t: next(iter(t.values())).fill_(torch.nan)), "NaN or infinity"),
     ],
@@ -308,11 +308,11 @@ def rename_layers(folder):
 
 
 def drop_a_feature_map(tensors):
-    del tensors["model.layers.1.self_attn.dofla.maps.0.z"]
+    del tensors["model.layers.1.self_attn.dofla.groups.0.map.z"]
 
 
 def shorten_a_feature_map(tensors):
-    name = "model.layers.1.self_attn.dofla.maps.0.z"
+    name = "model.layers.1.self_attn.dofla.groups.0.map.z"
     tensors[name] = tensors[name][:, :-1].contiguous()
 
 
@@ -326,11 +326,11 @@ def shorten_a_feature_map(tensors):
         (rename_layers, r"model\.layers\.0\.attn"),
         (
             lambda f: change_tensors(f / "model.safetensors", drop_a_feature_map),
-            r"layers\.1\.self_attn\.dofla\.maps\.0\.z",
+            r"layers\.1\.self_attn\.dofla\.groups\.0\.map\.z",
         ),
         (
             lambda f: change_tensors(f / "model.safetensors", shorten_a_feature_map),
-            r"layers\.1\.self_attn\.dofla\.maps\.0\.z",
+            r"layers\.1\.self_attn\.dofla\.groups\.0\.map\.z",
         ),
     ],
     ids=["cut", "no weights", "no config", "broken config", "other names", "missing feature map", "wrong shape"],
@@ -406,6 +406,6 @@ def test_an_adapter_is_not_written_over_anything_else(adapter, tmp_path):
 
 
 def test_an_adapter_of_a_softmax_model_is_refused(tmp_path):
-    with pytest.raises(dofla.DoflaError, match="not linearized"):
+    with pytest.raises(dofla.DoflaError, match="not converted"):
         dofla.save_adapter(teacher("llama"), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

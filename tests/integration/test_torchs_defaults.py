@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sizes import compress, frontier
+from sizes import compress, size_of
 
 import dofla
 from dofla.integration.converted import Converted
@@ -26,7 +26,7 @@ def profiled(model, samples):
 
 
 def judged(model, samples):
-    return frontier(model, samples, {"own": [dofla.TokenWindows(samples)]}, budgets=[24]).to_dict()
+    return dofla.frontier(model, samples, {"own": [dofla.TokenWindows(samples)]}, [size_of(model, 48)]).to_dict()
 
 
 def written(model, samples):

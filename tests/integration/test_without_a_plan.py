@@ -13,11 +13,13 @@ from untouched import everything
 
 import dofla
 from dofla.errors import DoflaError
+from dofla.feature_maps.cost import FEATURE_BYTES, HeadCost
 from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import answering, even_plan
-from dofla.plans.hybrid import FEATURE_BYTES, HeadCost, split
+from dofla.plans.hybrid import split
+from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -40,7 +42,7 @@ def test_a_model_is_linearized_without_a_plan_and_generates(family, dtype):
     assert {(x.features, x.window, x.sinks) for x in plan.layers} == {split(16 * cost.feature, cost)}
     assert {x.token_dtype for x in plan.layers} == {"int8"}
     assert {x.feature_map for x in plan.layers} == {"mlp"}
-    assert not any(x.keep_softmax for x in plan.layers)
+    assert not any(isinstance(x, SoftmaxLayer) for x in plan.layers)
     assert plan.made_by["strategy"] == "hybrid"
     assert plan.made_by["budget"] == 16
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -82,7 +84,7 @@ def test_an_encoder_keeps_its_tokens_as_they_are_unless_told():
     # In an encoder-decoder, each side does what it does alone.
     crossing = [name for name in attention_sites(teacher("bart")) if "encoder_attn" in name]
     plan = even_plan(teacher("bart"), 16, keep_softmax=crossing)
-    kept_as = {x.name: x.token_dtype for x in plan.layers if not x.keep_softmax}
+    kept_as = {x.name: x.token_dtype for x in plan.converted}
     assert kept_as
     assert all(kept == ("int8" if "decoder" in name else "model") for name, kept in kept_as.items())
 
@@ -100,7 +102,7 @@ def test_layers_can_be_kept_softmax_by_name():
     model = teacher("llama")
     first, second = attention_sites(model)
     plan = even_plan(model, 16, keep_softmax=[second], feature_map="exponential")
-    assert [(x.name, x.keep_softmax) for x in plan.layers] == [(first, False), (second, True)]
+    assert [(x.name, type(x)) for x in plan.layers] == [(first, FeatureLayer), (second, SoftmaxLayer)]
     assert plan[first].feature_map == "exponential"
     assert list(Converted.of(dofla.linear.linearize(model, plan)).layers) == [first]
 
@@ -133,7 +135,7 @@ def test_an_even_plan_is_restored_bit_for_bit():
 
 
 def all_heads(model):
-    return {name: range(len(layer.features)) for name, layer in Converted.of(model).layers.items()}
+    return {name: range(layer.kv_heads) for name, layer in Converted.of(model).layers.items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
@@ -180,7 +182,7 @@ def head_outputs(model, family, names, ids):
 def test_only_the_named_heads_are_linear(family, kind):
     model, ids = own_student(family, kind), tokens(2, 20)
     first, second = Converted.of(model).layers
-    kv_heads = len(Converted.of(model).layers[first].features)
+    kv_heads = Converted.of(model).layers[first].kv_heads
     share = 4 // kv_heads
     ours = head_outputs(model, family, [first], ids)[first]
     with dofla.original(model):
@@ -210,7 +212,7 @@ def test_heads_of_several_layers_answer_together_under_padding(heads):
     )
     for name, layer in Converted.of(expected).layers.items():
         own = Converted.of(model).layers[name]
-        assert own.groups == layer.groups == [[0], [1]]
+        assert [x.heads for x in own.groups] == [x.heads for x in layer.groups] == [[0], [1]]
         layer.load_state_dict(own.state_dict())
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
@@ -234,7 +236,7 @@ def test_the_others_come_back_also_after_an_error():
     assert everything(model) == everything_before
     assert torch.equal(logits(model, ids), whole)
     model.generate(ids, max_new_tokens=3, pad_token_id=0)
-    with pytest.raises(DoflaError, match="not linearized"), answering(teacher("llama"), {}):
+    with pytest.raises(DoflaError, match="not converted"), answering(teacher("llama"), {}):
         pass
 
 

@@ -159,7 +159,7 @@ def test_numbers_out_of_range_change_nothing(tiny, options, said):
 
 
 def test_models_that_cannot_be_sampled_are_named(tiny):
-    with pytest.raises(DoflaError, match="not linearized"):
+    with pytest.raises(DoflaError, match="not converted"):
         sample_features(tiny.llama(), tiny.tokens(2, 8))
     empty = {"input_ids": tiny.tokens(2, 8), "attention_mask": torch.zeros(2, 8, dtype=torch.int64)}
     with pytest.raises(DoflaError, match=r"layer model\.layers\.0\.self_attn saw padding only"):

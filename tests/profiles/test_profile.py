@@ -463,7 +463,7 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
 def test_a_linearized_model_is_refused(tiny):
     model = tiny.llama()
     dofla.linear.linearize(model, tiny.plan(model))
-    with pytest.raises(DoflaError, match="linearized already"):
+    with pytest.raises(DoflaError, match="converted already"):
         dofla.linear.profile(model, tiny.tokens(2, 8))
 
 

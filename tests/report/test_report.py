@@ -197,7 +197,7 @@ def test_words_from_outside_stay_words(copied, tmp_path):
     bad = "</script></pre><script>console.log('ran')</script><img>"
     for path in copied.rglob("evaluation.json"):
         figures = json.loads(path.read_text())
-        figures["model"]["class"] = figures["samples"][0]["student"] = bad
+        figures["model"]["class"] = figures["samples"][0]["model"] = bad
         path.write_text(json.dumps(figures))
     (copied / "recipe.yaml").write_text((copied / "recipe.yaml").read_text() + f"# {bad}\n")
     frontier(tmp_path / "found", english=bad)

@@ -76,7 +76,7 @@ def test_layers_kept_softmax_and_refused_ones_count_whole(tiny):
 
     crossing = dofla.check(tiny.gpt2(add_cross_attention=True))
     assert not crossing.supported
-    assert "layer transformer.h.0.crossattention cannot be linearized: it is cross-attention" in crossing.reason
+    assert "layer transformer.h.0.crossattention cannot be converted: it is cross-attention" in crossing.reason
     assert [x.becomes for x in crossing.layers] == ["compressed", "refused"] * 2
     assert crossing.cache
     assert "refused layers kept softmax" in str(crossing)
@@ -160,7 +160,7 @@ def test_wrong_options_are_refused(tiny):
         with pytest.raises(DoflaError, match=match):
             dofla.check(tiny.llama(), **options)
     student = dofla.compress(tiny.llama(), tiny.tokens(2, 32), head_budgets="even")
-    with pytest.raises(DoflaError, match="compressed or linearized already"):
+    with pytest.raises(DoflaError, match="compressed or converted already"):
         dofla.check(student)
 
 

@@ -237,7 +237,7 @@ def test_generate_beside_softmax_layers_is_not_compiled(tiny):
         CompiledModel(model)
     with pytest.raises(DoflaError, match="BertModel writes no text"):
         CompiledModel(dofla.linear.linearize(tiny.bert()))
-    with pytest.raises(DoflaError, match="not linearized"):
+    with pytest.raises(DoflaError, match="not converted"):
         CompiledModel(tiny.llama())
 
 

@@ -65,7 +65,7 @@ def test_several_tasks(student, words, make_task, capsys):
     found = evaluate_tasks(student, words, tasks, limit=6, progress=lambda *call: print(*call))
     assert [(task.task, task.items) for task in found.tasks] == [("made_question", 6), ("another", 5)]
     assert capsys.readouterr() == ("33 33 original\n33 33 compressed\n", "")
-    assert found.to_dict()["tasks"][0]["metrics"]["acc"].keys() >= {"teacher", "student", "difference_stderr"}
+    assert found.to_dict()["tasks"][0]["metrics"]["acc"].keys() >= {"original", "model", "difference_stderr"}
     assert found.tasks[0].metrics.keys() == {"acc", "acc_norm"}
 
 

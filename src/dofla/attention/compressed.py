@@ -76,10 +76,10 @@ class CompressedHeads(HeadGroup[CompressedState]):
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         before = self.layout.empty(len(call.query), call.query.device) if state is None else state
         if call.exact and call.query.shape[-2] > 1:
-            return self._prefill(call, before, state is None, backend)
+            return self._exact_prefill(call, before, state is None, backend)
         return backend.read_compressed(self, call, before) or self._read(call, before, backend)
 
-    def _prefill(
+    def _exact_prefill(
         self, call: Call, state: CompressedState, fresh: bool, backend: Backend
     ) -> tuple[Tensor, CompressedState]:
         """An exact call: heads with one local window at once."""

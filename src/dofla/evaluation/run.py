@@ -162,10 +162,10 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | bool = True,
 ) -> Evaluation:
-    """Compare a linearized model with the softmax model it was. The figures stand on its model card when it is saved.
+    """Compare a converted model with the softmax model it was. The figures stand on its model card when it is saved.
 
     Args:
-        model: a linearized model; it is its own original.
+        model: a converted model; it is its own original.
         windows: that neither calibration nor training saw.
         batch_size: windows per forward pass.
         fidelity_windows: how many of the windows the layers are compared on.
@@ -178,7 +178,7 @@ def evaluate(
         ``result.table(layers=True)`` adds a row per layer, ``to_dict()`` is for JSON.
 
     Raises:
-        DoflaError: not linearized; windows of one token; logits that are not finite.
+        DoflaError: not converted; windows of one token; logits that are not finite.
     """
     windows = windows_for(model, windows)
     handle = Converted.of(model)

@@ -18,7 +18,7 @@ from dofla.plans.layers import LayerPlan
 from dofla.plans.plan import Plan
 
 SOFTMAX = "_dofla_softmax_implementation"
-"""Attribute of a linearized model: the attention it ran with before."""
+"""Attribute of a converted model: the attention it ran with before."""
 
 
 class AttachedLayer(AttentionLayer):
@@ -52,7 +52,7 @@ class AttachedLayer(AttentionLayer):
 
 
 def softmax_implementation(model: PreTrainedModel) -> str:
-    """The attention a model not yet linearized runs with. Ours in its place (asked for when loading, or taken over
+    """The attention a model not yet converted runs with. Ours in its place (asked for when loading, or taken over
     with the config of a converted model) says nothing; then it is the model's default."""
     name = model.config._attn_implementation
     return model.get_correct_attn_implementation(None) if name == LINEAR else name

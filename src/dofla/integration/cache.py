@@ -188,7 +188,7 @@ def in_cuda_graphs(x: Tensor) -> bool:
 
 
 def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Forward pre-hook of a linearized module: give it its cache entry, swapping in ours the first time.
+    """Forward pre-hook of a converted module: give it its cache entry, swapping in ours the first time.
 
     Few families have a name of their own for the argument, and of those any Cache among them is taken. The entry goes
     along as one more argument, which all of them pass on to the attention function.
@@ -206,7 +206,7 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
 
 
 def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
-    """A linearized module's entry of the cache, made linear if it is still empty, and ready for the next tokens."""
+    """A converted module's entry of the cache, made linear if it is still empty, and ready for the next tokens."""
     index, make = module.layer_idx, cache.layer_class_to_replicate
     while make is not None and len(cache.layers) <= index:
         cache.layers.append(make())
@@ -215,7 +215,7 @@ def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
         if isinstance(entry, CacheLayerMixin) and entry.is_initialized and entry.get_seq_length() > 0:
             raise DoflaError(
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
-                "start a linearized model with a fresh cache (prefix tuning, which fills it, does not work)"
+                "start a converted model with a fresh cache (prefix tuning, which fills it, does not work)"
             )
         beside_softmax = module.dofla.beside_softmax
         if beside_softmax and isinstance(entry, StaticLayer):

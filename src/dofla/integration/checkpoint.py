@@ -67,14 +67,14 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     model that was trained end to end, the low-rank factors or weights it has learned.
 
     Args:
-        model: a linearized model. Its base model is named as on the hub where that is known: it was opened by that name
+        model: a converted model. Its base model is named as on the hub where that is known: it was opened by that name
             or from the hub's cache, or :func:`dofla.note` was told. Otherwise its folder is named, with a warning
             unless that is in an installed package.
         folder: a new folder, or that of another adapter, which it replaces when everything is written; other files in
             it stay.
 
     Raises:
-        DoflaError: if the model is not linearized, or the folder holds something and no adapter.
+        DoflaError: if the model is not converted, or the folder holds something and no adapter.
     """
     folder = Path(folder)
     replaced = (folder / ADAPTER).exists()
@@ -147,7 +147,7 @@ def load(
     model = load_any(path, base_model=base_model, trust_remote_code=trust_remote_code, **kwargs)
     if not is_converted(model) and str(path) != DEMO:
         raise DoflaError(
-            f"{path} is neither an adapter nor a linearized checkpoint: it is a plain model, which dofla compress "
+            f"{path} is neither an adapter nor a converted checkpoint: it is a plain model, which dofla compress "
             "(dofla.compress in Python) compresses"
         )
     return model
@@ -191,7 +191,7 @@ def _description(folder: Path) -> dict[str, Any]:
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Give a model, just linearized by the adapter's plan, the adapter's feature maps and record, and its weights if it
+    """Give a model, just converted by the adapter's plan, the adapter's feature maps and record, and its weights if it
     has any.
 
     Raises:
@@ -214,17 +214,17 @@ def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def merge_lora(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
-    """Give a linearized model the low-rank updates that end-to-end distillation learned; its feature maps stay.
+    """Give a converted model the low-rank updates that end-to-end distillation learned; its feature maps stay.
 
     Args:
-        model: a linearized model with its original weights.
+        model: a converted model with its original weights.
         path: the folder ``lora`` of a run of :func:`dofla.linear.distill_end_to_end`, an adapter's, or the file in it.
 
     Returns:
         ``model`` itself. :func:`dofla.original` still makes it its original, :func:`dofla.restore` the original.
 
     Raises:
-        DoflaError: not linearized; weights that were trained already, or are offloaded; a file that is missing,
+        DoflaError: not converted; weights that were trained already, or are offloaded; a file that is missing,
             damaged, or of another model.
     """
     Converted.of(model)
@@ -262,7 +262,7 @@ def refuse_trained(model: PreTrainedModel) -> None:
     if is_trained(model):
         raise DoflaError(
             "the model's weights were trained end to end already: dofla.restore(model) gives the original back, "
-            "which can be linearized and trained anew"
+            "which can be converted and trained anew"
         )
 
 

@@ -51,7 +51,7 @@ def check_consistency(model: PreTrainedModel, original: Callable[[], AbstractCon
     """DoflaError, naming the layer, if the model fails with a cache where the original does not.
 
     Args:
-        model: a linearized model.
+        model: a converted model.
         original: within its block ``model`` computes softmax attention.
     """
     if model.main_input_name != "input_ids":
@@ -66,7 +66,7 @@ def check_consistency(model: PreTrainedModel, original: Callable[[], AbstractCon
                 if all(_fault(model, seed, padded) for seed in range(1, DRAWS)):
                     name = _first(model, padded)
                     raise DoflaError(
-                        f"layer {name} cannot be linearized: {fault}; keep it softmax, and those whose keys it reads "
+                        f"layer {name} cannot be converted: {fault}; keep it softmax, and those whose keys it reads "
                         "(keep_softmax)"
                     )
                 return

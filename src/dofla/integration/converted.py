@@ -33,7 +33,7 @@ class Converted:
         """The handle of a model; DoflaError if it has not been converted."""
         if not is_converted(model):
             raise DoflaError(
-                "the model is not linearized: run dofla compress first, or call dofla.compress(model, windows) or "
+                "the model is not converted: run dofla compress first, or call dofla.compress(model, windows) or "
                 "dofla.linear.linearize(model, plan)"
             )
         layers = {m.name: m for m in model.modules() if isinstance(m, AttachedLayer)}

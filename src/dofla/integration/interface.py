@@ -201,7 +201,7 @@ def unreachable(model: PreTrainedModel) -> str:
     """The error of a model whose attention is none of transformers' implementations."""
     return (
         f"{type(model).__name__} has no attention that goes through transformers' attention interface: "
-        "models with their own attention code (BLOOM, Falcon, MPT, ...) cannot be linearized"
+        "models with their own attention code (BLOOM, Falcon, MPT, ...) cannot be converted"
     )
 
 

@@ -123,7 +123,7 @@ def profile(
             called with (stage, done, total) after each batch ("reading") and each layer ("spectra").
 
     Raises:
-        DoflaError: no attention the interface reaches; a layer that cannot be linearized and is not in
+        DoflaError: no attention the interface reaches; a layer that cannot be converted and is not in
             ``keep_softmax``; NaN in the activations, with layer and batch; an unknown estimator or normalization.
     """
     check_choice("estimator", estimator, ESTIMATORS)
@@ -133,7 +133,7 @@ def profile(
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 are needed, {ESTIMATORS[estimator].samples} is the default")
     if is_converted(model):
-        raise DoflaError("the model is linearized already: call dofla.restore(model) and profile the original")
+        raise DoflaError("the model is converted already: call dofla.restore(model) and profile the original")
     windows = windows_for(model, windows)
     parts = batches(windows, batch_size)
     sites, skipped = _choose(model, keep_softmax)

@@ -28,7 +28,7 @@ class DoflaConfig(QuantizationConfigMixin):
     """A plan, and the record that goes with it, as the ``quantization_config`` of a model's config.
 
     Attributes:
-        of_weights: what quantized the weights of a model that was linearized afterwards, whose place this has taken; a
+        of_weights: what quantized the weights of a model that was converted afterwards, whose place this has taken; a
             model's body has the same config, and so knows it too. No file says it.
     """
 

@@ -47,7 +47,7 @@ class Record:
     """All of it.
 
     Attributes:
-        base_model: name on the hub of the model that was linearized; empty if it has none.
+        base_model: name on the hub of the model that was converted; empty if it has none.
         license: ``license`` of the base model's card, with ``license_name`` and ``license_link`` if it has them.
         model_class, dtype: of the model.
         datasets: names on the hub of what the model was trained on.

@@ -33,7 +33,7 @@ def note(
     """Put on record what the model's model card is to say of it; saving the model writes record and card.
 
     Args:
-        model: a linearized model; or the folder of one, whose card is written anew at once.
+        model: a converted model; or the folder of one, whose card is written anew at once.
         figures: what :func:`dofla.evaluate` or tasks returned; or the JSON file that they were written to.
             They take the place of earlier ones of the same metric on the same text.
         command: that measures them again; default the command line of dofla that this process was started with, or
@@ -100,7 +100,7 @@ def push_adapter(
     A README.md there that a person has written stays. ``model.push_to_hub`` puts the whole model there instead.
 
     Args:
-        model: a linearized model whose base model is on the hub.
+        model: a converted model whose base model is on the hub.
         name: of the repository, which is made if need be.
         private, token, commit_message, revision, create_pr: as for ``push_to_hub`` of transformers.
 
@@ -108,7 +108,7 @@ def push_adapter(
         The address of the commit.
 
     Raises:
-        DoflaError: not linearized, or its base model is not on the hub, as far as its name tells.
+        DoflaError: not converted, or its base model is not on the hub, as far as its name tells.
     """
     plan, base = Converted.of(model).plan, base_of(model)
     if not hub_name(base):

@@ -106,7 +106,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
         if unsaid and not torch.allclose(own := model(**tokens)[0], out, rtol=0, atol=_SAME * own.abs().max()):
             raise DoflaError(
                 f"layer {unsaid[0]} does not say whether it is causal (is_causal), and is not: {type(model).__name__} "
-                "cannot be linearized"
+                "cannot be converted"
             )
     if not sites:
         raise DoflaError(unreachable(model))
@@ -125,7 +125,7 @@ def _output(model: PreTrainedModel, tokens: dict[str, Tensor], visit: Visitor) -
         model(**tokens)  # if it fails by itself, it says so
         raise DoflaError(
             f"{type(model).__name__} does not run without attention masks of its own ({error}): models that choose "
-            "what to attend to (DeepSeek V3.2, ...) cannot be linearized"
+            "what to attend to (DeepSeek V3.2, ...) cannot be converted"
         ) from error
 
 

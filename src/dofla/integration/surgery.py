@@ -53,7 +53,7 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
         ``model`` itself. :func:`restore` undoes it.
 
     Raises:
-        DoflaError: if the model is linearized already, the plan was made for another model, or the plan asks for a
+        DoflaError: if the model is converted already, the plan was made for another model, or the plan asks for a
             layer that linear attention cannot express; if the model, tried on a few tokens, fails with a cache.
     """
     return tried(convert(model, even_plan(model, budget) if plan is None else plan, seed))
@@ -186,7 +186,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def original(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block the linearized model is its own original: softmax attention, and the weights it had before
+    """Within the block the converted model is its own original: softmax attention, and the weights it had before
     end-to-end training if there was any."""
     Converted.of(model)
     stateful = model._is_stateful
@@ -219,7 +219,7 @@ def answering(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> I
 
 
 def as_teacher(model: PreTrainedModel) -> AbstractContextManager:
-    """Within the block the model computes softmax attention, linearized or not."""
+    """Within the block the model computes softmax attention, converted or not."""
     return original(model) if is_converted(model) else nullcontext()
 
 
@@ -248,7 +248,7 @@ def refuse(site: AttentionSite) -> None:
     reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
     reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
     if reason:
-        raise DoflaError(f"layer {site.name} cannot be linearized: {reason}; keep it softmax (keep_softmax)")
+        raise DoflaError(f"layer {site.name} cannot be converted: {reason}; keep it softmax (keep_softmax)")
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def keep_original(model: PreTrainedModel, names: Iterable[str], lora: Mapping[st
     """Keep the values that some weights have now, as those of the teacher.
 
     Args:
-        model: a linearized model none of whose weights were trained yet.
+        model: a converted model none of whose weights were trained yet.
         names: of parameters; one that several modules share has its original in all of them.
         lora: factors that are about to be merged into them, by name; None if they are to be trained freely.
     """

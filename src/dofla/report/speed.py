@@ -74,13 +74,13 @@ def _longest_text(windows: TokenWindows) -> Tensor:
 
 @torch.inference_mode()
 def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """Time a linearized model and its original in turns, so that both meet the same machine.
+    """Time a converted model and its original in turns, so that both meet the same machine.
 
     Longer and longer contexts are read until one takes a second. To time decode after longer ones, keys and values are
     repeated up to their length, which a state of constant size does not notice.
 
     Args:
-        model: a linearized model; it is its own original.
+        model: a converted model; it is its own original.
         ids: tokens [T] of any text; they are repeated as well.
 
     Returns:

@@ -38,7 +38,7 @@ def evaluate_tasks(
     lm-evaluation-harness has.
 
     Args:
-        model: a linearized model; it is its own original.
+        model: a converted model; it is its own original.
         tasks: tasks, names of JSONL files, or names lm-evaluation-harness knows.
         limit: items per task: drawn at random from a local task, the first of one of the harness.
         batch_size: choices or prompts per forward pass.
