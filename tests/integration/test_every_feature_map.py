@@ -146,7 +146,7 @@ def test_an_adapter_without_its_projection_is_refused(name):
     model = own_student("llama", "plain", name)
     tensors = feature_map_tensors(model)
     del tensors["model.layers.1.self_attn.groups.0.map.z"]
-    with pytest.raises(dofla.DoflaError, match=r"layers\.1\.self_attn\.maps\.0\.z is on one side only"):
+    with pytest.raises(dofla.DoflaError, match=r"layers\.1\.self_attn\.groups\.0\.map\.z is on one side only"):
         load_feature_map_tensors(model, tensors, "adapter")
 
 

@@ -141,7 +141,7 @@ def test_shares_of_kv_heads_are_one_line(tmp_path):
     shares = [share for own in plan.made_by["head_budgets"].values() for share in own]
     text = text_of(saved(model, tmp_path, "standalone"))
     spread = f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split."
-    assert f"Made with strategy compressed, size 3.8 KiB, {spread}" in text
+    assert f"Made with strategy compressed, size 2.2 KiB, {spread}" in text
     assert "calibrated for a context of" not in text
 
 
@@ -171,7 +171,7 @@ def test_training_is_put_on_record(base, tmp_path):
     )
     layerwise, whole = Converted.of(model).record.training
     assert (layerwise.steps, layerwise.positions, layerwise.weights) == (2, 24, False)
-    assert layerwise.command.startswith("dofla.linear.distill(student, tokens, loss='output', steps=2, batch_size=2")
+    assert layerwise.command.startswith("dofla.linear.distill(student, windows, loss='output', steps=2, batch_size=2")
     assert (whole.steps, whole.positions, whole.weights) == (1, 64, True)
     assert whole.text == "mine.txt (train), 4 windows of 24 tokens, read anywhere among 64 positions"
     for kind in ("adapter", "standalone"):
@@ -342,7 +342,7 @@ def test_what_is_no_note_is_refused(options, match):
 def test_notes_on_what_is_no_student_are_refused(base, tmp_path):
     with pytest.raises(dofla.DoflaError, match="not converted"):
         dofla.note(teacher("llama"), license="mit")
-    with pytest.raises(dofla.DoflaError, match="is no student"):
+    with pytest.raises(dofla.DoflaError, match="is not a converted model"):
         dofla.note(base, license="mit")
     with pytest.raises(dofla.DoflaError, match="does not exist"):
         dofla.note(tmp_path / "nothing", license="mit")

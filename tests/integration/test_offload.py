@@ -108,4 +108,4 @@ def test_every_verb_that_only_runs_a_model_takes_offload():
     commands = typer.main.get_command(app).commands
     fields = {name: getattr(command.callback, "fields", None) for name, command in commands.items()}
     taking = {name for name, own in fields.items() if isinstance(own, Settings) and "offload" in own.fields}
-    assert taking == {"compress", "evaluate", "generate", "chat", "serve", "profile"}
+    assert taking == {"calibrate", "compress", "evaluate", "generate", "chat", "serve", "profile"}

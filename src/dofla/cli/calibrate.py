@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.endings import following, written
-from dofla.cli.options import TEACHER, Device, Given, ModelArgument, SelfData, new_file, text_of
+from dofla.cli.options import ORIGINAL, Device, Given, ModelArgument, SelfData, new_file, text_of
 from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
 
@@ -23,7 +23,7 @@ def calibrate(
         bool, typer.Option("--retrieval-heads", help="Rank retrieval heads as well: a minute more.")
     ] = False,
     device: Device = None,
-    opening: Given = TEACHER,
+    opening: Given = ORIGINAL,
     text: Given = text_of(windows=12),
     settings: Given = Function("compression/calibrate.py", "calibrate", ("progress",)),
 ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 from dofla.cli.endings import following, held_out, written
 from dofla.cli.options import (
     DATA,
-    TEACHER,
+    ORIGINAL,
     Device,
     Given,
     ModelArgument,
@@ -43,7 +43,7 @@ def compress(
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}; default: self.", callback=source)] = None,
     device: Device = None,
-    opening: Given = TEACHER,
+    opening: Given = ORIGINAL,
     text: Given = text_of(windows=12),
     settings: Given = Function("compression/compress.py", "compress", ("progress",)),
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dofla.cli.endings import following, written
-from dofla.cli.options import TEACHER, Device, Given, ModelArgument, SelfData, new_folder, sources, text_of
+from dofla.cli.options import IN_MEMORY, Device, Given, ModelArgument, SelfData, new_folder, sources, text_of
 from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
 
@@ -41,7 +41,7 @@ def frontier(
         ),
     ] = None,
     device: Device = None,
-    opening: Given = TEACHER,
+    opening: Given = IN_MEMORY,
     cutting: Given = text_of(("length",), windows=12),
     settings: Given = Function("runs/frontier.py", "frontier", ("progress",)),
 ) -> dict[str, Any]:

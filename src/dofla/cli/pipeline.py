@@ -11,7 +11,8 @@ import typer
 
 from dofla.cli.endings import following, written
 from dofla.cli.options import (
-    TEACHER,
+    IN_MEMORY,
+    ORIGINAL,
     Data,
     Device,
     Given,
@@ -42,7 +43,7 @@ def profile(
     length: Length = 512,
     lam: Lambda = DEFAULT_LAMBDA,
     device: Device = None,
-    opening: Given = TEACHER,
+    opening: Given = ORIGINAL,
     text: Given = text_of(),
     settings: Given = Function("integration/profiler.py", "profile", ("progress",)),
 ) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def curves(
     windows: Windows = 64,
     length: Length = 512,
     device: Device = None,
-    opening: Given = TEACHER,
+    opening: Given = IN_MEMORY,
     text: Given = text_of(),
     settings: Given = Function("distillation/trials.py", "measure_curves", ("progress",)),
 ) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def distill(
     length: Length = 512,
     epochs: Annotated[int, typer.Option(help="Passes over the windows.")] = 1,
     device: Device = None,
-    opening: Given = TEACHER,
+    opening: Given = IN_MEMORY,
     text: Given = text_of(),
     settings: Given = Function("distillation/loop.py", "distill", ("folder", "progress")),
     tracking: Given = Function("cli/pipeline.py", "tracking_of"),

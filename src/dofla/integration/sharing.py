@@ -78,7 +78,7 @@ def note(
         config = read_json(path, "the config of a converted model")
         ours = config.get("quantization_config")
         if not isinstance(ours, dict) or ours.get("quant_method") != METHOD:
-            raise DoflaError(f"{model} is no model: {path.name} has no quantization_config of {METHOD}")
+            raise DoflaError(f"{model} is not a converted model: {path.name} has no quantization_config of {METHOD}")
         plan_and_record = DoflaConfig(**ours)
         add(plan_and_record.record)
         write_json(path, config | {"quantization_config": plan_and_record.to_dict()})
