@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.data import read_documents
-from dofla.runs import teacher
+from dofla.runs import opening
 
 
 def open_converted(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -18,7 +18,7 @@ def open_converted(name: str = "demo") -> tuple[PreTrainedModel, PreTrainedToken
         windows = dofla.token_windows("sample", tokenizer, length=256, windows=8)
         dofla.compress(model, windows, size="128KiB", head_budgets="even")
         return model, tokenizer
-    return teacher.open_converted(name)
+    return opening.open_converted(name)
 
 
 def some_text(tokenizer: PreTrainedTokenizerBase, windows: int, length: int = 256, seed: int = 1):

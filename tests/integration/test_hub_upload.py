@@ -244,7 +244,7 @@ def test_what_is_not_on_the_hub_is_refused_in_one_line(hub, name, match):
 
 
 def test_a_plain_model_of_the_hub_is_no_student(base):
-    with pytest.raises(dofla.DoflaError, match="owner/base is neither an adapter nor a linearized checkpoint"):
+    with pytest.raises(dofla.DoflaError, match="owner/base is neither an adapter nor a converted checkpoint"):
         dofla.load(base)
 
 

@@ -246,7 +246,7 @@ def test_students_in_the_repository_have_cards_made_of_their_plan_and_record(tmp
     record, data = Record.load(folder / "record.json"), front_matter(folder)
     assert (data["base_model"], data["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
     values = [metric["value"] for result in data["model-index"][0]["results"] for metric in result["metrics"]]
-    assert values == [round(figure.student, 4) for figure in record.figures]
+    assert values == [round(figure.model, 4) for figure in record.figures]
     write_card(tmp_path, Plan.load(folder), record, adapter=True, name=f"docs/students/{name}")
     table = [[line for line in text_of(x).splitlines() if line.startswith("| ")] for x in (folder, tmp_path)]
     assert table[0] == table[1]
@@ -310,7 +310,7 @@ def test_figures_of_tasks_and_encoders_are_known(tmp_path):
     )
     dofla.note(model, figures={"source": "x", "windows": 3, "embeddings": {"cosine": 0.9, "spearman": 0.8}})
     figures = Converted.of(model).record.figures
-    found = {figure.metric: (figure.student, figure.teacher, figure.source) for figure in figures}
+    found = {figure.metric: (figure.model, figure.original, figure.source) for figure in figures}
     assert found == {
         "accuracy": (0.5, 0.75, "arc, 40 items"),
         "f1-all": (0.5, 0.75, "arc, 40 items"),

@@ -165,11 +165,11 @@ def test_generated_answers_are_those_of_generate(tiny, words, talk):
         text = words.decode(written[0, ids.shape[1] :], skip_special_tokens=True).partition(".")[0]
         return next((word for word in text.split() if word.startswith("w")), "[invalid]")  # as the harness says
 
-    found = {"student": [first(student, line["text"]) for line in lines]}
+    found = {"model": [first(student, line["text"]) for line in lines]}
     with dofla.original(student):
-        found["teacher"] = [first(student, line["text"]) for line in lines]
-    assert found["student"] != found["teacher"]
-    for line, answer in zip(lines, found["student"], strict=True):
+        found["original"] = [first(student, line["text"]) for line in lines]
+    assert found["model"] != found["original"]
+    for line, answer in zip(lines, found["model"], strict=True):
         line["answer"] = answer
     folder = write()
     (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -177,11 +177,11 @@ def test_generated_answers_are_those_of_generate(tiny, words, talk):
     assert (task.task, task.items, task.agreement) == ("talk", 5, None)
     assert task.metrics.keys() == {f"{name}, {kind}" for name in ("exact_match", "bleu") for kind in ("whole", "first")}
     row = task.metrics["exact_match, first"]
-    for who in ("teacher", "student"):
+    for who in ("original", "model"):
         right = torch.tensor([a == line["answer"] for a, line in zip(found[who], lines, strict=True)]).double()
         assert getattr(row, who) == pytest.approx(right.mean().item())
         assert getattr(row, f"{who}_stderr") == pytest.approx((right.std() / 5**0.5).item())
-    assert row.difference == row.student - row.teacher
+    assert row.difference == row.model - row.original
     assert row.difference_stderr is not None
     assert task.metrics["bleu, whole"].original_stderr is not None
     assert task.metrics["bleu, whole"].difference_stderr is None

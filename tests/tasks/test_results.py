@@ -25,7 +25,7 @@ def test_figures_of_one_task():
     found = compare(scores([n < 80 for n in range(100)]), scores([n < 70 for n in range(100)]))
     assert (found.task, found.items, found.agreement) == ("t", 100, 0.9)
     row = found.metrics["acc"]
-    assert (row.teacher, row.student) == (0.8, 0.7)
+    assert (row.original, row.model) == (0.8, 0.7)
     assert row.original_stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 99))
     assert row.difference == pytest.approx(-0.1)
     assert row.difference_stderr == pytest.approx(math.sqrt(0.1 * 0.9 / 99))

@@ -33,7 +33,7 @@ class Retention(Protocol):
         """Scores [R, n] of tokens before a query, by the time it comes."""
 
     def score(self, weights: Tensor) -> Tensor:
-        """What a query adds: from the attention weights [R, G, n] of the G query heads, normalized over the tier, to
+        """The addition of a query: from the attention weights [R, G, n] of the G query heads, normalized over the tier, to
         [R, n]."""
 
 

@@ -1,4 +1,4 @@
-"""What a verb says at its end: what it has written, and the next command."""
+"""The last words of a verb: what it has written, and the next command."""
 
 from __future__ import annotations
 

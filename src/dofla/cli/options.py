@@ -132,5 +132,5 @@ def set_seed(seed: int = 0) -> None:
 
 
 def text_of(without: Sequence[str] = (), **defaults: Any) -> Function:
-    """How text is cut into windows, with defaults of the verb."""
+    """The fields of text cut into windows, with defaults of the verb."""
     return Function("integration/self_samples.py", "token_windows", ("split", "progress", *without), defaults)

@@ -39,7 +39,7 @@ class Field:
     help: str
 
     def value(self, text: str) -> Any:
-        """What ``text`` says; DoflaError if it is of none of the kinds."""
+        """The value that ``text`` stands for; DoflaError if it is of none of the kinds."""
         for kind in sorted(self.kinds, key=lambda kind: kind in ("str", "Path")):
             try:
                 return _READERS[kind](text)
@@ -69,7 +69,7 @@ class Function:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """By parameter."""
+        """The fields, by parameter."""
         found = {}
         for name, one in _parameters(self.file, self.name).items():
             if name not in self.without:
@@ -93,7 +93,7 @@ class Settings:
         return {one.name: one for one in sorted(found.values(), key=lambda one: one.name)}
 
     def read(self, changes: Sequence[str], check: Callable[[str, Any], None]) -> dict[str, dict[str, Any]]:
-        """By function, the values of the fields that it has; DoflaError for a wrong name or value."""
+        """Values of the fields, by the function that has them; DoflaError for a wrong name or value."""
         fields = self.fields if changes else {}
         given = {}
         for change in changes:
@@ -198,7 +198,7 @@ def _kinds(node: ast.expr | None) -> Iterator[str]:
 
 
 def _helps(docstring: str) -> dict[str, str]:
-    """By parameter, what the section Args says."""
+    """The section Args, by parameter."""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", inspect.cleandoc(docstring), re.MULTILINE)
     found: dict[str, str] = {}
     for names, text in re.findall(r"^    ([\w, ]+): (.*(?:\n {8,}.*)*)", section[1] if section else "", re.MULTILINE):

@@ -137,7 +137,7 @@ class Calibration(Result):
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel, target: Target) -> str:
-    """Of the attention modules of a model, and of a few of their weights as bfloat16, in which most are kept."""
+    """Digest of the attention modules of a model, and of a few of their weights as bfloat16, in which most are kept."""
     digest = hashlib.blake2b(digest_size=16)
     for site in target.sites.values():
         digest.update(f"{site.name} {site.heads} {site.kv_heads} {site.head_dim} {site.value_dim}".encode())

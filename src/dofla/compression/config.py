@@ -27,7 +27,7 @@ WINDOWS, LENGTH = 12, 512
 
 @register_quantization_config(METHOD)
 class CacheConfig(QuantizationConfigMixin):
-    """How to compress the KV cache of the model that ``from_pretrained(..., quantization_config=...)`` opens.
+    """The compression of the KV cache of the model that ``from_pretrained(..., quantization_config=...)`` opens.
 
     Args:
         size, ratio, context, head_budgets, retrieval_heads, keep_softmax, prefill: as for :func:`dofla.compress`.

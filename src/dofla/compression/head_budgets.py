@@ -49,7 +49,7 @@ class HeadBudgets:
         return own
 
     def record(self) -> dict[str, Any]:
-        """What a plan says of them."""
+        """Their record in a plan."""
         found: dict[str, Any] = {"head_budgets": {name: list(own) for name, own in self.shares.items()}}
         found |= {"held_out": dict(self.held_out)} if self.held_out else {}
         return found | ({"retrieval_heads": dict(self.full_heads)} if self.full_heads else {})

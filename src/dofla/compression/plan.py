@@ -32,7 +32,7 @@ BITS = 3.0
 
 @dataclass(frozen=True)
 class Target:
-    """What the planner knows of a model.
+    """All that the planner knows of a model.
 
     Attributes:
         name: of the model.
@@ -50,7 +50,7 @@ class Target:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Target:
-        """Of a model, which reads a few tokens."""
+        """The target that a model is, which reads a few tokens."""
         name = model.config._name_or_path or type(model).__name__
         return cls(name, type(model).__name__, attention_sites(model), positions_of(model), model.config)
 

@@ -1,4 +1,4 @@
-"""Saving and opening students: the feature maps alone, or everything."""
+"""Saving and opening converted models: an adapter alone, or everything."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def dofla_attention(
 
 
 def _trained(layer: nn.Module, *vectors: Tensor) -> list[Tensor]:
-    """What of these and of the layer's parameters gets gradients."""
+    """Tensors among these and the layer's parameters that get gradients."""
     return [x for x in (*vectors, *layer.parameters()) if x.requires_grad] if torch.is_grad_enabled() else []
 
 

@@ -1,4 +1,4 @@
-"""Whether a processor multiplies numbers of half precision, or takes them apart one by one."""
+"""A test of whether a processor multiplies numbers of half precision, or takes them apart one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``save_pretrained`` and ``push_to_hub`` of students: transformers' own, and a model card with them.
+"""``save_pretrained`` and ``push_to_hub`` of converted models: transformers' own, and a model card with them.
 
 transformers has no hook that knows the folder, and on a push puts an empty card over the one in it. So two methods of
 ``PreTrainedModel`` are wrapped: for a converted model they see to README.md before and after the method, which does its

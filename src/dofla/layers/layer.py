@@ -50,7 +50,7 @@ class AttentionLayer(nn.Module):
 
     @property
     def kv_heads(self) -> int:
-        """How many KV heads the layer has."""
+        """Number of KV heads of the layer."""
         return sum(len(group.heads) for group in self.groups)
 
     @property

@@ -109,7 +109,7 @@ def allocate(
     """Give each layer its state.
 
     Args:
-        profile: of the teacher.
+        profile: of the model.
         budget: the bytes of so many features per KV head, averaged over the layers that are linearized.
         strategy: ``hybrid``, a window, sinks and features in every layer alike; ``measured``, of each what the error
             curves say; or one of the paper's, a name in :data:`STRATEGIES`.

@@ -1,4 +1,4 @@
-"""What an attention module becomes: a compressed cache, feature maps, or nothing else than it was."""
+"""Results of converting an attention module: a compressed cache, feature maps, or nothing else than it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile: what a teacher's attention looks like, per layer and KV head."""
+"""Profile: what a model's attention looks like, per layer and KV head."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def check(
     asked: list[int | None] = list(dict.fromkeys(map(parse_size, sizes))) or [None]
     opened = unwrapped(model) if isinstance(model, nn.Module) else _from_config(model, trust_remote_code)
     if is_converted(opened):
-        raise DoflaError("the model is compressed or linearized already: dofla.restore(model) gives the original back")
+        raise DoflaError("the model is converted already: dofla.restore(model) gives the original back")
     name = type(opened).__name__
     found = Check(name, opened.num_parameters(), False, positions=positions_of(opened))
     with StandInProducts() as standing:

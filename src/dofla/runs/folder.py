@@ -1,4 +1,4 @@
-"""What a run's folder records of itself: what it is of, and the machine."""
+"""A run's folder and its records: what it is of, and the machine."""
 
 from __future__ import annotations
 

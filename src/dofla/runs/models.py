@@ -107,5 +107,5 @@ class Models(ABC, Generic[Spec]):
 
 
 def recorded_seconds(path: Path) -> float:
-    """Those in a file; 0 if there is none."""
+    """Seconds in a file; 0 if there is none."""
     return read_json(path, "a record of seconds")["seconds"] if path.exists() else 0.0

@@ -1,4 +1,4 @@
-"""What a recipe names, opened: the model, its tokenizer, text to train on and to be evaluated on, prompts."""
+"""A recipe, opened: the model, its tokenizer, text to train on and to be evaluated on, prompts."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class StudentSpec(ModelSpec):
 
 @dataclass
 class Recipe:
-    """What compressions and distillations share: the model, its text, training end to end, and evaluation."""
+    """Settings that compressions and distillations share: the model, its text, training end to end, and evaluation."""
 
     model: str = ""
     dtype: str | None = None
