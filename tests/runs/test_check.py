@@ -134,7 +134,10 @@ def test_a_model_too_large_for_any_memory_is_told_of():
         ({"config.json": "{"}, "not a valid JSON file"),
         ({"config.json": '{"model_type": "nothing"}'}, "model type `nothing`"),
         ({"config.json": '{"model_type": "llama", "hidden_size": "x"}'}, "field 'hidden_size': TypeError"),
-        ({"config.json": '{"model_type": "llama", "quantization_config": {"quant_method": "dofla"}}'}, "of a converted model"),
+        (
+            {"config.json": '{"model_type": "llama", "quantization_config": {"quant_method": "dofla"}}'},
+            "of a converted model",
+        ),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused_in_one_line(files, match, tmp_path):

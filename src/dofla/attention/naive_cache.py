@@ -33,8 +33,8 @@ class Retention(Protocol):
         """Scores [R, n] of tokens before a query, by the time it comes."""
 
     def score(self, weights: Tensor) -> Tensor:
-        """The addition of a query: from the attention weights [R, G, n] of the G query heads, normalized over the tier, to
-        [R, n]."""
+        """The addition of a query [R, n], from the attention weights [R, G, n] of its G heads, normalized over the
+        tier."""
 
 
 class HeavyHitters:
