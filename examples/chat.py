@@ -1,7 +1,7 @@
 """A conversation through the tokenizer's chat template. The bundled demo model never learned to chat: it is given a
 template here, and makes of it what it can; a model that has one (SmolLM2-Instruct) answers.
 
-    python examples/chat.py [STUDENT] [MESSAGE]
+    python examples/chat.py [MODEL] [MESSAGE]
 """
 
 from __future__ import annotations

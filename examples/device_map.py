@@ -1,7 +1,7 @@
-"""A student spread by accelerate: on a device map, with the layers that do not fit in memory left on disk.
+"""A compressed model spread by accelerate: on a device map, with the layers that do not fit in memory left on disk.
 
 pip install accelerate
-python examples/device_map.py [STUDENT]
+python examples/device_map.py [MODEL]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main(name: str = "demo") -> dict[str, str]:
     model, tokenizer = open_converted(name)
     inputs, texts = tokenizer("Once upon a time, there was a", return_tensors="pt"), {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder, offload = Path(temporary) / "student", Path(temporary) / "offload"
+        folder, offload = Path(temporary) / "compressed", Path(temporary) / "offload"
         model.save_pretrained(folder)
         # Two thirds of the model's bytes may be in memory. A layer on disk is read each time that its turn comes.
         memory = {"cpu": model.get_memory_footprint() * 2 // 3}

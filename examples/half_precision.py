@@ -1,7 +1,7 @@
 """A compressed model in bfloat16: half the bytes of the weights. Feature maps and their state stay in float32, which
 has room for the exponents of real heads.
 
-    python examples/half_precision.py [STUDENT]
+    python examples/half_precision.py [MODEL]
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A student whose weights are kept in eight bits, by optimum-quanto; the feature maps stay as they are.
+"""A compressed model whose weights are kept in eight bits, by optimum-quanto; the feature maps stay as they are.
 
     pip install optimum-quanto
-    python examples/int8_weights.py [STUDENT]
+    python examples/int8_weights.py [MODEL]
 
-Save the student before, and do this each time it is opened: dofla's files hold plain weights. torchao does the same on
+Save the model before, and do this each time it is opened: dofla's files hold plain weights. torchao does the same on
 a CPU, ``quantize_(model, Int8WeightOnlyConfig(), filter_fn=...)``. bitsandbytes, and 8-bit weights by way of
-``quantization_config``, cannot be had: of those a model has one, and a student's is dofla's.
+``quantization_config``, cannot be had: a model has one of those, and a compressed model's is dofla's.
 """
 
 from __future__ import annotations

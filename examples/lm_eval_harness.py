@@ -1,8 +1,8 @@
-"""A student in lm-evaluation-harness: its HFLM takes the model as it is. Without a name of the harness's tasks, a few
-questions made here, which need no network.
+"""A compressed model in lm-evaluation-harness: its HFLM takes the model as it is. Without a name of the harness's tasks,
+a few questions made here, which need no network.
 
     pip install 'dofla[eval]'
-    python examples/lm_eval_harness.py [STUDENT] [TASK,TASK...]
+    python examples/lm_eval_harness.py [MODEL] [TASK,TASK...]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(name: str = "demo", tasks: str | None = None) -> dict[str, dict[str, fl
     manager = TaskManager(include_defaults=tasks is not None)
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
     options = {"tasks": wanted, "task_manager": manager, "bootstrap_iters": 0}
-    found = {"student": simple_evaluate(lm, **options)["results"]}
+    found = {"compressed": simple_evaluate(lm, **options)["results"]}
     with dofla.original(model):
         found["original"] = simple_evaluate(lm, **options)["results"]
     accuracies = {who: {task: row["acc,none"] for task, row in results.items()} for who, results in found.items()}

@@ -1,8 +1,8 @@
 """Read a long document once, keep its state, and put many questions to it, each at the cost of the question alone.
 
-    python examples/long_document.py [STUDENT]
+    python examples/long_document.py [MODEL]
 
-The state of a linearized model has the same size after ten tokens and after ten thousand, so it is a small file.
+The state of a compressed model has the same size after ten tokens and after ten thousand, so it is a small file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OpenAI's client and `dofla serve`: a conversation whose state stays with the server, so that a turn costs its own
 tokens. Needs dofla[serve].
 
-    python examples/serving.py [STUDENT] [MESSAGE]
+    python examples/serving.py [MODEL] [MESSAGE]
 """
 
 from __future__ import annotations

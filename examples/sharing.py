@@ -1,6 +1,7 @@
-"""A student to give away: figures on its model card, saved whole and as an adapter, and pushed if a name is given.
+"""A compressed model to give away: figures on its model card, saved whole and as an adapter, and pushed if a name is
+given.
 
-python examples/sharing.py [STUDENT] [OWNER/NAME]
+python examples/sharing.py [MODEL] [OWNER/NAME]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def main(name: str = "demo", repository: str | None = None) -> str:
     model, tokenizer = open_converted(name)
     dofla.note(model, figures=dofla.evaluate(model, some_text(tokenizer, windows=4, seed=7)), license="apache-2.0")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "student"
+        folder = Path(temporary) / "compressed"
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         dofla.save_adapter(model, Path(temporary) / "adapter")

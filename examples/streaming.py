@@ -1,6 +1,6 @@
 """Text shown word by word as it comes, by transformers' TextStreamer; the cache behind it does not grow.
 
-python examples/streaming.py [STUDENT]
+python examples/streaming.py [MODEL]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A student in transformers' pipeline for text: nothing about it is special.
+"""A compressed model in transformers' pipeline for text: nothing about it is special.
 
-python examples/text_generation.py [STUDENT]
+python examples/text_generation.py [MODEL]
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from benches import scripts
 from transformers import AutoTokenizer
 
 import dofla
+from dofla.attention import naive_cache
 from dofla.cli import app
 from dofla.cli.pipeline import RECIPES
 from dofla.cli.settings import Settings
@@ -33,7 +34,8 @@ DOCS = ROOT / "docs"
 QUICKSTART, TUTORIAL = DOCS / "quickstart.md", DOCS / "linear-attention" / "tutorial.md"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 LINEAR = sorted((DOCS / "linear-attention").glob("*.md"))
-RUN = [ROOT / "README.md", DOCS / "index.md", DOCS / "size.md", DOCS / "paper" / "index.md", *GUIDES, *LINEAR]
+NAIVE = DOCS / "maths" / "naive-cache.md"
+RUN = [ROOT / "README.md", DOCS / "index.md", DOCS / "size.md", DOCS / "paper" / "index.md", NAIVE, *GUIDES, *LINEAR]
 RUN.remove(TUTORIAL)
 MADE = ("api", "students", "tables")  # by mkdocstrings and by commands
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.relative_to(DOCS).parts[0] not in MADE]
@@ -176,6 +178,14 @@ def test_the_program_of_the_maths_prints_what_its_comments_say():
     (block,) = [block for block in blocks(page) if block.is_run]
     said = re.findall(r"^print.*# (.+)$", block.text, re.MULTILINE)
     assert run(page, [block])[0].splitlines() == said
+
+
+def test_the_excerpts_of_the_readable_cache_stand_in_its_file():
+    lines = [line.strip() for line in Path(naive_cache.__file__).read_text(encoding="utf-8").splitlines()]
+    for block in blocks(NAIVE):
+        if block.kind == "py":
+            excerpt = [line.strip() for line in block.text.splitlines()]
+            assert any(lines[n : n + len(excerpt)] == excerpt for n in range(len(lines))), block.text
 
 
 # Commands and recipes on any page

@@ -98,8 +98,8 @@ def test_lm_eval_harness(student, capsys):
     state = torch.random.get_rng_state()  # which the harness sets
     found = run("lm_eval_harness", student)
     torch.random.set_rng_state(state)
-    assert found["student"]["next_word"] >= 0.5
-    assert found.keys() == {"student", "original"}
+    assert found["compressed"]["next_word"] >= 0.5
+    assert found.keys() == {"compressed", "original"}
     assert re.search(r"^student next_word [\d.]+%$", capsys.readouterr().out, re.MULTILINE)
 
 

@@ -43,7 +43,7 @@ def note(
 
     Raises:
         DoflaError: not a converted model; no figures in what was given; a name that no repository can have; a damaged
-        file.
+            file.
     """
     source: AbstractContextManager[None] = nullcontext()
     found: Mapping[str, Any] | None
