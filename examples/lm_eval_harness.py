@@ -1,5 +1,5 @@
-"""A compressed model in lm-evaluation-harness: its HFLM takes the model as it is. Without a name of the harness's tasks,
-a few questions made here, which need no network.
+"""A compressed model in lm-evaluation-harness: its HFLM takes the model as it is. Without a name of the harness's
+tasks, a few questions made here, which need no network.
 
     pip install 'dofla[eval]'
     python examples/lm_eval_harness.py [MODEL] [TASK,TASK...]
