@@ -168,7 +168,7 @@ def test_pictures_are_seen_and_conversations_about_them_go_on(tiny, tmp_path):
     answers = {}
     for kept in (False, True):
         with (
-            ContinuousBatching(small(tiny)) as batching,
+            ContinuousBatching(compressed) as batching,
             served(conversing(batching) if kept else compressed, processor) as port,
         ):
             client = Client(port)
