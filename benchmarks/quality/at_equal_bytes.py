@@ -49,7 +49,7 @@ class Quality(Study):
 
 def main(
     model: Annotated[str, typer.Option(help="A file of benchmarks/quality, without its ending.")] = "demo",
-    row: Annotated[list[str] | None, typer.Option(help="Converted of the file; default: all.")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="A row of the file; repeatable; default: all.")] = None,
     seeds: Annotated[int, typer.Option(help="Of layerwise students; those trained end to end have the first.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/quality-MODEL.")] = None,
     change: Annotated[list[str] | None, typer.Option("--set", help="field=value over the file; repeatable.")] = None,
