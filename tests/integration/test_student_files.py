@@ -297,7 +297,7 @@ def test_an_adapter_of_which_a_file_has_changed_is_refused(adapter, name):
 
 def test_an_adapter_without_a_checksum_is_refused(adapter):
     describe(adapter, sha256=None)
-    assert_refused(adapter, rf"{ADAPTER} has no sha256: it is damaged, or of an earlier version: make it again")
+    assert_refused(adapter, rf"{ADAPTER} has no sha256: it is damaged, or of an earlier version: compress or distill")
 
 
 def rename_layers(folder):

@@ -182,7 +182,10 @@ def _description(folder: Path) -> dict[str, Any]:
     adapter = read_json(folder / ADAPTER, "a dofla adapter")
     digests = adapter.get("sha256")
     if not isinstance(digests, dict):
-        raise DoflaError(f"{folder / ADAPTER} has no sha256: it is damaged, or of an earlier version: make it again")
+        raise DoflaError(
+            f"{folder / ADAPTER} has no sha256: it is damaged, or of an earlier version: compress or distill the model "
+            "again"
+        )
     for name in _CHECKED:
         path = folder / name
         if (sha256(path) if path.is_file() else None) != digests.get(name):

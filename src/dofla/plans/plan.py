@@ -124,7 +124,7 @@ class Plan(Result):
         """The reverse of :meth:`to_dict`; DoflaError naming ``where`` and the field if something is off."""
         if data.get("format", _FORMAT) != _FORMAT:
             raise DoflaError(
-                f"{where} was made by another version of dofla: make it again, by dofla compress or allocate"
+                f"{where} was made by another version of dofla: compress the model again, or allocate its plan again"
             )
         layers = data.get("layers")
         if not isinstance(layers, dict) or not layers:
