@@ -100,7 +100,7 @@ def test_lm_eval_harness(student, capsys):
     torch.random.set_rng_state(state)
     assert found["compressed"]["next_word"] >= 0.5
     assert found.keys() == {"compressed", "original"}
-    assert re.search(r"^student next_word [\d.]+%$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^compressed next_word [\d.]+%$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
         assert word in shown
     record = json.loads(out.read_text())["tasks"]
     assert [task["items"] for task in record["tasks"]] == [10, 10, 10]
-    assert record["tasks"][2]["metrics"]["exact_match"].keys() >= {"teacher", "model_stderr", "difference_stderr"}
+    assert record["tasks"][2]["metrics"]["exact_match"].keys() >= {"original", "model_stderr", "difference_stderr"}
     text = ["--data", home / "text.txt", "--length", 16, "--windows", 4]
     both = tmp_path / "both.json"
     assert call("evaluate", student / "adapter", *text, "--tasks", tasks[0], "--out", both) == 0

@@ -94,8 +94,9 @@ def distill_end_to_end(
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
         context: read the windows as if they began anywhere among so many positions; as for
-        :func:`dofla.linear.distill`. seed: of the order of the windows, and the factors. The global generator is left
-        as it was. folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
+            :func:`dofla.linear.distill`.
+        seed: of the order of the windows, and the factors. The global generator is left as it was.
+        folder: where checkpoints, the curve and (for ``lora``) the folder ``lora`` go, which
             :func:`dofla.linear.merge_lora` reads. A run of the same settings that stopped there goes on, and ends with
             the same numbers as if it had not stopped; one that ended is opened.
         checkpoint_every: steps between checkpoints.

@@ -30,7 +30,7 @@ def note(
     base_model: str | None = None,
     license: str | None = None,
 ) -> None:
-    """Put on record what the model's model card is to say of it; saving the model writes record and card.
+    """Put on record what a model card is to say; saving the model writes record and card.
 
     Args:
         model: a converted model; or the folder of one, whose card is written anew at once.

@@ -94,7 +94,8 @@ def open_converted(
         name: of the model.
         dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
         base_model: where an adapter's base is, if not where the adapter says; any name that :func:`open_original`
-        takes. device: see :func:`device_of`.
+            takes.
+        device: see :func:`device_of`.
         offload: folder for layers that do not fit in memory, which accelerate then places.
 
     Raises:
