@@ -156,7 +156,7 @@ def test_the_seconds_of_a_table_are_those_of_all_it_looks_at(home):
     once = bench.seconds
     bench.evaluations(spec)
     assert bench.seconds == once
-    assert once >= bench.workshop.seconds(spec, 0)
+    assert once >= bench.students.seconds(spec, 0)
     bench.begin()
     assert bench.seconds == 0
 

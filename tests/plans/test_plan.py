@@ -297,7 +297,7 @@ def test_a_plan_of_an_older_format_is_to_be_made_again(tiny):
     assert data["format"] == 4
     Plan.from_dict(data)
     for older in (1, 2, 3):
-        with pytest.raises(DoflaError, match="the plan was made by another version of dofla: make it again"):
+        with pytest.raises(DoflaError, match="the plan was made by another version of dofla: compress the model again"):
             Plan.from_dict(data | {"format": older})
     del data["format"]
     Plan.from_dict(data)  # written by hand
