@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 import dofla
 from dofla.attention import naive_cache
 from dofla.cli import app
-from dofla.cli.pipeline import RECIPES
 from dofla.cli.settings import Settings
 from dofla.data import read_documents
+from dofla.runs import RECIPES
 from dofla.runs.demo import model_path
 from dofla.runs.recipe import Recipe
 

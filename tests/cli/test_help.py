@@ -65,3 +65,7 @@ def test_help_fits_a_terminal_and_leaves_room_to_say_something(words):
     lines = shown(*words, "--help")
     assert max(map(len, lines)) == 80
     assert max(line.index("Show this message and") for line in lines if "--help " in line) <= 50
+
+
+def test_fields_of_the_demo_begin_with_the_recipe():
+    assert "Fields of --set: compression. or distillation. before model" in " ".join(shown("demo", "--help"))

@@ -16,9 +16,9 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.converted import is_converted
 from dofla.plans.plan import Plan
-from dofla.runs import opened
+from dofla.runs import DEMO, RECIPES, opened
 from dofla.runs.folder import claim
-from dofla.runs.recipe import DEMO, RECIPES, Compression, Distillation, Recipe, demo_recipes
+from dofla.runs.recipe import Compression, Distillation, Recipe, demo_recipes
 from dofla.runs.run import run
 
 TOKENS = 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,10 +30,11 @@ from dofla.cli.settings import Function, Sections
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
+from dofla.runs import DEMO, RECIPES
 
-RECIPES = Path(__file__).parent.parent / "runs" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 RECIPE = Sections([("runs/recipe.py", "Recipe")])
+ONE_OF_DEMO = replace(RECIPE, before=DEMO)
 
 
 def profile(
@@ -243,7 +245,7 @@ def run(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder, where an interrupted run resumes.")] = Path("runs/demo"),
     device: Device = None,
-    changes: Given = RECIPE,
+    changes: Given = ONE_OF_DEMO,
 ) -> dict[str, Any]:
     """Compress and distill the bundled model: 3 min on a CPU core."""
     from dofla.runs.recipe import demo_recipes

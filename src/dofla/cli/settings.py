@@ -94,8 +94,9 @@ class Settings:
 
     def read(self, changes: Sequence[str], check: Callable[[str, Any], None]) -> dict[str, dict[str, Any]]:
         """Values of the fields, by the function that has them; DoflaError for a wrong name or value."""
-        fields = self.fields if changes else {}
-        given = {}
+        if not changes:  # then no source is read
+            return {where: dict(function.defaults) for where, function in self.functions.items()}
+        fields, given = self.fields, {}
         for change in changes:
             name, equals, text = change.partition("=")
             if name not in fields:
@@ -123,12 +124,15 @@ class Sections:
 
     Args:
         places: (module, name) of dataclasses; those derived from one in its module count with it.
+        before: names of several such files, one of which stands before each field.
     """
 
     places: Sequence[tuple[str, str]]
+    before: Sequence[str] = ()
 
     def __str__(self) -> str:
-        return ", ".join(dict.fromkeys(name for place in self.places for name in _names_in(*place)))
+        start = f"{' or '.join(f'{name}.' for name in self.before)} before " if self.before else ""
+        return start + ", ".join(dict.fromkeys(name for place in self.places for name in _names_in(*place)))
 
 
 def _names_in(file: str, name: str) -> Iterator[str]:

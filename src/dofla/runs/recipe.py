@@ -12,13 +12,12 @@ import yaml
 
 from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
+from dofla.runs import DEMO, RECIPES
 from dofla.storage.fields import build
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-RECIPES, DEMO = Path(__file__).parent / "recipes", ("compression", "distillation")
-"""The bundled recipes, and the kinds of those of the demo."""
 STARTS = ("data", "random")
 
 
