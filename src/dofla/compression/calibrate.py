@@ -120,13 +120,13 @@ def measure(
     if head_budgets not in HEAD_BUDGETS:
         raise DoflaError(f"head_budgets is {head_budgets!r}: choose one of {', '.join(HEAD_BUDGETS)}")
     measured = head_budgets == "measured"
-    if measured or tokenizer is not None:
+    if takes_gradients := measured or tokenizer is not None:
         check_in_memory(model, "measuring gradients, which head_budgets='even' does without,")
-    if (measured or tokenizer is not None) and any(weight.is_inference() for weight in model.parameters()):
-        raise DoflaError(
-            "the model was made within torch.inference_mode(), and no gradients pass through it: open it outside, "
-            "or give head_budgets='even'"
-        )
+        if any(weight.is_inference() for weight in model.parameters()):
+            raise DoflaError(
+                "the model was made within torch.inference_mode(), and no gradients pass through it: open it outside, "
+                "or give head_budgets='even'"
+            )
     sites, within = target.compressed(keep_softmax), calibration_context(model, text, context)
     directions = measure_directions(
         model,
@@ -142,7 +142,7 @@ def measure(
         fingerprint=fingerprint(model, target),
         made_by={"source": text.source, "tokens": text.tokens, "context": within},
     )
-    if not measured and tokenizer is None:
+    if not takes_gradients:
         return found
     costs = _Costs(model, target, found, text, keep_softmax, context, batch_size, report)
     if measured:

@@ -244,7 +244,7 @@ def _check(plan: Plan, sites: Mapping[str, AttentionSite]) -> None:
 
 
 def refuse(site: AttentionSite) -> None:
-    """Raise DoflaError if the layer cannot become linear."""
+    """Raise DoflaError if the layer cannot be converted."""
     reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
     reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
     if reason:

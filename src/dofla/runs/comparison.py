@@ -75,8 +75,8 @@ def samples(name: str, written: Sequence[dict[str, Any]]) -> Iterator[Part | Tex
     for sample in written:
         yield ""
         yield Text.assemble(("prompt: ", "bold"), excerpt(sample["prompt"]))
-        for writer, who in (("original", "original"), (name, "model")):
-            yield Text.assemble((f"{writer}: ", "bold"), " ".join(sample[who].split()))
+        for writer, text in (("original", sample["original"]), (name, sample["model"])):
+            yield Text.assemble((f"{writer}: ", "bold"), " ".join(text.split()))
 
 
 def excerpt(prompt: str) -> str:
