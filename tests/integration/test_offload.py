@@ -96,7 +96,7 @@ def test_a_feature_map_that_is_missing_on_disk_is_named(tmp_path):
 
 
 def test_accelerate_decides_what_stays_in_memory(folder, tmp_path, monkeypatch):
-    half = teacher("llama").get_memory_footprint() // 2
+    half = dofla.demo()[0].get_memory_footprint() // 2
     monkeypatch.setattr(placement, "get_max_memory", lambda *_: {"cpu": half})
     model, _ = open_converted("demo", offload=tmp_path)
     assert is_offloaded(model)

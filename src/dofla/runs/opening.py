@@ -132,7 +132,7 @@ def _opened(
     logger.info("loading %s", path)
     base_model = None if base_model is None else resolve_model(base_model)
     model = _placed(partial(load, path, base_model=base_model), dtype, device, offload)
-    return model, load_tokenizer(path, resolve_model(model.config._name_or_path))
+    return model, load_tokenizer(resolve_model(path), resolve_model(model.config._name_or_path))
 
 
 def _placed(
