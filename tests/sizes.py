@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dofla
-from dofla.compression.plan import Target, bytes_for
+from dofla.compression.plan import bytes_for
+from dofla.compression.target import Target
 from dofla.integration.wrapped import unwrapped
 
 
 def size_of(model, tokens, keep_softmax=()):
     """Bytes of a cache of so many tokens in each KV head."""
-    sites = Target.of(unwrapped(model)).compressed(keep_softmax)
+    sites = Target.of(unwrapped(model), keep_softmax=keep_softmax).compressed
     return sum(site.kv_heads * bytes_for(tokens, site.head_dim, site.value_dim) for site in sites)
 
 

@@ -52,8 +52,9 @@ from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, Qu
 from transformers.utils import is_optimum_quanto_available
 
 import dofla
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
+from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.errors import DoflaError
@@ -151,7 +152,7 @@ def saved(students: list[str]) -> dict[str, str]:
 
 def limit_of(model: PreTrainedModel, size: str | int, context: int | None = None) -> int:
     """Bytes of the compressed cache."""
-    convert(model, compressed_plan(Target.of(model), parse_size(size), context=context))
+    convert(model, compressed_plan(Target.of(model, context), parse_size(size)))
     held = held_by(model)
     dofla.restore(model)
     return held

@@ -32,8 +32,9 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
+from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.evaluation.language import next_token_figures
@@ -79,7 +80,7 @@ def by_age(size: str, context: int | None) -> Make:
 
     def make(model: PreTrainedModel, tokens: TokenWindows, _: object) -> PreTrainedModel:
         calibration = dofla.calibrate(model, tokens, head_budgets="even", context=context)
-        plan = compressed_plan(Target.of(model), parse_size(size), context=context)
+        plan = compressed_plan(Target.of(model, context), parse_size(size))
         for layer in plan.compressed:
             layer.newest, layer.heavy_hitters = layer.newest + layer.heavy_hitters - 1, 1
         convert(model, plan)

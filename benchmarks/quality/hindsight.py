@@ -31,8 +31,9 @@ from transformers import PreTrainedModel
 
 import dofla
 from dofla.attention.constants import DECAY
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
+from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.distillation.objective import Objective

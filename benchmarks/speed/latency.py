@@ -37,8 +37,9 @@ from turns import least
 
 import dofla
 from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
+from dofla.compression.target import Target
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.converted import Converted
 from dofla.integration.surgery import convert
@@ -120,9 +121,9 @@ def both(
 
 def compressed_by(model: PreTrainedModel, size: str, head_budgets: HeadBudgets | None) -> PreTrainedModel:
     """The model with a compressed cache of these head budgets, calibrated on random tokens."""
-    target = Target.of(model)
+    target = Target.of(model, CONTEXT)
     calibration = dofla.calibrate(model, random_tokens(model, 1, 256), head_budgets="even", context=CONTEXT)
-    convert(model, compressed_plan(target, parse_size(size), head_budgets=head_budgets, context=CONTEXT))
+    convert(model, compressed_plan(target, parse_size(size), head_budgets=head_budgets))
     calibration.apply(Converted.of(model).layers)
     return model
 

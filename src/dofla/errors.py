@@ -22,8 +22,10 @@ def about(path: Path) -> Iterator[None]:
 
 
 def check_numbers(**numbers: int) -> None:
-    """DoflaError naming the first that is below 1."""
+    """DoflaError naming the first that is no integer, or below 1."""
     for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise DoflaError(f"{name} is {value!r}: give an integer, 1 or more")
         if value < 1:
             raise DoflaError(f"{name} is {value}: give 1 or more")
 

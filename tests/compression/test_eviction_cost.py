@@ -11,7 +11,8 @@ from sizes import size_of
 import dofla
 from dofla.compression.calibrate import COPY_WEIGHT, _Costs, _repeated
 from dofla.compression.head_budgets import LEAST
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
+from dofla.compression.target import Target
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
@@ -53,7 +54,7 @@ def test_costs_are_slopes_of_the_loss(tiny, place):
     found = dofla.calibrate(model, tokens, keep_softmax=kept, context=96)
     assert name in found.costs
     assert not found.costs.keys() & set(kept)
-    convert(model, compressed_plan(Target.of(model), size_of(model, 64, kept), keep_softmax=kept, context=96))
+    convert(model, compressed_plan(Target.of(model, 96, kept), size_of(model, 64, kept)))
     found.apply(Converted.of(model).layers)
     loss = Objective(model, lambda: dofla.original(model))
     texts = [list(placed_over(x, 3, 96)) for x in (tokens, _repeated(tokens, 48))]

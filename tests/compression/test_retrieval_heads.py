@@ -8,8 +8,10 @@ from sizes import size_of
 
 import dofla
 from dofla.compression import retrieval
-from dofla.compression.plan import Target, compressed_plan
-from dofla.compression.retrieval import by_layer, needles_for, rank_heads
+from dofla.compression.plan import compressed_plan
+from dofla.compression.retrieval import by_layer, rank_heads
+from dofla.compression.target import Target
+from dofla.data.facts import Facts
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
@@ -41,10 +43,8 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     assert sorted(found.retrieval) == [(name, head) for name in (FIRST, SECOND) for head in range(2)]
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert f"retrieval heads, the first ten: {' '.join(map(str, found.retrieval[0]))}" in str(found)
-    size, target = size_of(model, 120), Target.of(model)
-    before, plan = (
-        compressed_plan(target, size, head_budgets=found.head_budgets(count), context=REACH) for count in (0, 1)
-    )
+    size, target = size_of(model, 120), Target.of(model, REACH)
+    before, plan = (compressed_plan(target, size, head_budgets=found.head_budgets(count)) for count in (0, 1))
     held, held_before = slots(plan), slots(before)
     first = found.retrieval[0]
     assert held[first] == REACH
@@ -63,7 +63,7 @@ def test_what_costs_most_of_text_or_of_needles_comes_first(tiny, tokenizer, monk
     # As much as half of what text costs and nothing of needles; or with twice the bytes a third of what needles cost.
     shares = {FIRST: [1.0, 1.0], SECOND: [2.0, 1.0]}
     costs = {FIRST: [0.5, 0.3], SECOND: [0.2, 0.0]}
-    needles, asked = needles_for(model, windows(tiny), tokenizer, REACH), []
+    needles, asked = Facts.among(windows(tiny), tokenizer, REACH), []
     found = {FIRST: torch.tensor([0.0, 0.1]), SECOND: torch.tensor([0.4, 0.1])}
     monkeypatch.setattr(
         retrieval, "eviction_costs", lambda _, batches, report, last: asked.append((len(batches), last)) or found
@@ -118,6 +118,6 @@ def test_refusals(tiny, tokenizer, options, message):
 
 
 def test_without_positions_a_context_is_needed(tiny, tokenizer, monkeypatch):
-    monkeypatch.setattr("dofla.compression.plan.positions_of", lambda _: None)
+    monkeypatch.setattr("dofla.compression.target.positions_of", lambda _: None)
     with pytest.raises(DoflaError, match="states no number of positions: give context"):
         dofla.compress(reader(tiny), windows(tiny), 9000, retrieval_heads=1, tokenizer=tokenizer)

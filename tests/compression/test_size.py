@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from sizes import size_of
 import dofla
 from dofla.attention import tier_bytes
 from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.plan import BITS, SINKS, Target, TooSmall, _smallest_head, bytes_for, compressed_plan, head_sizes
+from dofla.compression.plan import BITS, SINKS, TooSmall, _smallest_head, bytes_for, compressed_plan, head_sizes
 from dofla.compression.size import parse_size, size_or_ratio
+from dofla.compression.target import Target
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
 from dofla.integration.converted import Converted
@@ -117,16 +119,16 @@ def test_a_head_has_a_token_of_each_kind():
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(4_000, 200_000), seed=st.integers(0, 2**31), context=st.none() | st.integers(40, 3_000))
 def test_a_plan_takes_no_more_than_its_size_and_nearly_all_of_it(tiny, family, size, seed, context):
-    target = _target(tiny, family)
+    target = replace(_target(tiny, family), context=context)
     generator = torch.Generator().manual_seed(seed)
-    shares = {x.name: (0.75 + torch.rand(x.kv_heads, generator=generator)).tolist() for x in target.compressed()}
+    shares = {x.name: (0.75 + torch.rand(x.kv_heads, generator=generator)).tolist() for x in target.compressed}
     total = sum(map(sum, shares.values())) / sum(map(len, shares.values()))
     budgets = HeadBudgets({name: [share / total for share in own] for name, own in shares.items()})
     token = HeadCost.of(8, 8, 0, "int8").token
     for head_budgets in (None, budgets):
-        plan = compressed_plan(target, size, head_budgets=head_budgets, context=context)
+        plan = compressed_plan(target, size, head_budgets=head_budgets)
         heads = sum(x.kv_heads for x in plan.layers)
-        most = context or target.positions
+        most = target.length
         slots = [n for x in plan.layers for n in x.slots]
         assert max(slots) <= most
         assert plan.state_bytes() <= size
@@ -162,15 +164,15 @@ def test_ratio_and_context_of_a_model(tiny):
 
 
 def test_no_head_gets_slots_for_more_tokens_than_there_are_positions(tiny):
-    target = Target.of(tiny.llama())
+    target = Target.of(tiny.llama(), 96)
     size, budgets = size_of(tiny.llama(), 100), HeadBudgets({FIRST: [0.5, 0.5], SECOND: [0.5, 2.5]})
     for positions in (128, 160):
-        plan = compressed_plan(target, size, head_budgets=budgets, context=positions)
+        plan = compressed_plan(replace(target, context=positions), size, head_budgets=budgets)
         *others, most = [slots for layer in plan.layers for slots in layer.slots]
         assert most == positions == plan.context
         assert max(others) == min(others) < most
         assert 0.95 * size < plan.state_bytes() <= size
-    even, uneven = (compressed_plan(target, 2 * size, head_budgets=x, context=96) for x in (None, budgets))
+    even, uneven = (compressed_plan(target, 2 * size, head_budgets=x) for x in (None, budgets))
     assert uneven.layers == even.layers  # enough for all, with bytes to spare
     assert [slots for layer in even.layers for slots in layer.slots] == [96] * 4
 
@@ -185,3 +187,24 @@ def test_the_size_that_an_error_names_works(tiny, head_budgets, shape):
     assert str(refusal.value).startswith("size 300 bytes is too small")
     dofla.restore(dofla.compress(model, tokens, int(least), head_budgets=head_budgets))
     assert not hasattr(model, "_dofla_softmax_implementation")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": "16"}, "ratio is '16': give softmax bytes per compressed byte"),
+        ({"context": "64"}, "context is '64': give an integer, 1 or more"),
+        ({"context": 64.0}, "context is 64.0: give an integer, 1 or more"),
+        ({"context": 0}, "context is 0: give 1 or more"),
+        ({"retrieval_heads": "2"}, "retrieval_heads is '2': give how many"),
+        ({"batch_size": 0}, "batch_size is 0: give 1 or more"),
+        ({"keep_softmax": FIRST}, "keep_softmax is .*: give a list"),
+    ],
+)
+def test_options_of_another_type_are_named(tiny, options, message):
+    with pytest.raises(DoflaError, match=message):
+        dofla.compress(tiny.llama(), tiny.tokens(2, 32), head_budgets="even", **options)
+
+
+def test_no_layers_to_keep_may_be_none(tiny):
+    assert dofla.compress(tiny.llama(), tiny.tokens(2, 32), head_budgets="even", keep_softmax=None)

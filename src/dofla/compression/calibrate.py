@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.compression.calibration import Calibration, fingerprint
+from dofla.compression.calibration import Calibration
 from dofla.compression.directions import measure_directions
 from dofla.compression.eviction_cost import eviction_costs
 from dofla.compression.head_budgets import HeadBudgets, divide, held_out_line
-from dofla.compression.plan import Target, bytes_for, compressed_plan, even_bytes
-from dofla.compression.retrieval import needles_for, rank_heads
+from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
+from dofla.compression.retrieval import needles_among, rank_heads
+from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 from dofla.integration.consistency import check_consistency
 from dofla.integration.converted import Converted
 from dofla.integration.offload import check_in_memory
@@ -62,7 +63,7 @@ def calibrate(
     head_budgets: str = "measured",
     tokenizer: PreTrainedTokenizerBase | None = None,
     context: int | None = None,
-    keep_softmax: Collection[str] = (),
+    keep_softmax: Collection[str] | None = (),
     batch_size: int = 1,
     progress: Progress | bool = True,
 ) -> Calibration:
@@ -90,12 +91,10 @@ def calibrate(
     """
     return measure(
         model,
-        Target.of(model),
+        Target.of(model, context, keep_softmax),
         windows,
         head_budgets=head_budgets,
         tokenizer=tokenizer,
-        context=context,
-        keep_softmax=keep_softmax,
         batch_size=batch_size,
         progress=progress,
     )
@@ -108,13 +107,12 @@ def measure(
     *,
     head_budgets: str,
     tokenizer: PreTrainedTokenizerBase | None,
-    context: int | None,
-    keep_softmax: Collection[str],
     batch_size: int,
     progress: Progress | bool,
 ) -> Calibration:
     """:func:`calibrate` of a model that has been looked at."""
     report = progress if callable(progress) else None
+    check_numbers(batch_size=batch_size)
     if not isinstance(text := windows_for(model, windows), TokenWindows):
         raise DoflaError("images leave no tokens in a cache: linearize their model instead")
     if head_budgets not in HEAD_BUDGETS:
@@ -127,24 +125,18 @@ def measure(
                 "the model was made within torch.inference_mode(), and no gradients pass through it: open it outside, "
                 "or give head_budgets='even'"
             )
-    sites, within = target.compressed(keep_softmax), calibration_context(model, text, context)
-    directions = measure_directions(
-        model,
-        text,
-        [site.name for site in sites],
-        batch_size=batch_size,
-        context=context,
-        progress=report and partial(report, "directions"),
-    )
+    within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
+    bar = report and partial(report, "directions")
+    directions = measure_directions(model, text, layers, batch_size=batch_size, context=within, progress=bar)
     found = Calibration(
         directions,
         model=target.name,
-        fingerprint=fingerprint(model, target),
+        fingerprint=target.fingerprint,
         made_by={"source": text.source, "tokens": text.tokens, "context": within},
     )
     if not takes_gradients:
         return found
-    costs = _Costs(model, target, found, text, keep_softmax, context, batch_size, report)
+    costs = _Costs(model, target, found, text, batch_size, report)
     if measured:
         found = costs.measured()
     return found if tokenizer is None else costs.ranked(found, tokenizer)
@@ -157,7 +149,7 @@ class _Costs:
         model, target: to be measured.
         calibration: its directions.
         windows: of text.
-        keep_softmax, context, batch_size: as for :func:`calibrate`.
+        batch_size: as for :func:`calibrate`.
         report: called with (stage, done, total).
     """
 
@@ -167,17 +159,14 @@ class _Costs:
         target: Target,
         calibration: Calibration,
         windows: TokenWindows,
-        keep_softmax: Collection[str],
-        context: int | None,
         batch_size: int,
         report: Progress | None,
     ) -> None:
         self.model, self.target, self.calibration, self.windows = model, target, calibration, windows
-        self.keep_softmax, self.context, self.report = keep_softmax, context, report
-        self.within = calibration.made_by["context"]
-        repeated = _repeated(windows, (context or target.positions or 2 * COPY_DISTANCE) // 2)
+        self.report, within = report, calibration.made_by["context"]
+        repeated = _repeated(windows, (target.length or 2 * COPY_DISTANCE) // 2)
         tokens = batch_size * windows.length
-        texts = [list(placed_over(x, max(1, tokens // x.length), self.within)) for x in (windows, repeated)]
+        texts = [list(placed_over(x, max(1, tokens // x.length), within)) for x in (windows, repeated)]
         parts = 2 if min(map(len, texts)) > 1 else 1
         self.halves = [[batches[n::parts] for batches in texts] for n in range(parts)]
 
@@ -196,7 +185,7 @@ class _Costs:
             check_consistency(compressed.model, lambda: original(compressed.model))
             costs = [self._costs(compressed, half, report) for half in self.halves]
             even = self._loss(compressed, self.halves, report) if len(costs) > 1 else None
-        sizes = even_bytes(self.target.compressed(self.keep_softmax), self.size(tokens))
+        sizes = even_bytes(self.target.compressed, self.size(tokens))
         windows = [len(text) for text, _ in self.halves]
         mean = {
             name: torch.stack([n * own[name] for n, own in zip(windows, costs, strict=True)]).sum(0) / sum(windows)
@@ -218,7 +207,7 @@ class _Costs:
 
     def ranked(self, found: Calibration, tokenizer: PreTrainedTokenizerBase) -> Calibration:
         """``found`` with its retrieval heads."""
-        needles = needles_for(self.model, self.windows, tokenizer, self.context)
+        needles = needles_among(self.windows, tokenizer, self.target.length)
         done, passes = count(1), len(needles.documents)
         shares = found.shares or {name: [1.0] * own.shape[0] for name, own in found.directions.items()}
         costs = found.costs or {name: [0.0] * len(own) for name, own in shares.items()}
@@ -229,19 +218,13 @@ class _Costs:
 
     def size(self, tokens: int) -> int:
         """Bytes of a cache of so many tokens per KV head."""
-        sites = self.target.compressed(self.keep_softmax)
-        return sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
+        return sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in self.target.compressed)
 
     @contextmanager
     def compressed(self, tokens: int, shares: Mapping[str, Sequence[float]] | None = None) -> Iterator[Converted]:
         """Within the block the model is compressed to so many tokens per KV head, in the mean."""
-        plan = compressed_plan(
-            self.target,
-            self.size(tokens),
-            head_budgets=None if shares is None else HeadBudgets(shares),
-            keep_softmax=self.keep_softmax,
-            context=self.context,
-        )
+        budgets = None if shares is None else HeadBudgets(shares)
+        plan = compressed_plan(self.target, self.size(tokens), head_budgets=budgets)
         handle = Converted.of(convert(self.model, plan, sites=self.target.sites))
         try:
             self.calibration.apply(handle.layers)

@@ -3,23 +3,20 @@ shared."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from dofla.attention import Moments
 from dofla.compression.directions import Directions
 from dofla.compression.head_budgets import HeadBudgets, held_out_line
-from dofla.compression.plan import Target
 from dofla.compression.retrieval import Head, by_layer
+from dofla.compression.target import Target
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLayer
@@ -29,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = "1"
 _MOMENTS = ("queries", "keys", "values")
-_SAMPLED = 4
-"""Numbers of a weight of each module in the fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +59,16 @@ class Calibration(Result):
         shares = self.shares or {name: [1.0] * len(own.keys.total) for name, own in self.directions.items()}
         return HeadBudgets(shares, by_layer(self.retrieval[:retrieval_heads]), self.made_by.get("held_out"))
 
-    def check(self, model: PreTrainedModel, target: Target, keep_softmax: Collection[str] = ()) -> None:
+    def check(self, target: Target) -> None:
         """DoflaError if it is of a model with other attention modules; a warning if of other weights."""
-        for site in target.compressed(keep_softmax):
+        for site in target.compressed:
             own = self.directions.get(site.name)
             if own is None or own.shape != (site.kv_heads, site.head_dim, site.value_dim):
                 raise DoflaError(
                     f"the calibration is of another model ({self.model or 'unnamed'}): layer {site.name} "
                     f"{'is not in it' if own is None else 'has other heads there'}; calibrate this one"
                 )
-        if self.fingerprint and self.fingerprint != fingerprint(model, target):
+        if self.fingerprint and self.fingerprint != target.fingerprint:
             logger.warning("the calibration was made with other weights of %s: quality may be lower", self.model)
 
     def apply(self, layers: Mapping[str, AttachedLayer]) -> None:
@@ -133,17 +128,3 @@ class Calibration(Result):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no calibration ({what}): calibrate again") from error
-
-
-@torch.no_grad()
-def fingerprint(model: PreTrainedModel, target: Target) -> str:
-    """Digest of the attention modules of a model, and of a few of their weights as bfloat16, in which most are kept."""
-    digest = hashlib.blake2b(digest_size=16)
-    for site in target.sites.values():
-        digest.update(f"{site.name} {site.heads} {site.kv_heads} {site.head_dim} {site.value_dim}".encode())
-        for name, weight in model.get_submodule(site.name).named_parameters():
-            if ".dofla." not in f".{name}" and weight.ndim == 2 and weight.is_floating_point() and not weight.is_meta:
-                some = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
-                digest.update(some.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).numpy().data)
-                break
-    return digest.hexdigest()

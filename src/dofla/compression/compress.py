@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.compression.calibrate import measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.head_budgets import LEAST, HeadBudgets
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.retrieval import by_layer, check_retrieval_heads
+from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
@@ -37,7 +38,7 @@ def compress(
     head_budgets: str = "measured",
     retrieval_heads: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    keep_softmax: Collection[str] = (),
+    keep_softmax: Collection[str] | None = (),
     batch_size: int = 1,
     prefill: str = "auto",
     progress: Callable[[str, int, int], None] | bool = True,
@@ -83,9 +84,9 @@ def compress(
         calibration = Calibration.load(calibration)
     if windows is None and calibration is None:
         raise DoflaError("nothing to calibrate on: give windows of text, or a calibration")
-    target = Target.of(model)
-    total = target.size(size, ratio, context, keep_softmax)
-    check_fit(target, total, calibration, head_budgets, retrieval_heads, tokenizer, keep_softmax, context, prefill)
+    target = Target.of(model, context, keep_softmax)
+    total = target.size(size, ratio)
+    check_fit(target, total, calibration, head_budgets, retrieval_heads, tokenizer, prefill)
     if calibration is None:
         assert windows is not None
         calibration = measure(
@@ -94,14 +95,12 @@ def compress(
             windows,
             head_budgets=head_budgets,
             tokenizer=tokenizer if retrieval_heads else None,
-            context=context,
-            keep_softmax=keep_softmax,
             batch_size=batch_size,
             progress=progress,
         )
     else:
-        calibration.check(model, target, keep_softmax)
-    return tried(with_calibration(model, target, calibration, total, retrieval_heads, keep_softmax, context, prefill))
+        calibration.check(target)
+    return tried(with_calibration(model, target, calibration, total, retrieval_heads, prefill))
 
 
 def with_calibration(
@@ -110,19 +109,10 @@ def with_calibration(
     calibration: Calibration,
     size: int,
     retrieval_heads: int = 0,
-    keep_softmax: Collection[str] = (),
-    context: int | None = None,
     prefill: str = "auto",
 ) -> PreTrainedModel:
     """The model compressed to so many bytes, in place and untried."""
-    plan = compressed_plan(
-        target,
-        size,
-        head_budgets=calibration.head_budgets(retrieval_heads),
-        keep_softmax=keep_softmax,
-        context=context,
-        prefill=prefill,
-    )
+    plan = compressed_plan(target, size, head_budgets=calibration.head_budgets(retrieval_heads), prefill=prefill)
     convert(model, plan, sites=target.sites)
     try:
         calibration.apply(Converted.of(model).layers)
@@ -139,14 +129,12 @@ def check_fit(
     head_budgets: str,
     retrieval_heads: int,
     tokenizer: PreTrainedTokenizerBase | None,
-    keep_softmax: Collection[str],
-    context: int | None,
     prefill: str,
 ) -> None:
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
     check_prefill(prefill)
-    sites = target.compressed(keep_softmax)
+    sites = target.compressed
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)
     check_retrieval_heads(retrieval_heads, len(heads), tokenizer, ranked)
@@ -159,4 +147,4 @@ def check_fit(
         least = LEAST if head_budgets == "measured" else 1.0
         for share, full in ((least, 0), (1.0, retrieval_heads)):
             budgets = HeadBudgets({x.name: [share] * x.kv_heads for x in sites}, by_layer(heads[:full]))
-            compressed_plan(target, size, head_budgets=budgets, keep_softmax=keep_softmax, context=context)
+            compressed_plan(target, size, head_budgets=budgets)

@@ -16,7 +16,7 @@ from dofla.attention import Moments
 from dofla.data import TokenWindows
 from dofla.integration.attaching import AttachedLayer
 from dofla.integration.offload import loaded
-from dofla.integration.placement import calibration_context, placed_over
+from dofla.integration.placement import placed_over
 from dofla.integration.recorder import AttentionCall, recording, run_body
 
 WINDOWS = 12
@@ -74,11 +74,11 @@ def measure_directions(
         windows: a few that it can read, of any text: a dozen of 512 tokens are enough.
         layers: names.
         batch_size: windows per forward pass.
-        context: as for :func:`dofla.compress`.
+        context: positions to spread the windows over; None leaves them where they are.
         progress: called with (done, total) after each batch.
 
     Raises:
-        DoflaError: as :func:`dofla.compress`; NaN in the activations, with layer and batch.
+        DoflaError: NaN in the activations, with layer and batch.
     """
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
     answered: list[str] = []
@@ -98,7 +98,7 @@ def measure_directions(
         found[call.name] = queries, keys, values
 
     with _outputs(model, layers, answered) as outputs, recording(model, layers, look):
-        for batch in placed_over(windows, batch_size, calibration_context(model, windows, context)):
+        for batch in placed_over(windows, batch_size, context):
             run_body(model, batch)
             batch_number += 1
             if progress:

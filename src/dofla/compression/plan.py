@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
-
-from torch import bfloat16
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.attention import HeadSizes, tier_bytes
 from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.size import in_bytes, size_or_ratio
+from dofla.compression.size import in_bytes
+from dofla.compression.target import Target
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
-from dofla.integration.positions import positions_of
-from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
-from dofla.integration.surgery import refuse
+from dofla.integration.sites import AttentionSite
 from dofla.plans.layers import CompressedLayer, LayerPlan, SoftmaxLayer, alike, head_bytes
 from dofla.plans.plan import Plan
 
@@ -30,64 +25,6 @@ BITS = 3.0
 """Bits per number in the tier. On SmolLM2 at 1.5 MiB (``docs/research/cache.md``)."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """All that the planner knows of a model.
-
-    Attributes:
-        name: of the model.
-        kind: its class.
-        sites: its attention modules by name.
-        positions: that it has, if it says.
-        config: its config.
-    """
-
-    name: str
-    kind: str
-    sites: Mapping[str, AttentionSite]
-    positions: int | None
-    config: PreTrainedConfig
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Target:
-        """The target that a model is, which reads a few tokens."""
-        name = model.config._name_or_path or type(model).__name__
-        return cls(name, type(model).__name__, attention_sites(model), positions_of(model), model.config)
-
-    def compressed(self, keep_softmax: Collection[str] = ()) -> list[AttentionSite]:
-        """The modules that get a compressed cache.
-
-        Raises:
-            DoflaError: a name in ``keep_softmax`` that is no module; a module that cannot be compressed; none is left.
-        """
-        check_kept(self.sites, keep_softmax)
-        sites = [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in keep_softmax)]
-        for site in sites:
-            refuse(site)
-            if not site.causal:
-                raise DoflaError(
-                    f"layer {site.name} is bidirectional: an encoder keeps no tokens, linearize it instead"
-                )
-            if site.head_dim % 8 or site.value_dim % 8:
-                dims = f"{site.head_dim} and {site.value_dim}"
-                raise DoflaError(f"layer {site.name}: heads of {dims} numbers: a compressed cache needs multiples of 8")
-        check_left(self.config, self.kind, sites)
-        return sites
-
-    def size(
-        self,
-        size: int | str | None,
-        ratio: float | None,
-        context: int | None = None,
-        keep_softmax: Collection[str] = (),
-    ) -> int:
-        """Bytes of the compressed cache; DoflaError as :func:`dofla.compression.size.size_or_ratio`."""
-        length = context or self.positions
-        sites = [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in keep_softmax)]
-        cached = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
-        return size_or_ratio(size, ratio, length and length * cached, self.kind)
-
-
 class TooSmall(DoflaError):
     """A size without room for a token of each kind."""
 
@@ -97,25 +34,21 @@ def compressed_plan(
     size: int,
     *,
     head_budgets: HeadBudgets | None = None,
-    keep_softmax: Collection[str] = (),
-    context: int | None = None,
     prefill: str = "auto",
 ) -> Plan:
     """The plan of :func:`dofla.compress`.
 
     Args:
-        target: the model.
+        target: the model, what it is for and which of its layers are left.
         size: bytes of the compressed cache.
         head_budgets: default an even split, in proportion to the size of a token. Bytes that a head cannot fill go to
             the others, and then to int8.
-        keep_softmax: layers to leave as they are.
-        context: tokens that the cache is for; default all positions of the model.
         prefill: of the plan.
 
     Raises:
         DoflaError: as :func:`dofla.compress`.
     """
-    sites, positions = target.compressed(keep_softmax), context or target.positions
+    sites, positions = target.compressed, target.length
     even = even_bytes(sites, size)
     if head_budgets is not None and head_budgets.full_heads and positions is None:
         raise DoflaError(f"{target.kind} states no number of positions: give context, which retrieval heads hold")
@@ -126,7 +59,7 @@ def compressed_plan(
     for site in target.sites.values():
         shape = site.name, site.kv_heads, site.head_dim, site.value_dim
         if site.name not in even:
-            if not site.linear_time or site.name in keep_softmax:
+            if not site.linear_time or site.name in target.keep_softmax:
                 layers.append(SoftmaxLayer(*shape))
             continue
         budgets = head_budgets.of_layer(site.name, site.kv_heads) if head_budgets else [1.0] * site.kv_heads
@@ -144,7 +77,7 @@ def compressed_plan(
     made_by: dict[str, Any] = {"strategy": STRATEGY, "size": size}
     if head_budgets is not None:
         made_by |= head_budgets.record()
-    return Plan(layers, target.name, made_by, context, prefill)
+    return Plan(layers, target.name, made_by, target.context, prefill)
 
 
 def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = None) -> HeadSizes:

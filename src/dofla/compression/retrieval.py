@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dofla.compression.eviction_cost import eviction_costs
 from dofla.data import TokenWindows
@@ -16,7 +16,6 @@ from dofla.data.facts import Facts
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 from dofla.integration.placement import placed_over
-from dofla.integration.positions import positions_of
 
 FAR = 4096
 """Tokens of a document with needles in it, if the model has so many positions and the text so many tokens."""
@@ -25,11 +24,9 @@ Head = tuple[str, int]
 """The name of a layer, and a KV head of it."""
 
 
-def needles_for(
-    model: PreTrainedModel, windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, context: int | None
-) -> Facts:
-    """The needles among the windows' text by which retrieval heads are found; DoflaError as :meth:`Facts.among`."""
-    return Facts.among(windows, tokenizer, min(FAR, context or positions_of(model) or FAR))
+def needles_among(windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> Facts:
+    """The needles among text by which retrieval heads are found; DoflaError as :meth:`Facts.among`."""
+    return Facts.among(windows, tokenizer, min(FAR, positions or FAR))
 
 
 def rank_heads(
@@ -61,8 +58,8 @@ def rank_heads(
 def check_retrieval_heads(count: int, total: int, tokenizer: PreTrainedTokenizerBase | None, ranked: bool) -> None:
     """DoflaError unless so many of the ``total`` KV heads can hold every token: fewer than none, more than all, or
     heads that are neither ``ranked`` nor can be, without a tokenizer."""
-    if count < 0:
-        raise DoflaError(f"retrieval_heads is {count}: give how many KV heads are to hold every token, or 0")
+    if not isinstance(count, int) or count < 0:
+        raise DoflaError(f"retrieval_heads is {count!r}: give how many KV heads are to hold every token, or 0")
     if count > total:
         raise DoflaError(f"retrieval_heads is {count}: the model has {total} KV heads")
     if count and not ranked and tokenizer is None:

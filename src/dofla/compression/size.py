@@ -45,12 +45,12 @@ def size_or_ratio(size: int | str | None, ratio: float | None, cache: int | None
         DoflaError: both are given, a ratio that is not above 1, or one of no ``cache``.
     """
     if size is not None and ratio is not None:
-        raise DoflaError(f"size is {size!r} and ratio is {ratio:g}: give one of them")
+        raise DoflaError(f"size is {size!r} and ratio is {ratio!r}: give one of them")
     if size is not None:
         return parse_size(size)
     ratio = RATIO if ratio is None else ratio
-    if not 1 < ratio < math.inf:
-        raise DoflaError(f"ratio is {ratio:g}: give softmax bytes per compressed byte, above 1, as {RATIO:g}")
+    if not isinstance(ratio, (int, float)) or not 1 < ratio < math.inf:
+        raise DoflaError(f"ratio is {ratio!r}: give softmax bytes per compressed byte, above 1, as {RATIO:g}")
     if cache is None:
         raise DoflaError(f"{where} states no number of positions: give context, or size instead of a ratio")
     return max(round(cache / ratio), 1)

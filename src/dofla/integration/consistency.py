@@ -20,7 +20,7 @@ from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode, fed
-from dofla.integration.sites import a_few_tokens, attention_sites
+from dofla.integration.sites import a_few_tokens
 
 CALLS = (3, 4, 1)
 """Tokens of the calls with a cache, few enough that nearly all windows hold them: codes of few bits may turn out
@@ -164,8 +164,9 @@ def _difference(whole: Tensor, parts: list[Tensor], padded: bool) -> float:
 
 
 def _first(model: PreTrainedModel, padded: bool) -> str:
-    """The first attention module whose output differs, or in which a call fails."""
-    names, tolerated = list(attention_sites(model)), _tolerated(model)
+    """The first module of the plan whose output differs, or in which a call fails."""
+    names = [layer.name for layer in model.config.quantization_config.plan.layers]
+    tolerated = _tolerated(model)
     whole: dict[str, list[Tensor]] = {name: [] for name in names}
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     kept, inside = [whole], [names[0]]

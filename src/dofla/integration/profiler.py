@@ -16,8 +16,7 @@ from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
-from dofla.integration.surgery import refuse
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS

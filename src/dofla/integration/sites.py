@@ -142,6 +142,14 @@ def check_left(config: PreTrainedConfig, kind: str, layers: Collection[Any]) -> 
     )
 
 
+def refuse(site: AttentionSite) -> None:
+    """Raise DoflaError if the layer cannot be converted."""
+    reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
+    reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
+    if reason:
+        raise DoflaError(f"layer {site.name} cannot be converted: {reason}; keep it softmax (keep_softmax)")
+
+
 def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("sliding_window") or getattr(module, "sliding_window", None):
         return True

@@ -27,7 +27,7 @@ from dofla.integration.hub import origin
 from dofla.integration.interface import attention_implementation, dofla_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
-from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, check_budget, default_token_dtype, even_size
@@ -241,14 +241,6 @@ def _check(plan: Plan, sites: Mapping[str, AttentionSite]) -> None:
                 )
         if not isinstance(layer, SoftmaxLayer):
             refuse(site)
-
-
-def refuse(site: AttentionSite) -> None:
-    """Raise DoflaError if the layer cannot be converted."""
-    reason = site.refusal or ("it attends to a bounded window already" if site.linear_time else None)
-    reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
-    if reason:
-        raise DoflaError(f"layer {site.name} cannot be converted: {reason}; keep it softmax (keep_softmax)")
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME
 
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
+from dofla.compression.target import Target
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
@@ -198,7 +199,7 @@ def check(
             tokens = a_few_tokens(opened)
             if "input_ids" in tokens:
                 check_readable(opened, tokens["input_ids"], "a few tokens")
-            target = Target.of(opened)
+            target = Target.of(opened, context, keep_softmax)
         except DoflaError as error:
             found.reason = str(error)
             return found
@@ -209,15 +210,15 @@ def check(
         check_kept(sites, keep_softmax)
         found.layers = [_layer(site, keep_softmax) for site in sites.values()]
         try:
-            first = target.size(asked[0], ratio, context, keep_softmax)
-            compressed_plan(target, first, context=context, keep_softmax=keep_softmax)
+            first = target.size(asked[0], ratio)
+            compressed_plan(target, first)
         except DoflaError as error:
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
             kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
             found.cache = [
                 CacheSize(tokens, *_bytes(tokens, sites, plan), plan.made_by["size"])
-                for plan in _plans(target, asked, ratio, context, kept)
+                for plan in _plans(replace(target, keep_softmax=kept), asked, ratio)
                 for tokens in LENGTHS
             ]
     found.supported = found.reason is None
@@ -229,14 +230,11 @@ def check(
     return found
 
 
-def _plans(
-    target: Target, sizes: list[int | None], ratio: float | None, context: int | None, kept: list[str]
-) -> Iterator[Plan]:
+def _plans(target: Target, sizes: list[int | None], ratio: float | None) -> Iterator[Plan]:
     """The plan of each size that has room for a token of each kind."""
     for asked in sizes:
         with suppress(DoflaError):  # which is the reason already
-            size = target.size(asked, ratio, context, kept)
-            yield compressed_plan(target, size, context=context, keep_softmax=kept)
+            yield compressed_plan(target, target.size(asked, ratio))
 
 
 def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:

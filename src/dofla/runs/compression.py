@@ -8,7 +8,7 @@ from dofla.compression.calibrate import calibrate
 from dofla.compression.calibration import Calibration
 from dofla.compression.compress import check_fit, compress
 from dofla.compression.directions import WINDOWS
-from dofla.compression.plan import Target
+from dofla.compression.target import Target
 from dofla.distillation.distributed import wait
 from dofla.runs.models import Models
 from dofla.runs.recipe import Compression, ModelSpec
@@ -43,10 +43,9 @@ class CompressedModels(Models[ModelSpec]):
     def _calibrate(self, path: Path) -> None:
         recipe, model = self.recipe, self.opened.model
         tokenizer = self.opened.tokenizer if recipe.retrieval_heads else None
-        target, keep = Target.of(model), recipe.keep_softmax
-        size = target.size(recipe.size, recipe.ratio, recipe.context, keep)
-        heads = recipe.head_budgets, recipe.retrieval_heads, tokenizer
-        check_fit(target, size, None, *heads, keep, recipe.context, recipe.prefill)  # before minutes are spent
+        target = Target.of(model, recipe.context, recipe.keep_softmax)
+        size, heads = target.size(recipe.size, recipe.ratio), (recipe.head_budgets, recipe.retrieval_heads, tokenizer)
+        check_fit(target, size, None, *heads, recipe.prefill)  # before minutes are spent
         with self.view.progress("calibrate") as bar:
             measured: Calibration = calibrate(
                 model,
@@ -54,7 +53,7 @@ class CompressedModels(Models[ModelSpec]):
                 head_budgets=recipe.head_budgets,
                 tokenizer=tokenizer,
                 context=recipe.context,
-                keep_softmax=keep,
+                keep_softmax=recipe.keep_softmax,
                 batch_size=recipe.evaluate.batch_size,
                 progress=bar.stage,
             )

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.compression.calibrate import measure
 from dofla.compression.compress import with_calibration
 from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.plan import Target, compressed_plan
+from dofla.compression.plan import compressed_plan
 from dofla.compression.retrieval import by_layer
+from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
 from dofla.errors import DoflaError
@@ -256,7 +257,7 @@ def frontier(
             0; ``out`` exists.
     """
     report = progress if callable(progress) else None
-    target_model, sets = Target.of(model), _sets(texts)
+    target_model, sets = Target.of(model, context), _sets(texts)
     for own in sets.values():
         check_readable(model, own.input_ids, own.source)
     if sizes is not None and not len(sizes):
@@ -265,18 +266,16 @@ def frontier(
         raise DoflaError(f"target is {target}: give what may be lost, above 0, in nats per token, for instance 0.02")
     if context is not None and (longest := max(length for _, length in sets)) > context:
         raise DoflaError(f"context is {context}, and texts have {longest} tokens: give as many, or leave it out")
-    sites = target_model.compressed()
+    sites = target_model.compressed
     per_token = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
     given = [n * per_token for n in CACHED] if sizes is None else [target_model.size(x, None) for x in sizes]
-    order = _with_room(target_model, sorted(set(given)), retrieval_heads, context)
+    order = _with_room(target_model, sorted(set(given)), retrieval_heads)
     calibration = measure(
         model,
         target_model,
         windows,
         head_budgets="measured",
         tokenizer=tokenizer if retrieval_heads else None,
-        context=context,
-        keep_softmax=(),
         batch_size=batch_size,
         progress=progress,
     )
@@ -287,7 +286,7 @@ def frontier(
     with new_folder(out) if out is not None else nullcontext() as folder:
         tried = 0
         while (size := _next(found, order)) is not None:
-            with_calibration(model, target_model, calibration, size, retrieval_heads, context=context)
+            with_calibration(model, target_model, calibration, size, retrieval_heads)
             try:
                 if not tried:
                     check_consistency(model, lambda: original(model))
@@ -319,13 +318,13 @@ def _sets(texts: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], 
     return sets
 
 
-def _with_room(target: Target, sizes: Sequence[int], retrieval_heads: int, context: int | None) -> list[int]:
+def _with_room(target: Target, sizes: Sequence[int], retrieval_heads: int) -> list[int]:
     """The sizes that have room for the retrieval heads; DoflaError if none has."""
-    heads = [(site.name, head) for site in target.compressed() for head in range(site.kv_heads)][:retrieval_heads]
-    shares = {site.name: [1.0] * site.kv_heads for site in target.compressed()}
+    heads = [(site.name, head) for site in target.compressed for head in range(site.kv_heads)][:retrieval_heads]
+    shares = {site.name: [1.0] * site.kv_heads for site in target.compressed}
     for n, count in enumerate(sizes):
         try:
-            compressed_plan(target, count, head_budgets=HeadBudgets(shares, by_layer(heads)), context=context)
+            compressed_plan(target, count, head_budgets=HeadBudgets(shares, by_layer(heads)))
         except DoflaError:
             if not retrieval_heads or n == len(sizes) - 1:
                 raise

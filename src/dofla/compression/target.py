@@ -1,0 +1,106 @@
+"""The target: a model as a compressed cache sees it, looked at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dofla.compression.size import size_or_ratio
+from dofla.errors import DoflaError, check_numbers
+from dofla.integration.positions import positions_of
+from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
+
+_SAMPLED = 4
+"""Numbers of a weight of each module in the fingerprint."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """All that planning and calibrating know of a model and of what is asked for.
+
+    Attributes:
+        name: of the model.
+        kind: its class.
+        config: its config.
+        sites: its attention modules by name.
+        fingerprint: digest of the shapes of its attention modules and a few of their weights.
+        positions: that it has, if it says.
+        context: tokens that the cache is for; None: all positions.
+        keep_softmax: names of modules that are left as they are.
+    """
+
+    name: str
+    kind: str
+    config: PreTrainedConfig
+    sites: Mapping[str, AttentionSite]
+    fingerprint: str
+    positions: int | None
+    context: int | None = None
+    keep_softmax: Collection[str] = ()
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, context: int | None = None, keep_softmax: Collection[str] | None = ()
+    ) -> Target:
+        """The target that a model is, which reads a few tokens; DoflaError for a context that is no number of
+        tokens."""
+        if context is not None:
+            check_numbers(context=context)
+        name, sites = model.config._name_or_path or type(model).__name__, attention_sites(model)
+        digest = _fingerprint(model, sites)
+        return cls(
+            name, type(model).__name__, model.config, sites, digest, positions_of(model), context, keep_softmax or ()
+        )
+
+    @property
+    def length(self) -> int | None:
+        """Tokens that the cache is for, if that is known."""
+        return self.context or self.positions
+
+    @cached_property
+    def compressed(self) -> list[AttentionSite]:
+        """The modules that get a compressed cache.
+
+        Raises:
+            DoflaError: a name in ``keep_softmax`` that is no module; a module that cannot be compressed; none is left.
+        """
+        check_kept(self.sites, self.keep_softmax)
+        sites = self._chosen()
+        for site in sites:
+            refuse(site)
+            if not site.causal:
+                raise DoflaError(
+                    f"layer {site.name} is bidirectional: an encoder keeps no tokens, linearize it instead"
+                )
+            if site.head_dim % 8 or site.value_dim % 8:
+                dims = f"{site.head_dim} and {site.value_dim}"
+                raise DoflaError(f"layer {site.name}: heads of {dims} numbers: a compressed cache needs multiples of 8")
+        check_left(self.config, self.kind, sites)
+        return sites
+
+    def size(self, size: int | str | None, ratio: float | None) -> int:
+        """Bytes of the compressed cache; DoflaError as :func:`dofla.compression.size.size_or_ratio`."""
+        cached = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in self._chosen()) * torch.bfloat16.itemsize
+        return size_or_ratio(size, ratio, self.length and self.length * cached, self.kind)
+
+    def _chosen(self) -> list[AttentionSite]:
+        return [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in self.keep_softmax)]
+
+
+@torch.no_grad()
+def _fingerprint(model: PreTrainedModel, sites: Mapping[str, AttentionSite]) -> str:
+    """Digest of attention modules, and of a few of their weights as bfloat16, in which most are kept."""
+    digest = hashlib.blake2b(digest_size=16)
+    for site in sites.values():
+        digest.update(f"{site.name} {site.heads} {site.kv_heads} {site.head_dim} {site.value_dim}".encode())
+        for name, weight in model.get_submodule(site.name).named_parameters():
+            if ".dofla." not in f".{name}" and weight.ndim == 2 and weight.is_floating_point() and not weight.is_meta:
+                some = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
+                digest.update(some.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).numpy().data)
+                break
+    return digest.hexdigest()
