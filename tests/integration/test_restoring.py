@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from arithmetic import LOGITS
 from tiny_families import CAUSAL, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 from untouched import everything
 
 import dofla
+from dofla.integration.checkpoint import load_any
 from dofla.integration.converted import Converted, is_converted
 
 FAMILIES = [*CAUSAL, "bert", "roberta", "vit"]
@@ -61,11 +63,49 @@ def test_a_student_can_be_pickled(kind):
 def test_the_attention_implementation_the_model_had_comes_back(implementation):
     model = teacher("llama")
     model.set_attn_implementation(implementation)
+    expected = outputs(model)
     dofla.linear.linearize(model, plan_for(model))
     with dofla.original(model):
-        assert model.config._attn_implementation == implementation
+        assert torch.equal(outputs(model), expected)
     dofla.restore(model)
     assert model.config._attn_implementation == implementation
+    assert torch.equal(outputs(model), expected)
+
+
+def test_the_original_is_one_in_its_own_thread_alone():
+    model = dofla.linear.linearize(teacher("llama"))
+    expected = outputs(model)
+    with dofla.original(model), ThreadPoolExecutor(1) as pool:
+        assert not torch.equal(outputs(model), expected)
+        assert torch.equal(pool.submit(outputs, model).result(), expected)
+    assert torch.equal(outputs(model), expected)
+
+
+def test_blocks_of_several_threads_may_end_in_any_order():
+    model = dofla.linear.linearize(teacher("llama"))
+    expected, blocks = outputs(model), [dofla.original(model) for _ in range(2)]
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for pool, block in zip((one, other), blocks, strict=True):
+            pool.submit(block.__enter__).result()
+        for pool, block in zip((one, other), blocks, strict=True):
+            pool.submit(block.__exit__, None, None, None).result()
+    assert torch.equal(outputs(model), expected)
+    assert model._is_stateful
+
+
+def test_models_of_one_config_are_converted_one_by_one(tmp_path):
+    config = teacher("llama").config
+    first, second = (LlamaForCausalLM(config).eval().to(torch.float64) for _ in range(2))
+    original = outputs(second)
+    plans = [plan_for(first), dofla.linear.linearize(copy.deepcopy(first), budget=12).config.quantization_config.plan]
+    dofla.linear.linearize(first, plans[0])
+    expected = outputs(first)
+    assert torch.equal(outputs(second), original)
+    dofla.linear.linearize(second, plans[1])
+    assert not hasattr(config, "quantization_config")
+    assert torch.equal(outputs(first), expected)
+    first.save_pretrained(tmp_path)
+    assert torch.equal(outputs(load_any(tmp_path)), expected)
 
 
 def test_a_failed_linearization_leaves_the_model_alone():

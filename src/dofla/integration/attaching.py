@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache
@@ -75,6 +77,15 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         own.hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
         attached.append(own)
     return attached
+
+
+def with_own_configs(model: PreTrainedModel) -> None:
+    """Give a model configs that no other shares: its config says that it is converted, and how."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, deepcopy(value, copies))
 
 
 def switch_on(model: PreTrainedModel) -> None:

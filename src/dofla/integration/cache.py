@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
-from dofla.integration.interface import LINEAR
+from dofla.integration.interface import LINEAR, computed_instead
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     Few families have a name of their own for the argument, and of those any Cache among them is taken. The entry goes
     along as one more argument, which all of them pass on to the attention function.
     """
-    if module.config._attn_implementation != LINEAR:
+    if module.config._attn_implementation != LINEAR or computed_instead(module.config):
         return None
     cache = kwargs.get(CACHE_ARGUMENT)
     if not isinstance(cache, Cache):

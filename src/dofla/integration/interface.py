@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
     AttentionMaskInterface,
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dofla.errors import DoflaError
 from dofla.integration.padding import run_padded
@@ -32,6 +35,8 @@ RECORDING = "dofla_recording"
 Visitor = Callable[..., None]
 _token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=False)
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
+_instead: ContextVar[Mapping[int, str]] = ContextVar("dofla_instead", default={})  # noqa: B039 never changed
+"""By the id of a config, the attention that models with it compute instead of dofla's."""
 
 
 def dofla_attention(
@@ -51,6 +56,9 @@ def dofla_attention(
     ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None. Dropout of attention weights has
     no counterpart here, as no weight is ever formed, and is left out.
     """
+    if name := computed_instead(module.config):
+        function = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
+        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
     if not isinstance(layer, AttentionLayer):
         return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -197,6 +205,49 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
         model.set_attn_implementation(before)
 
 
+@contextmanager
+def computing(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the block, and in this thread alone, a converted model computes the attention registered as ``name``.
+
+    Compiled graphs have the attention that they were traced with: no thread uses any meanwhile.
+    """
+    configs = {id(own) for module in model.modules() if (own := getattr(module, "config", None)) is not None}
+    token = _instead.set({**_instead.get(), **dict.fromkeys(configs, name)})
+    _no_graphs.enter()
+    try:
+        yield
+    finally:
+        _no_graphs.leave()
+        _instead.reset(token)
+
+
+def computed_instead(config: object) -> str | None:
+    """The name of the attention that models with this config compute in this thread; None if it is dofla's."""
+    return None if torch.compiler.is_compiling() else _instead.get().get(id(config))
+
+
+class _NoGraphs:
+    """From the first that enters to the last that leaves, in any thread, compiled models run without their graphs."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.stance = threading.Lock(), 0, ExitStack()
+
+    def enter(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1 and "torch._dynamo" in sys.modules:  # else nothing is compiled
+                self.stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                self.stance.close()
+
+
+_no_graphs = _NoGraphs()
+
+
 def unreachable(model: PreTrainedModel) -> str:
     """The error of a model whose attention is none of transformers' implementations."""
     return (
@@ -232,6 +283,11 @@ def padding_mask(
     Any other pattern (sliding windows, chunks, packed sequences) becomes a full four-dimensional mask, which softmax
     layers use and linear layers refuse.
     """
+    if name := computed_instead(kwargs.get("config")):
+        if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+            return attention_mask
+        positions = batch_size, q_length, kv_length, q_offset, kv_offset
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*positions, mask_function, attention_mask=attention_mask, **kwargs)
     if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(q_length, **kwargs):
         if attention_mask is None:
             return None
@@ -310,8 +366,12 @@ def softmax_attention(
     if attention_mask.dtype == torch.bool:
         hidden = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return _eager_of(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _eager_of(module: nn.Module) -> Callable:
+    """The plain attention function of a module's family."""
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _full_mask(padding: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:

@@ -20,11 +20,12 @@ from dofla.integration.attaching import (
     renamed,
     softmax_implementation,
     switch_on,
+    with_own_configs,
 )
 from dofla.integration.consistency import check_consistency
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import origin
-from dofla.integration.interface import attention_implementation, dofla_attention, softmax_attention, visiting
+from dofla.integration.interface import computed_instead, computing, dofla_attention, softmax_attention, visiting
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
@@ -82,6 +83,7 @@ def convert(
     plan = renamed(plan, model)
     warn_of_slow_products(model)
     _check(plan, attention_sites(model) if sites is None else sites)
+    with_own_configs(model)
     before = softmax_implementation(model)
     generator = torch.Generator().manual_seed(seed)
     for layer in attach(model, plan):
@@ -187,15 +189,17 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def original(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the converted model is its own original: softmax attention, and the weights it had before
-    end-to-end training if there was any."""
+    end-to-end training if there was any. Other threads go on with the converted model, unless its weights were trained:
+    those are exchanged for all."""
     Converted.of(model)
-    stateful = model._is_stateful
-    with attention_implementation(model, getattr(model, SOFTMAX)), original_weights(model):
+    outermost = computed_instead(model.config) is None
+    with computing(model, getattr(model, SOFTMAX)), original_weights(model):
         model._is_stateful = type(model)._is_stateful
         try:
             yield model
         finally:
-            model._is_stateful = stateful
+            if outermost:
+                model._is_stateful = True
 
 
 @contextmanager
