@@ -69,22 +69,42 @@ def test_a_first_call_with_a_cache_has_the_gradients_of_one_without(prefill):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 30])
 @pytest.mark.parametrize("prefill", ["sequential", "exact"])
-@pytest.mark.parametrize("begun_with_gradients", [True, False])
-def test_a_call_that_goes_on_from_a_cache_answers_and_refuses_gradients(family, length, prefill, begun_with_gradients):
+def test_a_call_that_goes_on_from_tokens_read_without_gradients_answers_and_refuses_them(family, length, prefill):
     """The state holds no gradients of earlier tokens: those that passed would be wrong, and nobody would notice."""
     model, ids = compressed(teacher(family), prefill=prefill), tokens(1, 60 + length)
 
-    def read(begin, go_on):
+    def read(go_on):
         cache = DynamicCache(config=model.config)
-        with begin:
+        with torch.no_grad():
             model(ids[:, :60], past_key_values=cache, use_cache=True)
         with go_on:
             return model(ids[:, 60:], past_key_values=cache, use_cache=True).logits
 
-    piece = read(nullcontext() if begun_with_gradients else torch.no_grad(), nullcontext())
-    assert torch.equal(piece, read(torch.no_grad(), torch.no_grad()))
-    with pytest.raises(DoflaError, match="no gradients pass through a cache that holds earlier tokens: give the whole"):
+    piece = read(nullcontext())
+    assert torch.equal(piece, read(torch.no_grad()))
+    with pytest.raises(DoflaError, match="no gradients pass through a cache that holds tokens read without gradients"):
         piece.square().mean().backward()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_calls_with_a_cache_are_those_of_one_pass(family):
+    """All tokens are held, and some of the first call are padding."""
+    ids, found = tokens(2, 40), []
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    for pieces in ((40,), (25, 1, 14)):
+        model = compressed(teacher(family).double(), 200)
+        cache, out, seen = DynamicCache(config=model.config), [], 0
+        for piece, place in zip(ids.split(pieces, 1), places.split(pieces, 1), strict=True):
+            seen += piece.shape[1]
+            own = {"position_ids": place, "attention_mask": mask[:, :seen]}
+            out.append(model(piece, past_key_values=cache, use_cache=True, **own).logits)
+        torch.cat(out, 1)[mask.bool()].square().mean().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, one in found[0].items():
+        assert (one - found[1][name]).norm() <= 1e-9 * one.norm() + 1e-12
 
 
 @pytest.mark.parametrize(("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)])

@@ -46,6 +46,7 @@ class LinearCacheLayer(CacheLayerMixin):
         self.states: Sequence[Tensors] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens, self.handed_over = 0, False
+        self._differentiable: list[Tensor] | None = None  # keys, values and weights of all tokens
 
     @property
     def in_place(self) -> bool:
@@ -96,7 +97,7 @@ class LinearCacheLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.states, self.tokens = None, 0
+        self.states, self.tokens, self._differentiable = None, 0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda state: state.reorder(beam_idx))
@@ -120,7 +121,17 @@ class LinearCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing was moved away."""
 
+    def differentiable(self, key: Tensor, value: Tensor, weight: Tensor | None) -> list[Tensor] | None:
+        """Keys, values [B, Hkv, L, d] and weights [B, L] of all tokens read so far, those of this call last; None if
+        some were read without gradients. What training holds: constant size is for reading without them."""
+        here = [key, value, torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if weight is None else weight.bool()]
+        if self._differentiable is not None:
+            here = [torch.cat(both, dim) for *both, dim in zip(self._differentiable, here, (2, 2, 1), strict=True)]
+        self._differentiable = here if here[0].shape[-2] == self.tokens else None
+        return self._differentiable
+
     def _change(self, fn: Callable[[Tensors], Tensors]) -> None:
+        self._differentiable = None
         if self.states is not None:
             self.states = [fn(state) for state in self.states]
 

@@ -84,11 +84,16 @@ def dofla_attention(
         exact = _prefills_exactly(layer, query, dofla_entry)
         out = run(layer, dofla_entry, asked, key, value, scaling=own_scaling, weight=weight, causal=causal, exact=exact)
     out = out.transpose(1, 2).contiguous()
-    if without_gradients and states:
-        out = _Detached.apply(out, *trained)
-    elif without_gradients:  # a compressed cache has no parameters: gradients pass straight through softmax attention
-        out = with_gradients_of_softmax(out, module, query, key, value, attention_mask, scaling, **kwargs)
-    return out, None
+    if not without_gradients:
+        return out, None
+    seen: Any = key, value, attention_mask
+    if dofla_entry is not None and layer.compressed is not None:
+        seen = dofla_entry.differentiable(key, value, weight)
+    if seen is None or (states and layer.compressed is None):
+        return _Detached.apply(out, *trained), None
+    # A compressed cache has no parameters: gradients pass straight through softmax attention.
+    keys, values, mask = seen
+    return with_gradients_of_softmax(out, module, query, keys, values, mask, scaling, **kwargs), None
 
 
 def _trained(layer: nn.Module, *vectors: Tensor) -> list[Tensor]:
@@ -133,8 +138,8 @@ class _Detached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise DoflaError(
-            "no gradients pass through a cache that holds earlier tokens: give the whole text in one call, without a "
-            "cache"
+            "no gradients pass through a cache that holds tokens read without gradients, or of feature maps: give the "
+            "whole text in one call, without a cache"
         )
 
 
