@@ -11,7 +11,7 @@ import typer
 
 from dofla.cli.options import COMPRESSED, DRAWS, Device, Given, ModelArgument, set_seed
 from dofla.cli.verb import current_view
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 
 _HELP = "/reset begins anew, /stats shows the cache, /exit leaves; Ctrl-C stops an answer"
 
@@ -30,7 +30,6 @@ def chat(
     The cache is kept between turns. Lines of a piped standard input are turns, too.
     """
     from dofla.display import size
-    from dofla.errors import check_numbers
     from dofla.runs.opening import open_model
     from dofla.serving.chat import Conversation
 

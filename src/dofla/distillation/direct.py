@@ -18,9 +18,7 @@ _IGNORED = -100
 
 
 def next_token_gradients(
-    model: PreTrainedModel,
-    layers: Mapping[str, AttentionLayer],
-    batches: Sequence[Mapping[str, Tensor]],
+    model: PreTrainedModel, layers: Mapping[str, AttentionLayer], batches: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
     """Add the gradient of the next-token loss to the feature maps; returns the loss, a mean over ``batches`` in which
     a batch counts by its windows. Each of several processes adds the gradient of its share of every batch.

@@ -107,10 +107,7 @@ class Bench:
         """A measure of a student, which is made first if need be."""
         path = self.students.home(spec, seed) / f"{what}.json"
         if not path.exists():
-            with (
-                self.students.made(spec, seed) as model,
-                self.view.progress(f"{what} {spec.name}, seed {seed}"),
-            ):
+            with self.students.made(spec, seed) as model, self.view.progress(f"{what} {spec.name}, seed {seed}"):
                 self.measured(path, lambda: measure(model))
         self.spent[f"{path.parent}/training"] = self.students.seconds(spec, seed)
         return self.measured(path, dict)

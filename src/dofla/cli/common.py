@@ -1,13 +1,34 @@
-"""The last words of a verb: what it has written, and the next command."""
+"""What several verbs do: cut the text they are given, say what they have written, and the next command."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dofla.cli.verb import current_view
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from dofla.data import TokenWindows
+
+
+def windows_from(
+    source: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Mapping[str, Any],
+    split: str = "train",
+) -> TokenWindows:
+    """Windows of a source for a model, with what ``--set`` says of them."""
+    from dofla.runs.opening import windows_of
+    from dofla.runs.recipe import DataSpec
+
+    cut = {name: value for name, value in settings.items() if name != "seed"}
+    spec = DataSpec(source, split=split, **cut)
+    return windows_of(spec, model, tokenizer, seed=settings.get("seed", 0), view=current_view())
 
 
 def written(kind: str, path: Path) -> None:
