@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -160,13 +160,6 @@ class Recipe:
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
     track: list[str] = field(default_factory=list)  # where losses go as well: tensorboard, wandb, ...
 
-    sections: ClassVar[dict[str, type]] = {
-        "data": DataSpec,
-        "validation": DataSpec,
-        "end_to_end": EndToEndSpec,
-        "evaluate": EvaluateSpec,
-    }
-
     @property
     def models(self) -> Sequence[ModelSpec]:
         """The models to make."""
@@ -242,13 +235,6 @@ class Distillation(Recipe):
     students: list[StudentSpec] = field(default_factory=lambda: [StudentSpec()])
     distill: DistillSpec = field(default_factory=DistillSpec)
 
-    sections: ClassVar[dict[str, type]] = {
-        **Recipe.sections,
-        "profile": ProfileSpec,
-        "curves": CurvesSpec,
-        "distill": DistillSpec,
-    }
-
     @property
     def models(self) -> list[StudentSpec]:
         return self.students
@@ -259,11 +245,10 @@ class Distillation(Recipe):
         data = dict(data)
         if "lambda" in data:
             data["lam"] = data.pop("lambda")
-        students = data.pop("students", None)
-        if students is not None:
-            if not isinstance(students, list) or not students:
-                raise DoflaError(f"{where}: 'students' must be a list of at least one student")
-            data["students"] = [build(StudentSpec, x, f"{where}: students[{n}]") for n, x in enumerate(students)]
+        if data.get("students") is None:
+            data.pop("students", None)
+        elif not isinstance(data["students"], list) or not data["students"]:
+            raise DoflaError(f"{where}: 'students' must be a list of at least one student")
         recipe = super().from_dict(data, where)
         names = [student.name for student in recipe.students]
         if len(set(names)) < len(names):
