@@ -8,36 +8,34 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.errors import DoflaError
 from dofla.paper import published
 from dofla.paper.bench import Bench
 from dofla.paper.finetune import finetune, settings_for
-from dofla.paper.items import hub_task, task_file, train_and_test
+from dofla.paper.items import train_and_test
 from dofla.paper.methods import baselines, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
-from dofla.runs.demo import TASKS
 from dofla.runs.recipe import StudentSpec
-from dofla.tasks import Metric, Task, TaskScores, compare, load_task, score
+from dofla.storage.fields import build
+from dofla.tasks import Metric, TaskScores, compare, score
 
 _DRAWS = 2000  # of a bootstrap
 
 
 def task_accuracy(bench: Bench) -> Table:
     """Table 3: every method on every task."""
-    teacher = _teacher_scores(bench)
+    teacher = _scores(bench)
     names = [scores.task for scores in teacher]
     finetuned = bench.study.finetune.tasks
     columns = ["model", "average", *names, "critical τ", "agreement", *(f"fine-tuned {name}" for name in finetuned)]
     rows: list[list[Cell]] = [["Original", *_accuracies([teacher]), None, None, *_finetuned(bench, None)]]
     for spec in _methods(bench):
-        several = [_student_scores(bench, spec, seed) for seed in _seeds(bench)]
+        several = [_scores(bench, spec, seed) for seed in _seeds(bench)]
         critical = Figure.of([_critical(teacher, scores) for scores in several])
         alike = Figure.of([_agreement(teacher, scores) for scores in several], spread=False)
         rows.append([spec.name, *_accuracies(several), critical, alike, *_finetuned(bench, spec)])
@@ -62,9 +60,9 @@ def task_accuracy(bench: Bench) -> Table:
 
 def dof_against_fixed(bench: Bench) -> Table:
     """Table 6, whose question is whether DoF beats an equal split: paired by item, softmax loss."""
-    teacher = _teacher_scores(bench)
+    teacher = _scores(bench)
     shown = [("Performer", baselines()[-1]), *((x, trained(x, "softmax")) for x in ("Fix", "DoF", "DoF + Clip"))]
-    scores = {label: [_student_scores(bench, spec, seed) for seed in _seeds(bench)] for label, spec in shown}
+    scores = {label: [_scores(bench, spec, seed) for seed in _seeds(bench)] for label, spec in shown}
     rows: list[list[Cell]] = [["Original", _accuracies([teacher])[0], *_difference(scores["Fix"], [teacher])]]
     for label, several in scores.items():
         difference = [None, None] if label == "Fix" else _difference(scores["Fix"], several)
@@ -141,46 +139,15 @@ def _seeds(bench: Bench) -> list[int]:
     return bench.study.seeds[: bench.study.tasks.seeds]
 
 
-def _teacher_scores(bench: Bench) -> list[TaskScores]:
-    return _from_record(bench.of_teacher("tasks", lambda model: _scored(bench, model)))
+def _scores(bench: Bench, spec: StudentSpec | None = None, seed: int = 0) -> list[TaskScores]:
+    """The scores of a student on the study's tasks; without one, of the original."""
 
+    def measure(model: PreTrainedModel) -> dict[str, Any]:
+        tokenizer, size = bench.students.opened.tokenizer, bench.study.tasks.batch_size
+        return {"tasks": [asdict(scores) for scores in score(model, tokenizer, bench.tasks, batch_size=size)]}
 
-def _student_scores(bench: Bench, spec: StudentSpec, seed: int) -> list[TaskScores]:
-    return _from_record(bench.of_student(spec, seed, "tasks", lambda model: _scored(bench, model)))
-
-
-def _scored(bench: Bench, model: PreTrainedModel) -> dict[str, Any]:
-    tasks, size = bench.tasks("scored", lambda: _tasks(bench)), bench.study.tasks.batch_size
-    return {
-        "tasks": [asdict(scores) for scores in score(model, bench.students.opened.tokenizer, tasks, batch_size=size)]
-    }
-
-
-def _from_record(record: dict[str, Any]) -> list[TaskScores]:
-    return [
-        TaskScores(**scores | {"metrics": {name: Metric(**x) for name, x in scores["metrics"].items()}})
-        for scores in record["tasks"]
-    ]
-
-
-def _tasks(bench: Bench) -> list[Task]:
-    """The study's tasks, with the same items for all models. DoflaError if it names none and its source is not demo."""
-    spec = bench.study.tasks
-    if spec.source == "demo":
-        found = [load_task(path) for path in sorted(TASKS.glob("*-test.jsonl.gz"))]
-        return [task.take(spec.items) for task in found if not spec.names or task.name in spec.names]
-    if not spec.names:
-        raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
-    if spec.source == "hub":
-        return [hub_task(name).take(spec.items) for name in spec.names]
-    return [load_task(_test_file(spec.source, name)).take(spec.items) for name in spec.names]
-
-
-def _test_file(folder: str, name: str) -> Path:
-    found = task_file(folder, f"{name}-test")
-    if found is None:
-        raise DoflaError(f"{folder} has no {name}-test.jsonl(.gz): --set tasks.source=FOLDER")
-    return found
+    record = bench.of_student(spec, seed, "tasks", measure) if spec else bench.of_teacher("tasks", measure)
+    return [build(TaskScores, scores, "a record of scores") for scores in record["tasks"]]
 
 
 def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
@@ -206,7 +173,7 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:
     wanted = bench.study.finetune
-    train, test = _to_learn(bench, name)
+    train, test = train_and_test(name, bench.study.tasks.source)
     settings = settings_for(model, name, lora=wanted.lora_rank is not None)
     settings |= {key: value for key in settings if (value := getattr(wanted, key)) is not None}
     with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
@@ -221,11 +188,6 @@ def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: st
             **settings,
         )
     return {"accuracy": max(epochs), "epochs": epochs, "settings": settings}
-
-
-def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
-    source = bench.study.tasks.source
-    return train_and_test(name, {"hub": None, "demo": str(TASKS)}.get(source, source))
 
 
 def _finetuning_note(bench: Bench) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dofla.profiles.profile import Profile
 from dofla.storage.extras import extra
+from dofla.storage.files import plain
 
 alt: Any = extra("altair", "report", "a report")
 
@@ -151,8 +151,7 @@ def _chart(title: str, chart: Any, height: int = 280) -> Chart:
 
 def _data(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """JSON knows no infinity: such a point is left out."""
-    finite = [{k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in r.items()} for r in rows]
-    return {"values": finite}
+    return {"values": plain(rows)}
 
 
 def _in_units(rows: Sequence[Row], others: Collection[int] = ()) -> tuple[str, list[Row]]:

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -153,6 +154,17 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in list(folder.rglob(".*.partial-*")):
         logger.info("removing %s, left by a process that was killed", leftover)
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to what JSON can hold: text for paths, null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def write_json(path: str | Path, data: Any) -> None:
