@@ -1,4 +1,4 @@
-"""What several verbs do: cut the text they are given, say what they have written, and the next command."""
+"""The common steps of several verbs: the text they are given, cut; what they have written; and the next command."""
 
 from __future__ import annotations
 

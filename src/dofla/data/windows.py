@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,7 @@ class TokenWindows:
         return int(self.input_ids.numel() if self.attention_mask is None else self.attention_mask.sum())
 
     def batch(self, indices: Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
-        """The windows at these positions, in this order: ``input_ids`` [B, L] and, if padded, ``attention_mask``
-        [B, L]."""
+        """The windows at these positions, in order: ``input_ids`` [B, L] and, if padded, ``attention_mask`` [B, L]."""
         chosen = torch.as_tensor(indices, dtype=torch.long, device=self.input_ids.device)
         batch = {"input_ids": self.input_ids[chosen]}
         if self.attention_mask is not None:
@@ -150,8 +149,7 @@ def batches(windows: Sized, batch_size: int) -> list[range]:
     Raises:
         DoflaError: batch_size < 1.
     """
-    if batch_size < 1:
-        raise DoflaError(f"batch_size is {batch_size}: give 1 or more")
+    check_numbers(batch_size=batch_size)
     count = len(windows)
     return [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
 

@@ -41,9 +41,4 @@ class History(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {
-            "layers": self.layers,
-            "losses": self.losses.tolist(),
-            "seconds": self.seconds,
-            "settings": self.settings,
-        }
+        return {**vars(self), "losses": self.losses.tolist()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -131,7 +130,6 @@ def distill(
     checkpoint = Checkpoint(folder, identity, windows, checkpoint_every, layers, descent.optimizer, columns)
     to_device(student)
 
-    started = time.perf_counter()
     with evaluation_mode(student):
         if from_data:
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
@@ -159,7 +157,7 @@ def distill(
                 progress(len(curve), steps, losses)
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     handle.record.add_distillation(how, windows, "dofla.linear.distill(student, windows", settings)
-    return History(columns, torch.tensor(curve), time.perf_counter() - started + checkpoint.earlier, settings)
+    return History(columns, torch.tensor(curve), checkpoint.seconds, settings)
 
 
 def _check_finite(losses: Mapping[str, float], step: int) -> None:

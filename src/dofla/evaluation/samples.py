@@ -72,8 +72,7 @@ def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int)
 def continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Greedy continuations of each prompt: ``prompt``, ``original``, ``model`` and ``agree``, the number of tokens
-    until they first differ."""
+    """Greedy continuations of each prompt: ``prompt``, ``original``, ``model``, and how many tokens ``agree``."""
     rows = []
     for ids, new_tokens in prompts:
         original, ours = of_both(model, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)

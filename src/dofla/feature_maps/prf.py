@@ -37,8 +37,7 @@ class PRF(AffineFeatureMap):
 
 
 def positive_features(z: Tensor, log_alpha: Tensor, scaling: float) -> tuple[Affine, Affine]:
-    """The log-features of :class:`PRF`, of queries and of keys, for rows ``z`` [heads, M, d] and their log-weights
-    [heads, M]."""
+    """The log-features of :class:`PRF`, of queries and of keys: ``z`` [heads, M, d], ``log_alpha`` [heads, M]."""
     bias = (log_alpha - math.log(log_alpha.shape[-1])) / 2
     shared = Affine(z, bias, math.sqrt(scaling), scaling / 2)
     return shared, shared

@@ -11,8 +11,7 @@ from dofla.attention import Affine, accumulable
 
 
 def orthonormal(heads: int, rows: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
-    """[heads, rows, dim]: random unit rows, uniform on the sphere and mutually orthogonal in blocks of ``dim``
-    (float32)."""
+    """[heads, rows, dim] float32: random unit rows, uniform on the sphere, mutually orthogonal in blocks of ``dim``."""
     gaussian = torch.randn(heads, -(-rows // dim), dim, dim, generator=generator)
     directions, triangle = torch.linalg.qr(gaussian)
     # QR fixes signs by its own convention; with the signs of R's diagonal the directions are uniform (Haar).

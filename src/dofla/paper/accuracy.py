@@ -100,8 +100,8 @@ def _resampled(gains: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _critical(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
-    """The smallest tolerance at which half the tasks are won or tied (α* of arXiv 2603.15590): the loss of accuracy
-    that half of them, rounded up, do not exceed, or 0."""
+    """The smallest tolerance at which half the tasks are won or tied (α* of arXiv 2603.15590): the loss that half of
+    them, rounded up, do not exceed, or 0."""
     losses = sorted(_acc(a).value - _acc(b).value for a, b in zip(teacher, student, strict=True))
     return max(0.0, losses[(len(losses) + 1) // 2 - 1])
 
@@ -112,8 +112,7 @@ def _agreement(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> 
 
 
 def _methods(bench: Bench) -> list[StudentSpec]:
-    """The paper's rows, as far as the study wants them; of DiJiang's two readings that of the public code, which the
-    paper ran."""
+    """The paper's rows that the study wants; of DiJiang's two readings that of the public code, which the paper ran."""
     others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
     rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.students)}
     return [spec for name, spec in rows.items() if name in bench.study.tasks.methods or not bench.study.tasks.methods]

@@ -65,8 +65,7 @@ def dof_per_head(bench: Bench) -> Table:
 
 
 def scale_of_dof(bench: Bench) -> Table:
-    """Table of the effect of λ and of the normalization of the Gram matrix, on which the paper is silent, on degrees of
-    freedom and dimensions."""
+    """Table of what λ and the Gram matrix's normalization, on which the paper is silent, do to degrees of freedom."""
     bench.profiled()
     profile = bench.students.profile()
     default = [max(row) for row in profile.dof(bench.study.lam)]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dofla.attention import log_kernel
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.feature_maps.projections import orthogonal_gaussian
 from dofla.paper import theory
 from dofla.paper.sampling import leverage_features
@@ -120,15 +120,13 @@ def theorem_errors(gram: Tensor, sizes: Sequence[int], delta: float) -> list[flo
     """For each M the least relative kernel error that Theorem 3 guarantees with probability 1 − δ, for draws from q_λ.
 
     √(`theory.kernel_error_bound`) / ‖Σ‖_HS, least over λ = 2⁻¹⁶ … 1 times tr Σ, each with the smallest t whose
-    condition M meets. The λ that is best differs with M; features drawn at another λ are not covered.
+    condition M meets; None where no λ meets it with t ≤ 3. The λ that is best differs with M; features drawn at another
+    λ are not covered.
 
     Args:
         gram: [J, J] kernel values.
         sizes: M.
         delta: δ, in (0, 1).
-
-    Returns:
-        None where no λ meets the condition with t ≤ 3.
     """
     spectrum = torch.linalg.eigvalsh(gram.double() / len(gram)).clamp(min=0.0)
     spectrum = spectrum / spectrum.sum()
@@ -238,8 +236,7 @@ def _draw(
         return torch.randn(count, width, generator=generator, dtype=torch.float64), torch.zeros(count).double()
     if method == "orthogonal":
         return orthogonal_gaussian(1, count, width, generator)[0].double(), torch.zeros(count).double()
-    if method not in METHODS:
-        raise DoflaError(f"unknown method {method!r}: choose of {', '.join(METHODS)}")
+    check_choice("method", method, METHODS)
     proposal = "gaussian" if method == "leverage gaussian" else "data"
     return leverage_features(
         vectors, scaling, count, lam, candidates=candidates, proposal=proposal, generator=generator

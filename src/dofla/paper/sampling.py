@@ -40,7 +40,7 @@ import math
 import torch
 from torch import Tensor
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.paper.theory import optimal_log_density, prf_gram, prf_log_features, prf_log_trace
 
 PROPOSALS = ("data", "gaussian")
@@ -80,8 +80,7 @@ def leverage_features(
         raise DoflaError(f"features is {features}: draw 1 or more")
     if candidates < features:
         raise DoflaError(f"candidates is {candidates}, below the {features} features to draw: give several times more")
-    if proposal not in PROPOSALS:
-        raise DoflaError(f"unknown proposal {proposal!r}: choose one of {', '.join(PROPOSALS)}")
+    check_choice("proposal", proposal, PROPOSALS)
     vectors = vectors.detach().to("cpu", torch.float64)
     log_scale = prf_log_trace(vectors, scaling)
     gram = prf_gram(vectors, scaling, log_scale)

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import torch
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 from dofla.plans.curves import Curves, Shape, Size, choose
@@ -138,8 +138,7 @@ def allocate(
             context with another strategy.
     """
     check_lambda(lam)
-    if strategy not in STRATEGIES and strategy not in HYBRID:
-        raise DoflaError(f"unknown strategy {strategy!r}: choose one of {', '.join(sorted([*STRATEGIES, *HYBRID]))}")
+    check_choice("strategy", strategy, sorted([*STRATEGIES, *HYBRID]))
     summary = over_heads_function(over_heads)
     if strategy != "measured" and (curves is not None or context is not None):
         what = "curves" if curves is not None else "context"
@@ -152,8 +151,8 @@ def allocate(
     measured = curves.made_by if curves is not None else {}
     feature_map = feature_map or measured.get("feature_map") or (FEATURE_MAP if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
-    if token_dtype is not None and token_dtype not in TOKEN_DTYPES:
-        raise DoflaError(f"unknown token_dtype {token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}")
+    if token_dtype is not None:
+        check_choice("token_dtype", token_dtype, TOKEN_DTYPES)
     if curves is not None and token_dtype not in (None, kept := measured.get("token_dtype", "model")):
         raise DoflaError(f"token_dtype is {token_dtype!r}, the error curves were measured with {kept!r}: measure them")
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):

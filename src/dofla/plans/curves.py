@@ -175,8 +175,7 @@ def choose(
 
 
 def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
-    """The candidates of :func:`choose` for a layer: the sizes that are best for some price of a byte, from the cheapest
-    up."""
+    """The candidates of :func:`choose` for a layer: what is best for some price of a byte, from the cheapest up."""
     return lower_hull(_choices(curve, shape, context, per_head))
 
 

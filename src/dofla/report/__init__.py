@@ -45,8 +45,7 @@ def write_report(
 
 
 def write_page_beside(folder: str | Path, view: View, runs: Sequence[str | Path] = ()) -> None:
-    """Write the page into a folder that is finished, on it or on the ``runs`` in it. Where altair is missing, say how
-    to get the page."""
+    """Write the page into a finished folder, on it or on the ``runs`` in it; or say what is missing for that."""
     runs = runs or [folder]
     try:
         view.say(f"report: {write_report(runs, Path(folder) / REPORT, view=view)}")

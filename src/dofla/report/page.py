@@ -1,5 +1,4 @@
-"""One HTML file: sections with tables and charts, and the runtime that draws the charts. Nothing is loaded from
-elsewhere."""
+"""One HTML file, which loads nothing: sections with tables and charts, and the runtime that draws the charts."""
 
 from __future__ import annotations
 

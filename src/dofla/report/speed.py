@@ -129,8 +129,7 @@ def _decode_seconds(model: PreTrainedModel, text: Tensor, length: int) -> float:
 
 
 def _stretch(cache: Cache, length: int) -> None:
-    """Change a cache as if the context were ``length`` tokens long. Layers with a sliding window have their size
-    already."""
+    """Change a cache as if the context were ``length`` tokens long; layers with a sliding window keep their size."""
     for entry in cache.layers:
         if isinstance(entry, LinearCacheLayer):
             entry.tokens = length

@@ -23,6 +23,7 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
 from dofla.integration.converted import is_converted
 from dofla.integration.hub import hub_name
+from dofla.integration.packages import packaged_path
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import is_slow
 from dofla.integration.quantizer import METHOD
@@ -32,7 +33,6 @@ from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
 from dofla.runs.calibration import calibration_seconds
-from dofla.runs.opening import resolve_model
 
 LENGTHS = (2_048, 8_192, 32_768)
 COMPRESSED, SOFTMAX, BOUNDED, REFUSED = "compressed", "stays softmax", "already bounded", "refused"
@@ -251,7 +251,7 @@ def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) 
 
 
 def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    place = resolve_model(name)
+    place = packaged_path(name)
     if Path(place).is_dir() and not (Path(place) / CONFIG_NAME).exists():
         raise DoflaError(f"the folder {place} has no {CONFIG_NAME}: give that of a model")
     if not Path(place).is_dir() and not hub_name(place):

@@ -1,5 +1,4 @@
-"""The bytes that a model needs: compressed caches of several sizes, evaluated on several texts and at several
-lengths."""
+"""The bytes that a model needs: compressed caches of several sizes, on several texts and at several lengths."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class Frontier(Result):
         return [worst[size] for size in sorted(worst)]
 
     def smallest(self, length: int) -> Point | None:
-        """The smallest size tried that is within the target at ``length`` on all texts, as are all larger ones; None if
-        there is none."""
+        """The smallest size that is within the target at ``length`` on all texts, as are all larger ones; or None."""
         found = None
         for point in reversed(self.at(length)):
             if self.target is None or point.loss > self.target:
@@ -200,8 +198,7 @@ class Frontier(Result):
 
     @classmethod
     def load(cls, folder: str | Path) -> Frontier:
-        """Read what :func:`dofla.frontier` wrote into a folder; DoflaError naming the file if it is missing or
-        damaged."""
+        """Read what :func:`dofla.frontier` wrote; DoflaError naming the file if it is missing or damaged."""
         path = Path(folder) / FRONTIER
         data = read_json(path, "a frontier")
         if data.get("format") != _FORMAT:

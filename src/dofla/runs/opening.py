@@ -13,7 +13,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from dofla.data import TokenWindows
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.integration.checkpoint import load, load_any, load_model
 from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
@@ -76,7 +76,7 @@ def open_original(
     Raises:
         DoflaError: no such model, tokenizer, dtype or device; a device with ``offload``.
     """
-    path = resolve_model(name)
+    path = packaged_path(name)
     logger.info("loading %s", path)
     return _placed(partial(load_model, path), dtype, device, offload), load_tokenizer(path)
 
@@ -118,7 +118,7 @@ def open_model(
     Raises:
         DoflaError: no such model; otherwise as :func:`open_converted`.
     """
-    return _opened(load_any, resolve_model(name), dtype, base_model, device, offload)
+    return _opened(load_any, packaged_path(name), dtype, base_model, device, offload)
 
 
 def _opened(
@@ -130,9 +130,9 @@ def _opened(
     offload: Path | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     logger.info("loading %s", path)
-    base_model = None if base_model is None else resolve_model(base_model)
+    base_model = None if base_model is None else packaged_path(base_model)
     model = _placed(partial(load, path, base_model=base_model), dtype, device, offload)
-    return model, load_tokenizer(resolve_model(path), resolve_model(model.config._name_or_path))
+    return model, load_tokenizer(packaged_path(path), packaged_path(model.config._name_or_path))
 
 
 def _placed(
@@ -189,7 +189,7 @@ def reader_of(
     its base model's; the tokenizer for any other model, and, with a warning, if there is no processor."""
     if getattr(model.config, "vision_config", None) is None:
         return tokenizer
-    for place in (name, resolve_model(model.config._name_or_path)):
+    for place in (name, packaged_path(model.config._name_or_path)):
         try:
             return AutoProcessor.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # a damaged file fails in any way
@@ -198,14 +198,8 @@ def reader_of(
     return tokenizer
 
 
-def resolve_model(name: str) -> str:
-    """The folder or hub name that a recipe's ``model`` stands for."""
-    return packaged_path(name)
-
-
 def dtype_of(name: str) -> torch.dtype:
     """``float32``, ``bfloat16`` or ``float16`` as a torch dtype."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise DoflaError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
+    check_choice("dtype", name, known)
     return known[name]

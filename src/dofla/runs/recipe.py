@@ -18,8 +18,6 @@ from dofla.storage.fields import build
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STARTS = ("data", "random")
-
 
 @dataclass
 class DataSpec:
@@ -254,9 +252,8 @@ class Distillation(Recipe):
         if len(set(names)) < len(names):
             raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
         for student in recipe.students:
-            if student.start not in STARTS:
-                start = f"start is {student.start!r}: choose {' or '.join(STARTS)}"
-                raise DoflaError(f"{where}: student {student.name}: {start}")
+            if student.start not in ("data", "random"):
+                raise DoflaError(f"{where}: student {student.name}: start is {student.start!r}: choose data or random")
             if student.end_to_end and not recipe.end_to_end.steps:
                 raise DoflaError(
                     f"{where}: student {student.name} is end_to_end, and end_to_end.steps is 0: give 1 or more"
