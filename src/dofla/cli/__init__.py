@@ -4,8 +4,6 @@ Each verb imports what it works with when it is called: help, the version and a 
 transformers, and do not wait for them.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """The verb ``dofla chat``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import suppress

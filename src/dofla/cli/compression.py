@@ -1,7 +1,5 @@
 """The verbs of compression: check, calibrate, compress and frontier."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 A callback runs while the command line is read: what it refuses is refused before torch is imported.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

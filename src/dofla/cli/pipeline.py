@@ -1,7 +1,5 @@
 """The verbs of the paper, one step each: profile, curves, allocate, distill; and run, demo and report for all steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

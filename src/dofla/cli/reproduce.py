@@ -1,7 +1,5 @@
 """The verb ``dofla reproduce``."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 They are read off the source, without importing it: help and a wrong name need neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

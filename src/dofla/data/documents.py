@@ -3,8 +3,6 @@
 Everything is a generator, so asking for a few windows of a large file reads only its beginning.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Progress bars: what takes minutes shows one, unless told not to, on terminals and in notebooks."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Results that show themselves as tables: in 80 columns of text, in a terminal's colors, in a notebook's HTML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, asdict

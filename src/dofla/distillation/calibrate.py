@@ -1,8 +1,6 @@
 """The start of layers that look at data first: the mean of their keys, the scale of what their feature maps get, and
 the level of the kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The state of a distillation on disk: one file, replaced whole, from which a run goes on as if never stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

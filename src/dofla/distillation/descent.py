@@ -1,7 +1,5 @@
 """Adam at rates of their own for each kind of parameter, which a schedule lowers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The gradients of one step, end to end: the next-token loss of the linearized model (the paper's ``direct``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

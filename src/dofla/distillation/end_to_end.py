@@ -1,7 +1,5 @@
 """End-to-end distillation: the whole linearized model trained towards the teacher's next-token distribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gradients of one step, layer by layer: one teacher forward per batch trains all layers at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The distillation loop: feature maps trained against the softmax attention they replace, or on the text itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

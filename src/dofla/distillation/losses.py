@@ -9,8 +9,6 @@ logarithm of, it sums over all of them first: so its value is that of the whole 
 processes add up to its gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

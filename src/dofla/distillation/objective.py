@@ -1,7 +1,5 @@
 """The loss of a whole student against its teacher on a batch: next-token distributions, or an encoder's embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 

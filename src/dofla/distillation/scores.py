@@ -1,7 +1,5 @@
 """The scores of a layer with feature maps, pair by pair: what losses and calibration look at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The common part of the distillation loops: the batches of a step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The weights of a student that train end to end. They are kept if training succeeds, and restored if it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

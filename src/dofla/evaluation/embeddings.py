@@ -1,7 +1,5 @@
 """Sentence embeddings of an encoder before and after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypedDict
 

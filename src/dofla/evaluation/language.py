@@ -1,7 +1,5 @@
 """Next-token loss of original and converted model on the same text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypedDict
 

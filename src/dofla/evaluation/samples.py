@@ -1,7 +1,5 @@
 """Continuations of original and converted model side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

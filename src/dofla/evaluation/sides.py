@@ -1,7 +1,5 @@
 """The two sides of every figure, original and converted model, by one code path; and progress over what is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 

@@ -1,7 +1,5 @@
 """One sentence on how close a model is to its original, and the rule it follows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

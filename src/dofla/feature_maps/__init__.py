@@ -3,8 +3,6 @@
 To add one: write the file, add a line to ``FEATURE_MAPS``. Knows the arithmetic of attention, and no model.
 """
 
-from __future__ import annotations
-
 from dofla.errors import check_choice
 from dofla.feature_maps.base import FeatureMap
 from dofla.feature_maps.dijiang import DiJiang, DiJiangCode

@@ -1,7 +1,5 @@
 """The base classes of feature maps."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """DiJiang (arXiv 2403.19928): weighted quasi-Monte Carlo features, as in the paper and as in the public code."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """elu(x) + 1, the feature map of the linear transformer (arXiv 2006.16236, equation 7)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Performer: positive random features that nobody trains (arXiv 2009.14794, lemma 1 and section 2.4)."""
 
-from __future__ import annotations
-
 import torch
 
 from dofla.attention import Affine

@@ -1,7 +1,5 @@
 """Positive random features, learned (arXiv 2507.03340, sections 2 and 4; Performer, arXiv 2009.14794, lemma 1)."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

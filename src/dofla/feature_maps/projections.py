@@ -1,7 +1,5 @@
 """The directions that feature maps look along: how they are drawn, and how they are applied."""
 
-from __future__ import annotations
-
 import math
 
 import torch

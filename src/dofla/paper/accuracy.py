@@ -1,7 +1,5 @@
 """Tables 3 and 6: accuracy on multiple-choice tasks, zero-shot and after fine-tuning, paired with the original's."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Sequence

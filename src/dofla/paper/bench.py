@@ -1,7 +1,5 @@
 """Bench: what is measured of teacher and students, each figure once, kept in the folder of the run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial, reduce

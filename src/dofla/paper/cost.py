@@ -1,7 +1,5 @@
 """Tables 4, 5 and 12: seconds of generating, of a training sample, and of all the feature training."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

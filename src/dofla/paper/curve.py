@@ -1,7 +1,5 @@
 """Error against the number of features: measured, what theory says, and whether degrees of freedom predict M."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

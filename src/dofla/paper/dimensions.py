@@ -1,7 +1,5 @@
 """Tables 1 and 2: degrees of freedom, and the dimensions that follow; and what their scale does to both."""
 
-from __future__ import annotations
-
 import statistics
 
 from dofla.paper import published

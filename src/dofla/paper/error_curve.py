@@ -15,8 +15,6 @@ where ‖φ‖² = (1/J) Σ_j φ(x_j; z)². For q = 1 it is known: E_z[φ_i² φ
 For q_λ ‖φ‖² / q_λ ≤ N*_λ (‖Σ‖_op + λ), so V stays below N*_λ (‖Σ‖_op + λ) tr Σ / ‖Σ‖_HS² however long the vectors are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -106,12 +104,7 @@ def error_curve(
 
 
 def best_rank_errors(gram: Tensor, sizes: Sequence[int]) -> list[float]:
-    """For each M the least ‖K̂ − K‖ / ‖K‖ of a kernel of rank M: the part of the spectrum beyond the M largest.
-
-    Args:
-        gram: [J, J] kernel values.
-        sizes: M.
-    """
+    """For each M in ``sizes`` the least ‖K̂ − K‖ / ‖K‖ of a kernel of rank M, from the [J, J] values of the kernel."""
     squares = torch.linalg.eigvalsh(gram.double()).square().sort(descending=True).values
     return [(squares[size:].sum() / squares.sum()).sqrt().item() for size in sizes]
 

@@ -1,7 +1,5 @@
 """Items of the paper's seven tasks: from JSONL files, or from the hub, of the sets that lm-evaluation-harness takes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

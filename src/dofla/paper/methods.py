@@ -1,7 +1,5 @@
 """The students that the tables compare: the paper's rows, the baselines, and what its reviewers asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dofla.runs.distillation import Students

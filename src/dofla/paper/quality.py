@@ -1,7 +1,5 @@
 """Table 7 (next-token loss), table 11 (kernel error per layer), and the comparison of ways to treat heads."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """All tables, or one, of a model: Markdown and JSON in the folder of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

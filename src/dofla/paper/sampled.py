@@ -1,7 +1,5 @@
 """Features drawn by leverage, for all heads of a linearized model: no training, one pass over the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -33,8 +33,6 @@ they approximate K at the vectors they were drawn for, not at fresh ones, and th
 queries (`dofla.paper.error_curve` measures both).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -38,8 +38,6 @@ Write A = Σ + λI, D = A^-½ Σ A^-½, X_m = A^-½ (φ_m ⊗ φ_m) A^-½ / q(z_
 `kernel_error_bound` and `integral_error_bound` then follow from Σ̂ − Σ = A^½ E A^½ without further probability.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A table on a terminal of 80 columns."""
 
-from __future__ import annotations
-
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table as RichTable

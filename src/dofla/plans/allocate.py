@@ -4,8 +4,6 @@ The budget is in features per KV head, averaged over the layers, as in arXiv 250
 is compared is state bytes, so a window and sinks, which cost bytes as well, are paid for out of the same budget.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

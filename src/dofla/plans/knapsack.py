@@ -1,7 +1,5 @@
 """The best way to spend a number of bytes on layers, or heads, that each have a few choices."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence

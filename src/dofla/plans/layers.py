@@ -1,7 +1,5 @@
 """Results of converting an attention module: a compressed cache, feature maps, or nothing else than it was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar

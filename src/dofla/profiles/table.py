@@ -1,7 +1,5 @@
 """Degrees of freedom and their standard errors as a table that fits 80 columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text

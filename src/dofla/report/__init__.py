@@ -1,7 +1,5 @@
 """The report: one HTML page on what ``dofla run`` or ``dofla frontier`` has left in a folder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Charts of the report: Vega-Lite specifications, made by altair. Each is as wide as the page lets it be."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

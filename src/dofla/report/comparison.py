@@ -1,7 +1,5 @@
 """The section on one or several runs: their models compared."""
 
-from __future__ import annotations
-
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The section on what ``dofla frontier`` found: quality by bytes of the cache."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

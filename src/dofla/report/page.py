@@ -1,7 +1,5 @@
 """One HTML file, which loads nothing: sections with tables and charts, and the runtime that draws the charts."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Sequence

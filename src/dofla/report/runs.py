@@ -1,7 +1,5 @@
 """Contents of a run folder, read for the report."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import statistics

@@ -1,7 +1,5 @@
 """Seconds of prefill and decode against the length of the context, and where two such curves cross."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

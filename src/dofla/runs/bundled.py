@@ -1,7 +1,5 @@
 """The bundled model, opened, with text to try it on."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import read_documents

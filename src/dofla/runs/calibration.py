@@ -1,7 +1,5 @@
 """An estimate of how long ``dofla.compress`` takes for a model, without opening it."""
 
-from __future__ import annotations
-
 import time
 
 import torch

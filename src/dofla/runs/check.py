@@ -1,7 +1,5 @@
 """The check of a model before anything is opened or measured, from its config alone: layers, bytes, time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The results of a run as tables: models down, figures across."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

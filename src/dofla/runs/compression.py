@@ -1,7 +1,5 @@
 """A compression: one calibration, kept beside the model that is compressed by it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dofla.compression.calibrate import calibrate

@@ -1,7 +1,5 @@
 """A distillation: the original's profile and error curves, and students with feature maps trained towards it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run's folder and its records: what it is of, and the machine."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from contextlib import suppress

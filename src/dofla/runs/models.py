@@ -1,7 +1,5 @@
 """The models of a run: each is made once, step by step, and kept in a folder of its own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager

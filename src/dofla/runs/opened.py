@@ -1,7 +1,5 @@
 """A recipe, opened: the model, its tokenizer, text to train on and to be evaluated on, prompts."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from dofla.data import TokenWindows

@@ -1,7 +1,5 @@
 """Opening what verbs and recipes name: an original or a converted model, its tokenizer, and text cut into windows."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext

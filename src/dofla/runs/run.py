@@ -3,8 +3,6 @@
 The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output of the command line: progress, and tables that fit 80 columns."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

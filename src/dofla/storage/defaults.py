@@ -1,7 +1,5 @@
 """Tensors of which nobody says where they are to be, in what numbers, or whether gradients may pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -4,8 +4,6 @@ What a process that was killed leaves, ``.NAME.partial-PID``, is never read, and
 folder is locked (:func:`dofla.storage.lock.locked`).
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import hashlib

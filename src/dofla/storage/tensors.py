@@ -1,7 +1,5 @@
 """safetensors files that are whole or not there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

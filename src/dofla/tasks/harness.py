@@ -1,7 +1,5 @@
 """lm-evaluation-harness on a model in memory: its tasks, and local ones put into its form."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """Tasks from JSONL files, so that they work without a hub."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """A converted model and its original on tasks, local or the harness's."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
