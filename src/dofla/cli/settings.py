@@ -22,14 +22,8 @@ _OBJECTS = ("Mapping[str, Any]", "Mapping[str, float]", "dict[str, float]")
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter.
-
-    Attributes:
-        name: as it is written: of the parameter, but for λ, which is no name in Python.
-        kinds: the types of its annotation.
-        default: as text.
-        help: from the docstring.
-    """
+    """A parameter with its name as it is written (λ is no name in Python), the types of its annotation, its default as
+    text, and what the docstring says of it."""
 
     name: str
     kinds: tuple[str, ...]

@@ -23,12 +23,8 @@ _PER_FACT = 128
 
 @dataclass(frozen=True)
 class Facts:
-    """Documents of text with facts at places that were drawn.
-
-    Attributes:
-        documents: the windows.
-        asked: of each, so many tokens at its end tell all facts once more, in another order.
-    """
+    """Documents of text with facts at places that were drawn. The last ``asked`` tokens of each tell all facts once
+    more, in another order."""
 
     documents: TokenWindows
     asked: int

@@ -131,11 +131,7 @@ class Images:
 
 
 def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -> TokenWindows | Images:
-    """Convert data to windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images.
-
-    Raises:
-        DoflaError: the data are of another kind.
-    """
+    """Convert data to windows as :meth:`TokenWindows.of` does; a mapping with pixel_values becomes Images."""
     if isinstance(data, Images):
         return data
     if isinstance(data, Mapping) and "pixel_values" in data:
@@ -144,11 +140,7 @@ def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -
 
 
 def batches(windows: Sized, batch_size: int) -> list[range]:
-    """Positions of the windows, or of whatever else, of each batch, in order; the last batch may be smaller.
-
-    Raises:
-        DoflaError: batch_size < 1.
-    """
+    """Positions of the windows, or of whatever else, of each batch, in order; the last batch may be smaller."""
     check_numbers(batch_size=batch_size)
     count = len(windows)
     return [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]

@@ -19,15 +19,8 @@ Part = Table | str
 
 
 def table(first: str, *others: str, gap: int = 2, widest: int | None = None, **options: Any) -> Table:
-    """An empty table without lines: a column of names, then columns of figures, which stand to the right.
-
-    Args:
-        first: title of the names.
-        others: titles of the figures.
-        gap: spaces between columns.
-        widest: characters of a name that are shown at most.
-        **options: for :class:`rich.table.Table`.
-    """
+    """An empty table without lines: a column of names, of so many characters at ``widest``, then columns of figures,
+    which stand to the right, with a ``gap`` between; ``options`` are those of :class:`rich.table.Table`."""
     made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
     made.add_column(first, max_width=widest, overflow="ellipsis", no_wrap=True)
     for title in others:

@@ -36,7 +36,7 @@ class Checkpoint:
         settings: of the run, and whatever else it must have in common with one that goes on with it.
         windows: that it trains on.
         every: steps between two states.
-        parts: by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+        parts: that are trained; the buffers of modules are kept as well.
         optimizer: of the parameters.
         columns: of the loss curve: the layers, or the one loss of all.
     """
@@ -72,11 +72,8 @@ class Checkpoint:
 
     def resume(self) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
-        All processes then go on from the same parts.
-
-        Raises:
-            DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
-        """
+        All processes then go on from the same parts. DoflaError if the file is damaged, belongs to other settings, or
+        is not seen by all processes."""
         curve: list[list[float]] = []
         if self.folder is not None and (self.folder / STATE).exists():
             curve = self._load(self.folder / STATE)

@@ -18,19 +18,12 @@ _IGNORED = -100
 def next_token_gradients(
     model: PreTrainedModel, layers: Mapping[str, AttentionLayer], batches: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, float]:
-    """Add the gradient of the next-token loss to the feature maps; returns the loss, a mean over ``batches`` in which
-    a batch counts by its windows. Each of several processes adds the gradient of its share of every batch.
+    """Add the gradient of the next-token loss to the feature maps of ``layers``; returns the loss, a mean over the
+    batches of a step in which a batch counts by its windows. Each of several processes adds that of its share of every
+    batch.
 
-    The graph goes through the whole linearized model, but only the feature maps are given gradients.
-
-    Args:
-        model: a converted causal language model.
-        layers: those to train, by the name of their attention module.
-        batches: of one step; padding is not predicted.
-
-    Raises:
-        DoflaError: the model predicts no next token.
-    """
+    The graph goes through the whole linearized model, but only the feature maps are given gradients. Padding is not
+    predicted. DoflaError if the model predicts no next token."""
     if not model.can_generate():
         raise DoflaError(f"loss 'direct': {type(model).__name__} predicts no next token; train it with softmax or l2")
     total, sizes = 0.0, [len(batch["input_ids"]) for batch in batches]

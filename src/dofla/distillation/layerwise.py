@@ -22,17 +22,14 @@ def layerwise_gradients(
     generator: Callable[[], torch.Generator],
     own_inputs: bool = False,
 ) -> dict[str, float]:
-    """Add the gradient of each layer's loss to its feature maps; returns the losses, means over ``batches`` in which
-    a batch counts by its windows. Each of several processes adds the gradient of its share of every batch, and all
-    return the losses of the whole.
+    """Add the gradient of each layer's loss, one of :data:`dofla.distillation.LOSSES`, to its feature maps; returns the
+    losses, means over the batches of a step in which a batch counts by its windows. Each of several processes adds the
+    gradient of its share of every batch, and all return the losses of the whole.
+
+    The model runs as its own teacher, without gradients.
 
     Args:
-        model: a converted one; it runs as its own teacher, without gradients.
-        layers: those to train, by the name of their attention module.
-        batches: of one step.
-        loss: a name in :data:`dofla.distillation.LOSSES`.
-        rows: query rows that the loss looks at; None for all.
-        generator: of the rows; the same for each layer and batch.
+        rows: query rows that the loss looks at, drawn by a ``generator`` alike for each layer and batch; None for all.
         own_inputs: the layers answer the queries and keys of the student, behind layers that are linear already, and
             not the teacher's: a second forward per batch, and memory for the teacher's calls of all layers.
     """

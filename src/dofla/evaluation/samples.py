@@ -13,12 +13,7 @@ from dofla.evaluation.sides import of_both
 
 
 class Prompt(NamedTuple):
-    """A text to continue.
-
-    Attributes:
-        ids: its tokens [T].
-        new_tokens: to write at most.
-    """
+    """The tokens [T] of a text to continue, and how many new ones to write at most."""
 
     ids: Tensor
     new_tokens: int
@@ -40,15 +35,9 @@ def beginnings(
     prompt_tokens: int,
     new_tokens: int,
 ) -> list[Prompt]:
-    """A prompt from each of the first windows: the beginning of a document, or of a sentence, if there is one.
-
-    Args:
-        windows: held-out text; padded ones too short for a prompt are passed over.
-        tokenizer: knows separators and where sentences end; without one, windows begin where they do.
-        prompts: how many at most.
-        prompt_tokens: of each; fewer in shorter windows.
-        new_tokens: to write at most.
-    """
+    """At most ``prompts`` prompts of ``prompt_tokens`` (fewer in shorter windows), one from each of the first windows:
+    the beginning of a document, or of a sentence, if ``tokenizer`` finds one. Padded windows that are too short are
+    passed over."""
     size, rows = min(prompt_tokens, windows.length), windows.input_ids
     if windows.attention_mask is not None:
         rows = rows[windows.attention_mask[:, :size].bool().all(dim=1)]

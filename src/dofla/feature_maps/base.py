@@ -69,11 +69,7 @@ class FeatureMap(nn.Module, ABC):
 
 
 class DrawnFeatureMap(FeatureMap):
-    """A feature map whose directions are drawn and not trained.
-
-    Attributes:
-        z: [heads, M, d]; a buffer, saved with the model.
-    """
+    """A feature map whose directions ``z`` [heads, M, d] are drawn and not trained: a buffer, saved with the model."""
 
     z: Tensor
 

@@ -110,17 +110,12 @@ def best_rank_errors(gram: Tensor, sizes: Sequence[int]) -> list[float]:
 
 
 def theorem_errors(gram: Tensor, sizes: Sequence[int], delta: float) -> list[float | None]:
-    """For each M the least relative kernel error that Theorem 3 guarantees with probability 1 − δ, for draws from q_λ.
+    """For each M in ``sizes`` the least relative kernel error that Theorem 3 guarantees with probability 1 − δ, for
+    draws from q_λ; ``gram`` are the [J, J] values of the kernel.
 
     √(`theory.kernel_error_bound`) / ‖Σ‖_HS, least over λ = 2⁻¹⁶ … 1 times tr Σ, each with the smallest t whose
     condition M meets; None where no λ meets it with t ≤ 3. The λ that is best differs with M; features drawn at another
-    λ are not covered.
-
-    Args:
-        gram: [J, J] kernel values.
-        sizes: M.
-        delta: δ, in (0, 1).
-    """
+    λ are not covered."""
     spectrum = torch.linalg.eigvalsh(gram.double() / len(gram)).clamp(min=0.0)
     spectrum = spectrum / spectrum.sum()
     squares = spectrum.square().sum().item()

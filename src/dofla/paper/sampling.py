@@ -94,15 +94,8 @@ def leverage_features(
 
 
 def ridge_leverage(gram: Tensor, lam: float) -> Tensor:
-    """h_j = [Σ(Σ + λI)⁻¹]_jj with Σ = gram / J: the share [J] of each vector in the degrees of freedom, float64.
-
-    Args:
-        gram: [J, J] kernel values, symmetric and positive semi-definite.
-        lam: λ, positive, in the unit of the kernel.
-
-    Raises:
-        DoflaError: lam is not positive.
-    """
+    """h_j = [Σ(Σ + λI)⁻¹]_jj with Σ = gram / J: the share [J] of each vector in the degrees of freedom, float64;
+    DoflaError unless λ, in the unit of the kernel, is positive."""
     if not 0 < lam < math.inf:
         raise DoflaError(f"lam={lam} is not a positive number: pass lam > 0")
     operator = gram.double() / len(gram)

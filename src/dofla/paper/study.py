@@ -84,11 +84,8 @@ class Study(Distillation):
         Args:
             model: ``demo``, ``gpt2``, ``pythia-1b``, ``smollm2-135m``, ``minilm``; or a folder or hub name.
             scale: ``full``, or what the file's ``small`` section says instead.
-            seeds: how many, from 0.
+            seeds: how many, from 0; DoflaError below 1.
             changes: ``section.field=value``, applied last.
-
-        Raises:
-            DoflaError: an unknown scale, seeds below 1, or a change that names no field.
         """
         if scale not in SCALES:
             raise DoflaError(f"unknown scale {scale!r}: choose {' or '.join(SCALES)}")

@@ -10,13 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured quantity, one value per seed; shown as its mean, with half the range where there are several.
-
-    Attributes:
-        values: of the seeds.
-        digits: after the point.
-        spread: whether it is shown.
-    """
+    """A measured quantity, one value per seed: shown as its mean, and where there are several (unless ``spread`` is
+    off) with half their range, to so many ``digits`` after the point."""
 
     values: tuple[float, ...]
     digits: int = 3
@@ -53,9 +48,7 @@ class Table:
 
     Attributes:
         key: as in ``--table``.
-        title: one line.
-        columns: names, the first that of the rows.
-        rows: cells, None where there is nothing to say.
+        rows: cells under ``columns``, None where there is nothing to say.
         paper: rows of the published table under ``paper_columns``.
         notes: what a reader must know to read it.
         seconds: what all its figures took, whether measured now or found in the folder.

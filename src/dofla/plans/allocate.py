@@ -25,13 +25,8 @@ from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer or a KV head, which gets a number of features of its own.
-
-    Attributes:
-        dof: its degrees of freedom.
-        cost: numbers of state that one more feature takes in it.
-        head_dim: size of its queries and keys.
-    """
+    """A layer or a KV head, which gets a number of features of its own: its degrees of freedom, the numbers of state
+    that one more feature takes in it, and the size of its queries and keys."""
 
     dof: float
     cost: int

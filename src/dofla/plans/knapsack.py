@@ -24,18 +24,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def spend(hulls: Mapping[Key, Sequence[Choice]], total: float) -> dict[Key, Choice]:
-    """One choice for each layer or head, of least summed loss, that together take ``total`` bytes at most.
+    """One choice for each layer or head, of least summed loss, that together take ``total`` bytes at most, from the
+    :func:`lower_hull` of each; DoflaError if the smallest take more.
 
     A knapsack, solved as a linear relaxation would: from the smallest choices up, always the step that gains most per
-    byte, passing by the steps that no longer fit.
-
-    Args:
-        hulls: by layer or head, its :func:`lower_hull`.
-        total: bytes.
-
-    Raises:
-        DoflaError: the smallest choices take more than ``total``.
-    """
+    byte, passing by the steps that no longer fit."""
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = total - sum(choice.bytes for choice in chosen.values())
     if left < 0:

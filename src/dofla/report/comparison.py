@@ -34,11 +34,8 @@ _RULES = {
 
 
 def section_of(runs: Sequence[RunRecord]) -> Section:
-    """The section on runs that are all of language models, or all of encoders.
-
-    Raises:
-        DoflaError: naming the folder whose records hold something else than they should.
-    """
+    """The section on runs that are all of language models, or all of encoders; DoflaError naming a folder whose records
+    hold something else than they should."""
     names = _names([run.folder for run in runs])
     found = [(f"{model.name}{name}", model) for name, run in zip(names, runs, strict=True) for model in run.models]
     models = dict(sorted(found, key=lambda pair: pair[1].lost))

@@ -20,15 +20,12 @@ what is not a product take the rest."""
 
 
 def calibration_operations(per_token: float) -> float:
-    """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows.
+    """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows, if
+    a forward pass takes ``per_token`` of them for each token.
 
     Each token is read once for its directions. Head budgets take a pass of the original, one of the model, and one
     backward, which is as much again since only activations have gradients; some of the text is read twice over. Then
-    even and measured budgets are tried on all of it, each by a pass of the original and one of the model.
-
-    Args:
-        per_token: operations of a forward pass for one token.
-    """
+    even and measured budgets are tried on all of it, each by a pass of the original and one of the model."""
     text = WINDOWS * _LENGTH
     repeated = 2 * COPY_DISTANCE * (round(COPY_FRACTION * WINDOWS) * _LENGTH // COPY_DISTANCE)
     return per_token * (text + 7 * (text + repeated))
@@ -48,11 +45,6 @@ def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def calibration_seconds(per_token: float, dtype: torch.dtype, device: torch.device) -> float:
-    """Estimate, in seconds: the products with the weights, at the speed of one that is timed here, times what they
-    are of the whole.
-
-    Args:
-        per_token: as for :func:`calibration_operations`.
-        dtype, device: of the model.
-    """
+    """Estimate, in seconds: :func:`calibration_operations`, at the speed of a product that is timed here, times what
+    these are of the whole."""
     return _TIMES * calibration_operations(per_token) / operations_per_second(dtype, device)

@@ -41,14 +41,8 @@ _FAILURES = (AttributeError, ImportError, LookupError, RuntimeError, TypeError, 
 
 @dataclass(frozen=True)
 class CheckedLayer:
-    """An attention module.
-
-    Attributes:
-        name: in the model.
-        kv_heads, head_dim, value_dim: shapes.
-        becomes: one of :data:`COMPRESSED`, :data:`SOFTMAX`, :data:`BOUNDED`, :data:`REFUSED`.
-        reason: why it is refused or stays softmax, or what bounds it.
-    """
+    """An attention module; what it ``becomes`` is :data:`COMPRESSED`, :data:`SOFTMAX`, :data:`BOUNDED` or
+    :data:`REFUSED`, and the ``reason`` is why it is refused or stays softmax, or what bounds it."""
 
     name: str
     kv_heads: int
@@ -60,14 +54,9 @@ class CheckedLayer:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes of a cache per sequence, in bfloat16 where it is not compressed.
-
-    Attributes:
-        tokens: read so far.
-        softmax: of the original model.
-        compressed: of all layers, those that are not compressed included.
-        size: bytes asked for, of the compressed layers.
-    """
+    """Bytes per sequence after so many ``tokens``, in bfloat16 where nothing is compressed: ``softmax`` of the
+    original's cache, ``compressed`` of all layers of the other, ``size`` of what was asked for its compressed
+    layers."""
 
     tokens: int
     softmax: int

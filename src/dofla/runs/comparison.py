@@ -24,13 +24,8 @@ _FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 
 
 def model_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> Iterator[Part]:
-    """A model of a run, as soon as it is known; the first with the header, and what its columns say.
-
-    Args:
-        row: of the results.
-        names: of all models, for the width of their column.
-        seeds: of the run.
-    """
+    """A model of a run, as soon as it is known, from its row of the results and the names and seeds of all; the first
+    with the header, and what its columns say."""
     first, several = row["name"] == names[0], len(seeds) > 1
     keys = [key for key in _COLUMNS if key in row]
     if first:

@@ -27,13 +27,8 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 class Models(ABC, Generic[Spec]):
-    """Makes the models of a recipe.
-
-    Args:
-        recipe: its list of models is not looked at.
-        folder: of the run; what is finished there is not made again.
-        view: where progress goes.
-    """
+    """Makes the models of a recipe, whose own list of models is not looked at, in the folder of a run; what is finished
+    there is not made again."""
 
     def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
         self.folder, self.view = Path(folder), view or View(quiet=True)

@@ -32,12 +32,9 @@ def windows_of(
     seed: int = 0,
     view: View | None = None,
 ) -> TokenWindows:
-    """The windows a DataSpec asks for; the source ``demo`` is the bundled mixture. Where text is sampled,
-    which takes long, the ``view`` shows it.
-
-    Raises:
-        DoflaError: a bad source, too little text in it, or text that the model cannot read.
-    """
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled mixture. Where text is sampled, which
+    takes long, the ``view`` shows it. DoflaError for a bad source, too little text in it, or text that the
+    model cannot read."""
     if spec.source == "demo":
         return demo_windows(spec.windows, spec.length, split=spec.split)
     with view.progress("sample text") if view and spec.source == "self" else nullcontext(False) as bar:
@@ -110,12 +107,8 @@ def open_model(
     device: str | None = None,
     offload: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A converted model, as :func:`open_converted` opens it, or a softmax model, by any name that :func:`open_original`
-    takes.
-
-    Raises:
-        DoflaError: no such model; otherwise as :func:`open_converted`.
-    """
+    """A converted model, as :func:`open_converted` opens it and with its errors, or a softmax model, by any name that
+    :func:`open_original` takes."""
     return _opened(load_any, packaged_path(name), dtype, base_model, device, offload)
 
 
@@ -151,11 +144,7 @@ def _placed(
 
 def device_of(name: str | None) -> torch.device:
     """The device of a name: ``cpu``, ``cuda``, ``cuda:1``, ``mps`` or another that torch knows; ``auto`` is the first
-    accelerator, or the CPU where there is none; None is the CPU.
-
-    Raises:
-        DoflaError: torch knows no such device, or it is not available.
-    """
+    accelerator, or the CPU where there is none; None is the CPU. DoflaError for one that is not available."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name in (None, "auto"):
         return torch.device("cpu" if name is None or kind is None else kind.type)

@@ -278,11 +278,8 @@ def _refuse(data: dict[str, Any], other: type[Recipe], own: type[Recipe], reason
 
 
 def demo_recipes(changes: list[str] | None = None) -> dict[str, Recipe]:
-    """The two recipes of the demo by kind, with changes written ``kind.field=value``.
-
-    Raises:
-        DoflaError: naming the change or the field: unknown, or of the wrong kind.
-    """
+    """The two recipes of the demo by kind, with changes written ``kind.field=value``; DoflaError naming a change or
+    field that is unknown, or of the wrong kind."""
     data = {kind: read_yaml(RECIPES / f"demo-{kind}.yaml") for kind in DEMO}
     for change in changes or []:
         if change.partition(".")[0] not in DEMO:

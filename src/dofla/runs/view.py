@@ -14,12 +14,8 @@ from dofla.profiles.profile import Profile
 
 
 class View:
-    """A terminal: tables on standard output, progress on standard error.
-
-    Args:
-        quiet: show neither.
-        results: show tables; not, where something else goes to standard output.
-    """
+    """A terminal: tables on standard output, progress on standard error; when quiet, neither. Without ``results``
+    something else goes to standard output, and no tables do."""
 
     def __init__(self, quiet: bool = False, results: bool = True) -> None:
         self.quiet, self._answers = quiet, results

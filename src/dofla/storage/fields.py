@@ -18,13 +18,8 @@ _MOST = 2**43
 
 
 def build(cls: type[_Made], data: Any, where: str, *, strict: bool = True) -> _Made:
-    """An instance of a dataclass; fields that are dataclasses, or lists or dicts of them, are built likewise.
-
-    Args:
-        cls: the dataclass.
-        data: its fields.
-        where: the data are, for the message.
-        strict: refuse unknown fields; otherwise they are passed over.
+    """An instance of a dataclass; fields that are dataclasses, or lists or dicts of them, are built likewise. Unknown
+    fields are passed over unless ``strict``.
 
     Raises:
         DoflaError: naming ``where`` and the field: unknown, missing, or of the wrong kind.

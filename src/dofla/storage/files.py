@@ -38,11 +38,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
     """A temporary folder of the same name that takes the place of ``folder`` when the block ends well, and vanishes
-    otherwise; and in any case in a process other than the main one.
-
-    Args:
-        folder: to be made.
-        replaced: whether it may be there already. It then stays as it is until the block ends.
+    otherwise; and in any case in a process other than the main one. One that is ``replaced`` stays as it is until then.
 
     Raises:
         DoflaError: if ``folder`` holds something and is not to be ``replaced``, or the system does not let it be
@@ -68,11 +64,7 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path of the same name that replaces ``path`` when the block ends well, and vanishes otherwise; and in
-    any case in a process other than the main one.
-
-    Raises:
-        DoflaError: if the system does not let it be written.
-    """
+    any case in a process other than the main one. DoflaError if the system does not let it be written."""
     path = Path(path)
     with _temporary(path) as partial:
         yield partial / path.name
