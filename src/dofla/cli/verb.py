@@ -112,9 +112,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         if p.name not in {*functions, *sections}
     ]
     added = ({"set": Set} if functions or sections else {}) | OPTIONS
-    defaults = {"set": None}
     common = [
-        inspect.Parameter(name, kind, default=defaults.get(name, False), annotation=hint)
+        inspect.Parameter(name, kind, default=None if name == "set" else False, annotation=hint)
         for name, hint in added.items()
     ]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dofla.errors import DoflaError
+from dofla.storage.extras import extra
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -218,13 +219,9 @@ def _missing(text_field: str, fields: list[str], where: str) -> DoflaError:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
+    pyarrow = extra("pyarrow", "data", f"{path}: reading Parquet")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DoflaError(f"{path}: reading Parquet needs pyarrow; pip install 'dofla[data]'") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with extra("pyarrow.parquet").ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
                 raise _missing(text_field, file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
@@ -239,19 +236,12 @@ def _dataset(source: str, text_field: str) -> Iterator[str]:
     base, _, split = source.partition("@")
     name, _, config = base.partition(":")
     name = os.path.expanduser(name)
-    return (
-        _field(record, text_field, f"dataset {base}")
-        for record in _dataset_records(name, config or None, split or "train", source)
-    )
+    records = _dataset_records(name, config or None, split or "train", source)
+    return (_field(record, text_field, f"dataset {base}") for record in records)
 
 
 def _dataset_records(name: str, config: str | None, split: str, source: str) -> Iterator[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DoflaError(
-            f"{source}: no such file, and loading it as a dataset needs the datasets library; pip install 'dofla[data]'"
-        ) from error
+    datasets = extra("datasets", "data", f"{source}: no such file, and loading it as a dataset")
     try:
         yield from datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # the library lets those of its file systems, its network and its parsers through

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 FACT = " The number of the {word} is {number}."
 _DIGITS = 5
-_PER_FACT = 128
-"""Tokens of a document for each fact in it; of these, telling it twice takes about thirty."""
+_PER_FACT = 128  # tokens of a document for each fact in it; of these, telling it twice takes about thirty
 
 
 @dataclass(frozen=True)

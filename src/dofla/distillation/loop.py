@@ -15,10 +15,9 @@ from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, groups_of
-from dofla.distillation.direct import DIRECT, next_token_gradients
 from dofla.distillation.distributed import add_gradients, to_device
+from dofla.distillation.gradients import DIRECT, layerwise_gradients, next_token_gradients
 from dofla.distillation.history import History
-from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, generator_of
 from dofla.errors import DoflaError, check_choice, check_numbers

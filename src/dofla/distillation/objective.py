@@ -24,7 +24,8 @@ class Objective:
     ``kl`` (models that generate) is KL(teacher ‖ student) of the next-token distributions in nats, mean over the real
     tokens predicted, of which the ``last`` of each window count, or all. ``embedding`` (all others) is the squared
     error of the last hidden states over their teacher's variance in the batch, mean over real tokens, plus 1 − the
-    cosine of the mean-pooled states, mean over windows."""
+    cosine of the mean-pooled states, mean over windows.
+    """
 
     def __init__(
         self, student: PreTrainedModel, teacher: Callable[[], AbstractContextManager], last: int | None = None

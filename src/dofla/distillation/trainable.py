@@ -34,7 +34,8 @@ def trainable(student: Converted, weights: str, lora_rank: int) -> Iterator[Trai
     generator; ``all`` weights; ``maps``, nothing else.
 
     When the block ends, what was learned is in the student, a stock model of the dtypes it had: low-rank factors are
-    merged into its weights. If it fails, the student is as before. DoflaError if peft is not installed."""
+    merged into its weights. If it fails, the student is as before. DoflaError if peft is not installed.
+    """
     layers, model = student.layers.values(), student.model
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -23,8 +23,7 @@ from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
-_ENDLESS = 1e4
-"""Nats: the divergence of attention that does not see some token at all is astronomical as computed."""
+_ENDLESS = 1e4  # nats: the divergence of attention that does not see some token at all is astronomical as computed
 
 
 @dataclass(frozen=True)

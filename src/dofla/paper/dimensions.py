@@ -13,15 +13,15 @@ from dofla.runs.recipe import StudentSpec
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""
 
-_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}
-"""Scales at which a student is trained."""
+_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}  # scales at which a student is trained
 
 
 def selected_dimensions(bench: Bench) -> Table:
     """Table 1: features per layer."""
     bench.profiled()
     profile = bench.students.profile()
-    counts = {label: _features(bench, trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
+    plans = {label: bench.students.plan(trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
+    counts = {label: [max(layer.features_per_head) for layer in plan.linear] for label, plan in plans.items()}
     largest = [max(row) for row in profile.dof(bench.study.lam)]
     columns = ["layer", "DoF, largest head", *counts]
     rows: Rows = [
@@ -99,8 +99,3 @@ def _student(bench: Bench, normalization: str, exponent: int) -> StudentSpec:
     """DoF at that scale, which may be the one that all other tables have."""
     usual = (bench.students.profile().normalization, bench.study.lam)
     return trained("DoF", "softmax") if (normalization, 2.0**exponent) == usual else scaled(normalization, exponent)
-
-
-def _features(bench: Bench, spec: StudentSpec) -> list[int]:
-    """Features of each linear layer, in the order of the profile."""
-    return [max(layer.features_per_head) for layer in bench.students.plan(spec).linear]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dofla.attention import log_kernel
 from dofla.errors import DoflaError, check_choice
+from dofla.evaluation.embeddings import spearman
 from dofla.feature_maps.projections import orthogonal_gaussian
 from dofla.paper import theory
 from dofla.paper.sampling import leverage_features
@@ -115,7 +116,8 @@ def theorem_errors(gram: Tensor, sizes: Sequence[int], delta: float) -> list[flo
 
     √(`theory.kernel_error_bound`) / ‖Σ‖_HS, least over λ = 2⁻¹⁶ … 1 times tr Σ, each with the smallest t whose
     condition M meets; None where no λ meets it with t ≤ 3. The λ that is best differs with M; features drawn at another
-    λ are not covered."""
+    λ are not covered.
+    """
     spectrum = torch.linalg.eigvalsh(gram.double() / len(gram)).clamp(min=0.0)
     spectrum = spectrum / spectrum.sum()
     squares = spectrum.square().sum().item()
@@ -188,8 +190,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """
     if len(a) != len(b) or len(a) < 2:
         raise DoflaError(f"lists of {len(a)} and {len(b)} numbers: give two equally long ones, 2 numbers or more")
-    ranks = torch.stack([_ranks(a), _ranks(b)])
-    return torch.corrcoef(ranks)[0, 1].item()
+    return spearman(*(torch.tensor(values, dtype=torch.float64) for values in (a, b)))
 
 
 class _Head:
@@ -239,9 +240,3 @@ def _smallest_tolerance(dof: float, size: int, delta: float) -> float | None:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if theory.required_features(dof, middle, delta) <= size else (middle, high)
     return high
-
-
-def _ranks(values: Sequence[float]) -> Tensor:
-    x = torch.tensor(values, dtype=torch.float64)
-    less = (x[:, None] > x).sum(1)
-    return less + ((x[:, None] == x).sum(1) - 1) / 2

@@ -4,7 +4,6 @@ The budget is in features per KV head, averaged over the layers, as in arXiv 250
 is compared is state bytes, so a window and sinks, which cost bytes as well, are paid for out of the same budget.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,21 +251,16 @@ def _counts(
     """Features of each KV head of each layer, once window and sinks are paid for."""
     if not layers:
         return {}
-    numbers = {
-        x.name: [_unit(x, [n]) for n in dof[x.name]] if per_head else [_unit(x, dof[x.name], summary)] for x in layers
-    }
-    units = list(itertools.chain(*numbers.values()))
+    units: list[Unit] = []
+    for x in layers:
+        cost = x.value_dim + 2
+        if per_head:
+            units += [Unit(own, cost, x.head_dim) for own in dof[x.name]]
+        else:
+            units.append(Unit(summary(dof[x.name]), cost * x.kv_heads, x.head_dim))
     average = _features_left(list(shapes.values()), budget, window, sinks)
     each = iter(_round(units, strategy(units, average), average))
     return {x.name: [next(each) for _ in x.spectra] if per_head else [next(each)] * x.kv_heads for x in layers}
-
-
-def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence[float]], float] | None = None) -> Unit:
-    """A layer, whose number comes from its heads' by ``summary``; or, without it, one head of it."""
-    cost = layer.value_dim + 2
-    if summary is None:
-        return Unit(dof[0], cost, layer.head_dim)
-    return Unit(summary(dof), cost * layer.kv_heads, layer.head_dim)
 
 
 def _features_left(shapes: Sequence[Shape], budget: int, window: int, sinks: int) -> Fraction:

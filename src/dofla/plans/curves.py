@@ -64,13 +64,9 @@ class LayerCurve:
         for a, b in pairwise(points):
             if a.bytes <= size <= b.bytes and a.bytes < b.bytes:
                 part = math.log(size / a.bytes) / math.log(b.bytes / a.bytes)
-                ends = (math.log(_positive(p.errors[head])) for p in (a, b))
+                ends = (math.log(max(p.errors[head], 1e-9)) for p in (a, b))
                 return math.exp(sum(weight * end for weight, end in zip((1 - part, part), ends, strict=True)))
         return points[0].errors[head]
-
-
-def _positive(error: float) -> float:
-    return max(error, 1e-9)
 
 
 @dataclass
@@ -175,13 +171,8 @@ def choose(
 
 
 def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
-    """The candidates of :func:`choose` for a layer: what is best for some price of a byte, from the cheapest up."""
-    return lower_hull(_choices(curve, shape, context, per_head))
-
-
-def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: bool) -> list[Choice]:
-    """A layer's choices: one size for all heads; the larger of two for any number of them, those that gain most by it;
-    softmax."""
+    """The candidates of :func:`choose` for a layer: what is best for some price of a byte, from the cheapest up, of one
+    size for all heads; the larger of two for any number of them, those that gain most by it; and softmax."""
     losses = _losses(curve, shape)
     heads, cost = range(shape.kv_heads), shape.cost
     choices = [Choice(cost.total(*size) * len(heads), sum(own), [size] * len(heads)) for size, own in losses.items()]
@@ -189,7 +180,7 @@ def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: boo
         choices += _two_sizes(losses, shape)
     if context is not None:
         choices.append(Choice(context * cost.cached * len(heads), 0.0, None))
-    return choices
+    return lower_hull(choices)
 
 
 def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Choice]:

@@ -28,7 +28,8 @@ def spend(hulls: Mapping[Key, Sequence[Choice]], total: float) -> dict[Key, Choi
     :func:`lower_hull` of each; DoflaError if the smallest take more.
 
     A knapsack, solved as a linear relaxation would: from the smallest choices up, always the step that gains most per
-    byte, passing by the steps that no longer fit."""
+    byte, passing by the steps that no longer fit.
+    """
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = total - sum(choice.bytes for choice in chosen.values())
     if left < 0:

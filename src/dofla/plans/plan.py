@@ -15,8 +15,7 @@ from dofla.errors import DoflaError, about
 from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan, SoftmaxLayer, is_integer, layer_from_dict
 from dofla.storage.files import read_json, write_json
 
-_FORMAT = 4
-"""3 had one kind of layers, with several tiers."""
+_FORMAT = 4  # 3 had one kind of layers, with several tiers
 
 
 PREFILLS = ("auto", "exact", "sequential")

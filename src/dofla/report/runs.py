@@ -24,8 +24,7 @@ from dofla.storage.files import read_json
 RECIPES = ("recipe.yaml", "study.yaml")
 SPEED = "speed.json"
 """File in a model's folder: what :func:`dofla.report.speed.timings` measured."""
-_BINS = 80
-"""Points of a training curve at most."""
+_BINS = 80  # points of a training curve at most
 
 
 @contextmanager

@@ -125,11 +125,9 @@ def _stretch(cache: Cache, length: int) -> None:
         if isinstance(entry, LinearCacheLayer):
             entry.tokens = length
         elif isinstance(entry, DynamicLayer) and not entry.is_sliding:
-            entry.keys, entry.values = (_repeated(x, length) for x in (entry.keys, entry.values))
-
-
-def _repeated(x: Tensor | None, length: int) -> Tensor | None:
-    return None if x is None else x.repeat(1, 1, math.ceil(length / x.shape[-2]), 1)[:, :, :length]
+            for name in ("keys", "values"):
+                if (x := getattr(entry, name)) is not None:
+                    setattr(entry, name, x.repeat(1, 1, math.ceil(length / x.shape[-2]), 1)[:, :, :length])
 
 
 def _best(times: int, work: Callable[[], object]) -> float:

@@ -7,13 +7,11 @@ import torch
 from dofla.compression.calibrate import COPY_DISTANCE, COPY_FRACTION
 from dofla.compression.directions import WINDOWS
 
-_LENGTH = 512
-"""Tokens of a window."""
+_LENGTH = 512  # tokens of a window
 _WIDTH = {"cpu": 1024}
 _WIDE = 4096
 """Widths of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
-_SECONDS = 0.3
-"""Duration of timing."""
+_SECONDS = 0.3  # duration of timing
 _TIMES = 1.7
 """Seconds that calibration took for each of these products, in models of 4 M to 50 M parameters: attention, codes and
 what is not a product take the rest."""
@@ -25,7 +23,8 @@ def calibration_operations(per_token: float) -> float:
 
     Each token is read once for its directions. Head budgets take a pass of the original, one of the model, and one
     backward, which is as much again since only activations have gradients; some of the text is read twice over. Then
-    even and measured budgets are tried on all of it, each by a pass of the original and one of the model."""
+    even and measured budgets are tried on all of it, each by a pass of the original and one of the model.
+    """
     text = WINDOWS * _LENGTH
     repeated = 2 * COPY_DISTANCE * (round(COPY_FRACTION * WINDOWS) * _LENGTH // COPY_DISTANCE)
     return per_token * (text + 7 * (text + repeated))

@@ -17,8 +17,7 @@ _COLUMNS = {
     "attention_output_error": ("attention", "relative error of attention outputs, mean over layers"),
 }
 """Titles of the columns, by figure, and what they say."""
-_LONGEST = 300
-"""Characters of a prompt that are shown."""
+_LONGEST = 300  # characters of a prompt that are shown
 
 _FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 

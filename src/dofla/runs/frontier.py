@@ -38,12 +38,9 @@ CACHED = (16, 32, 64, 128, 256)
 FRONTIER, ADAPTERS = "frontier.json", "compressed"
 """In the folder that is written: the figures, and a folder of adapters, each named by its size in bytes."""
 
-_TRIES = 3
-"""Sizes tried at most between one that misses the target and one that meets it, for each length."""
-_STEP = 1.05
-"""Sizes closer to each other than this factor count as one."""
-_UNIT = 1024
-"""Sizes between those given are multiples of so many bytes."""
+_TRIES = 3  # sizes tried at most between one that misses the target and one that meets it, for each length
+_STEP = 1.05  # sizes closer to each other than this factor count as one
+_UNIT = 1024  # sizes between those given are multiples of so many bytes
 _FORMAT = 4
 
 

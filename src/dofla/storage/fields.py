@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 _Made = TypeVar("_Made", bound="DataclassInstance")
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-_MOST = 2**43
-"""Whole numbers end here, well below those that no tensor and no seed can be made of."""
+_MOST = 2**43  # whole numbers end here, well below those that no tensor and no seed can be made of
 
 
 def build(cls: type[_Made], data: Any, where: str, *, strict: bool = True) -> _Made:
