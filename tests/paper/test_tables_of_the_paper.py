@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from dofla.paper import Figure, Table
-from dofla.paper.view import show
+from dofla.paper.table import show
 from dofla.runs.view import View
 
 

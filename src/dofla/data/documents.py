@@ -28,7 +28,7 @@ _LOOK_AHEAD = 1 << 24
 
 
 def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]:
-    """The documents of a source, one at a time.
+    """The documents of a source, one at a time, in its order; blank ones are left out.
 
     A source is one of
 
@@ -46,9 +46,6 @@ def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]
     Args:
         source: see above. A list is taken for files if any entry is a Path or names an existing file.
         text_field: where the text stands in records; those whose text is null are left out.
-
-    Returns:
-        The documents in the order of the source, blank ones left out.
 
     Raises:
         DoflaError: at once for a source that is none of these; while reading, for one that is empty or malformed.

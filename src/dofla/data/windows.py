@@ -64,11 +64,7 @@ class TokenWindows:
         return batch
 
     def take(self, n: int) -> TokenWindows:
-        """The first n windows, or all of them if there are fewer.
-
-        Raises:
-            DoflaError: n < 1.
-        """
+        """The first n windows, or all of them if there are fewer; DoflaError for n < 1."""
         if n < 1:
             raise DoflaError(f"take: {n} windows asked for; ask for 1 or more")
         return replace(
@@ -83,11 +79,8 @@ class TokenWindows:
         """Windows from what callers have at hand.
 
         Args:
-            tokens: TokenWindows, an integer tensor [N, L], or a mapping such as a tokenizer's BatchEncoding with
-                ``input_ids`` and perhaps ``attention_mask``, both [N, L] tensors.
-
-        Returns:
-            ``tokens`` themselves if they are TokenWindows.
+            tokens: TokenWindows, which are returned themselves; an integer tensor [N, L]; or a mapping such as a
+                tokenizer's BatchEncoding with ``input_ids`` and perhaps ``attention_mask``, both [N, L] tensors.
 
         Raises:
             DoflaError: anything else.

@@ -8,7 +8,6 @@ from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import scaled, trained
 from dofla.paper.table import Figure, Rows, Table
 from dofla.profiles.spectrum import NORMALIZATIONS
-from dofla.runs.recipe import StudentSpec
 
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""
@@ -79,7 +78,12 @@ def scale_of_dof(bench: Bench) -> Table:
             alike = Figure.of(rank_correlation(largest, default), 2)
             quality = None
             if (normalization, exponent) in _TRAINED:
-                quality = per_seed(bench.evaluations(_student(bench, normalization, exponent)), section, key)
+                usual = (normalization, 2.0**exponent) == (
+                    profile.normalization,
+                    bench.study.lam,
+                )  # that of all tables
+                student = trained("DoF", "softmax") if usual else scaled(normalization, exponent)
+                quality = per_seed(bench.evaluations(student), section, key)
             rows.append([normalization, f"2^{exponent}", *figures, widest, alike, quality])
     return Table(
         "scale",
@@ -93,9 +97,3 @@ def scale_of_dof(bench: Bench) -> Table:
             "softmax loss under that allocation, at equal cost",
         ],
     )
-
-
-def _student(bench: Bench, normalization: str, exponent: int) -> StudentSpec:
-    """DoF at that scale, which may be the one that all other tables have."""
-    usual = (bench.students.profile().normalization, bench.study.lam)
-    return trained("DoF", "softmax") if (normalization, 2.0**exponent) == usual else scaled(normalization, exponent)

@@ -11,8 +11,7 @@ from dofla.paper.curve import errors_against_size
 from dofla.paper.dimensions import dof_per_head, scale_of_dof, selected_dimensions
 from dofla.paper.quality import heads, kernel_error, next_token_loss
 from dofla.paper.study import Study
-from dofla.paper.table import Table
-from dofla.paper.view import show
+from dofla.paper.table import Table, show
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json
 from dofla.storage.lock import locked

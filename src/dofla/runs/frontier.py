@@ -31,6 +31,7 @@ from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import describe, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
+from dofla.storage.fields import build
 from dofla.storage.files import new_folder, read_json, write_json
 
 CACHED = (16, 32, 64, 128, 256)
@@ -202,8 +203,7 @@ class Frontier(Result):
             raise DoflaError(f"{path} was made by an older version of dofla: make it again with dofla frontier")
         try:
             cache = {int(length): n for length, n in data["cache"].items()}
-            points = [Point(**point) for point in data["points"]]
-            return cls(points, cache, data["target"], data["model"], data["made_from"], data["evaluated"])
+            return build(cls, {**data, "cache": cache}, "it", strict=False)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
