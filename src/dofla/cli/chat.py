@@ -38,7 +38,7 @@ def chat(
     if not conversation.templated:
         view.note("the tokenizer has no chat template: the model continues your text")
     if asked:
-        view.say(_HELP)
+        view.show(_HELP)
     set_seed(**draws)
     turns = []
     for line in filter(str.strip, _lines(asked)):

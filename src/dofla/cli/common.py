@@ -37,7 +37,7 @@ def written(kind: str, path: Path) -> None:
 
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     total = sum(file.stat().st_size for file in files)
-    current_view().say(f"\n{kind} written to {path} ({size(total)} on disk)")
+    current_view().show(f"\n{kind} written to {path} ({size(total)} on disk)")
 
 
 def held_out(made_by: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ def held_out(made_by: Mapping[str, Any]) -> None:
     from dofla.compression.head_budgets import held_out_line
 
     if "held_out" in made_by:
-        current_view().say(held_out_line(made_by["held_out"]))
+        current_view().show(held_out_line(made_by["held_out"]))
 
 
 def following(*words: object) -> None:

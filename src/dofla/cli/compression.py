@@ -134,7 +134,7 @@ def compress(
     view.show(plan)
     held_out(plan.made_by)
     if heads := plan.made_by.get("retrieval_heads"):
-        view.say(f"retrieval heads: {', '.join(f'{name} {head}' for name, own in heads.items() for head in own)}")
+        view.show(f"retrieval heads: {', '.join(f'{name} {head}' for name, own in heads.items() for head in own)}")
     for kind, path in kinds.items():
         if path is not None:
             written(kind, path)

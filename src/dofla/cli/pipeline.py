@@ -58,7 +58,7 @@ def profile(
         tokens = windows_from(data, opened, tokenizer, {**text, "length": length, "windows": windows})
         with view.progress("profile") as bar:
             result = make_profile(opened, tokens, progress=bar.stage, **settings)
-        view.profile(result, lam)
+        view.show(*result.parts(lam))
         result.write(folder)
     written("profile", out)
     following("allocate", out)
@@ -246,7 +246,7 @@ def _run(recipes: dict[str, Any], out: Path, device: str | None) -> dict[str, An
     for name, recipe in recipes.items():
         recipe.device = device or recipe.device
         if name:
-            view.say(f"\n{name}")
+            view.show(f"\n{name}")
         results[name] = run_recipe(recipe, out / name, view)
     written("run", out)
     folders = [out / name for name in recipes]

@@ -182,7 +182,7 @@ def serve(
         name = Path(model).name
         if api_key is None and is_open(place):
             logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
-        current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
+        current_view().show(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
         answering, reader = conversing(writer, sessions), reader_of(model, opened, tokenizer)
         at_once = 1 if compile else at_once
         server(name, answering, reader, at_once, key=api_key, **serving).run(sockets=[place])

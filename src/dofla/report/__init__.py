@@ -46,6 +46,6 @@ def write_page_beside(folder: str | Path, view: View, runs: Sequence[str | Path]
     """Write the page into a finished folder, on it or on the ``runs`` in it; or say what is missing for that."""
     runs = runs or [folder]
     try:
-        view.say(f"report: {write_report(runs, Path(folder) / REPORT, view=view)}")
+        view.show(f"report: {write_report(runs, Path(folder) / REPORT, view=view)}")
     except MissingExtra as error:
-        view.say(f"no report: {error}, then dofla report {shlex.join(map(str, runs))}")
+        view.show(f"no report: {error}, then dofla report {shlex.join(map(str, runs))}")

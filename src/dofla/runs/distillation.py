@@ -14,18 +14,13 @@ from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.runs.models import Models, recorded_seconds
 from dofla.runs.recipe import Distillation, StudentSpec
-from dofla.runs.view import View
 from dofla.storage.files import write_json
 
 _PROFILED = "profiled.json"
 
 
-class Students(Models[StudentSpec]):
+class Students(Models[Distillation, StudentSpec]):
     """Makes the students of a distillation."""
-
-    def __init__(self, recipe: Distillation, folder: str | Path, view: View | None = None) -> None:
-        super().__init__(recipe, folder, view)
-        self.recipe = recipe
 
     def profile(self) -> Profile:
         """The original's profile, measured once."""

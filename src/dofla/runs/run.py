@@ -61,8 +61,8 @@ def _models(recipe: Recipe, folder: Path, view: View) -> Models:
         return CompressedModels(recipe, folder, view)
     assert isinstance(recipe, Distillation)
     students = Students(recipe, folder, view)
-    view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")
-    view.profile(students.profile(), recipe.lam)
+    view.show("\nFeature maps need as many features as a head has degrees of freedom:\n")
+    view.show(*students.profile().parts(recipe.lam))
     return students
 
 

@@ -10,7 +10,6 @@ from rich.text import Text
 from tqdm.auto import tqdm
 
 from dofla.display import Bar, Part, Result, showing
-from dofla.profiles.profile import Profile
 
 
 class View:
@@ -21,10 +20,6 @@ class View:
         self.quiet, self._answers = quiet, results
         self.console = Console(quiet=quiet or not results, highlight=False, markup=False)
         self._status = Console(stderr=True, highlight=False, markup=False)
-
-    def say(self, text: str) -> None:
-        """One line."""
-        self.console.print(text)
 
     def answer(self, text: str) -> None:
         """A text that was asked for, which is shown even when quiet."""
@@ -54,7 +49,3 @@ class View:
             yield bar
         if not self.quiet:  # of the whole block, which may go on after the last that the bar was told
             self.note(f"{label}: {bar.text or 'done'} ({time.perf_counter() - started:.0f} s)")
-
-    def profile(self, profile: Profile, lam: float) -> None:
-        """Degrees of freedom and their standard errors, layers down and KV heads across."""
-        self.show(*profile.parts(lam))
