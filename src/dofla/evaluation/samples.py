@@ -74,11 +74,8 @@ def continuations(
 def _continuation(model: PreTrainedModel, ids: Tensor, new_tokens: int, padding: int) -> Tensor:
     """The likeliest tokens after ``ids`` [T], one by one."""
     beginning = ids[None].to(model.device)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": padding}
     whole = model.generate(  # type: ignore[operator] # of their GenerationMixin
-        beginning,
-        attention_mask=torch.ones_like(beginning),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=padding,
+        beginning, attention_mask=torch.ones_like(beginning), **options
     )
     return whole[0, len(ids) :]

@@ -39,7 +39,6 @@ def task_accuracy(bench: Bench) -> Table:
         rows.append([spec.name, *_accuracies(several), critical, alike, *_finetuned(bench, spec)])
     items = [scores.items for scores in teacher]
     return Table(
-        "3",
         "Table 3: accuracy on multiple-choice tasks",
         columns,
         rows,
@@ -66,7 +65,6 @@ def dof_against_fixed(bench: Bench) -> Table:
         difference = [None, None] if label == "Fix" else _difference(scores["Fix"], several)
         rows.append([label, _accuracies(several)[0], *difference])
     return Table(
-        "6",
         "Table 6: is an allocation by degrees of freedom better than an equal split?",
         ["model", "average", "less Fix", "95 % interval"],
         rows,
@@ -171,19 +169,12 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:
     wanted = bench.study.finetune
     train, test = train_and_test(name, bench.study.tasks.source)
+    sets = train.take(wanted.items, seed=seed), test.take(wanted.test_items)
     settings = settings_for(model, name, lora=wanted.lora_rank is not None)
     settings |= {key: value for key in settings if (value := getattr(wanted, key)) is not None}
+    options = {"lora_rank": wanted.lora_rank, "seed": seed, **settings}
     with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
-        epochs = finetune(
-            model,
-            bench.students.opened.tokenizer,
-            train.take(wanted.items, seed=seed),
-            test.take(wanted.test_items),
-            lora_rank=wanted.lora_rank,
-            seed=seed,
-            progress=progress,
-            **settings,
-        )
+        epochs = finetune(model, bench.students.opened.tokenizer, *sets, progress=progress, **options)
     return {"accuracy": max(epochs), "epochs": epochs, "settings": settings}
 
 

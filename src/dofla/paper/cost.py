@@ -39,7 +39,6 @@ def generation_time(bench: Bench) -> Table:
         rows.append([name, Figure.of(row["seconds"], 2), relative, *operations])
     what = f"a sequence of {tokens} tokens" if bench.is_language_model else "reading the held-out windows"
     return Table(
-        "4",
         f"Table 4: seconds for {what}",
         ["model", "seconds", "× original", *(f"MFLOP a token at {n:,}" for n in _CONTEXTS)],
         rows,
@@ -118,7 +117,6 @@ def sample_time(bench: Bench) -> Table:
     rows = [[loss, Figure.of(value, 1), Figure.of(value / base, 2)] for loss, value in record["milliseconds"].items()]
     options = bench.study.distill
     return Table(
-        "5",
         "Table 5: milliseconds per training sample",
         ["loss", "ms", "× softmax"],
         rows,
@@ -165,7 +163,6 @@ def training_time(bench: Bench) -> Table:
     options, length = bench.study.distill, bench.students.opened.training.length
     many = f"{options.steps} steps" if options.steps else f"{options.epochs} epoch(s)"
     return Table(
-        "12",
         "Table 12: seconds of feature training",
         ["model", *losses],
         rows,

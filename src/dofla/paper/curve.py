@@ -47,7 +47,6 @@ def errors_against_size(bench: Bench) -> Table:
             f"with the degrees of freedom over heads {correlation:.2f}"
         )
     return Table(
-        "error-curve",
         "Error of untrained features against their number",
         ["M", *METHODS, "best rank", "Theorem 3", *(f"KL, {m}" for m in METHODS)],
         rows,

@@ -29,7 +29,6 @@ def selected_dimensions(bench: Bench) -> Table:
     ]
     kind = f"λ = {bench.study.lam:.3g}, {profile.normalization} normalized, J = {profile.samples}"
     return Table(
-        "1",
         f"Table 1: selected dimensions, {bench.study.budget} on average",
         columns,
         rows,
@@ -51,7 +50,6 @@ def dof_per_head(bench: Bench) -> Table:
         rows.append([layer.name, *shown, Figure.of(max(row) / statistics.median(row), 1)])
     columns = ["layer", *(f"head {n + 1}" for n in range(heads)), "largest / median"]
     return Table(
-        "2",
         "Table 2: degrees of freedom per head, λ = 2⁻⁸",
         columns,
         rows,
@@ -86,7 +84,6 @@ def scale_of_dof(bench: Bench) -> Table:
                 quality = per_seed(bench.evaluations(student), section, key)
             rows.append([normalization, f"2^{exponent}", *figures, widest, alike, quality])
     return Table(
-        "scale",
         "What the scale of the Gram matrix and λ do",
         ["normalization", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", key],
         rows,

@@ -30,7 +30,6 @@ def next_token_loss(bench: Bench) -> Table:
         figures = [per_seed(several, "language", key) for key in ("loss", "loss_increase", "kl", "top1_agreement")]
         rows.append([name, *figures, _layer_mean(several, "kl"), _state(several)])
     return Table(
-        "7",
         "Table 7: next-token loss of the distilled models",
         ["model", "loss", "loss increase", "KL", "top-1", "attention KL", "state"],
         rows,
@@ -52,7 +51,6 @@ def _embeddings(runs: dict[str, list[dict[str, Any]]]) -> Table:
         figures = [per_seed(several, "embeddings", key) for key in ("cosine", "spearman")]
         rows.append([name, *figures, _layer_mean(several, "kl"), _state(several)])
     return Table(
-        "7",
         "Table 7 for an encoder: how well embeddings are kept",
         ["model", "cosine", "Spearman", "attention KL", "state"],
         rows,
@@ -74,7 +72,6 @@ def kernel_error(bench: Bench) -> Table:
     rows.append(["mean", *(_layer_mean(several, "kernel_error") for several in runs.values())])
     correlations, note = _correlations(bench)
     return Table(
-        "11",
         "Table 11: relative L2 error of the kernel, per layer",
         ["layer", *runs],
         rows,
@@ -111,7 +108,6 @@ def heads(bench: Bench) -> Table:
         several = bench.evaluations(spec)
         rows.append([title, per_seed(several, *bench.quality), _layer_mean(several, "kl"), _state(several)])
     return Table(
-        "heads",
         "Features per layer by the largest, the mean, a quantile of its heads; and per head",
         ["model", bench.quality[-1], "attention KL", "state"],
         rows,

@@ -69,7 +69,7 @@ def _make(study: Study, tables: Sequence[str], folder: Path, command: str, view:
     for name in chosen:
         bench.begin()
         table = TABLES[name](bench)
-        table.seconds, table.command = bench.seconds, command.format(table=name)
+        table.key, table.seconds, table.command = name, bench.seconds, command.format(table=name)
         _write(folder / "tables", f"table-{name}" if name.isdecimal() else name, table)
         show(view, table)
         made.append(table)

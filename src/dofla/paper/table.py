@@ -55,15 +55,14 @@ class Table:
     """One table of the paper, as measured here, beside what was published.
 
     Attributes:
-        key: as in ``--table``.
         rows: cells under ``columns``, None where there is nothing to say.
         paper: rows of the published table under ``paper_columns``.
         notes: what a reader must know to read it.
         seconds: what all its figures took, whether measured now or found in the folder.
         data: anything more for the JSON.
+        key: as in ``--table``.
     """
 
-    key: str
     title: str
     columns: list[str]
     rows: Rows
@@ -73,6 +72,7 @@ class Table:
     seconds: float = 0.0
     command: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, rows as objects by column."""

@@ -183,21 +183,11 @@ def allocate(
 
 def _layer(x: LayerProfile | SkippedLayer, sizes: Sequence[Size] | None, feature_map: str, kept_as: str) -> LayerPlan:
     """A layer with these sizes of its KV heads, one number where they agree; softmax without any."""
+    shape = (x.name, x.kv_heads, x.head_dim, x.value_dim)
     if sizes is None:
-        return SoftmaxLayer(x.name, x.kv_heads, x.head_dim, x.value_dim)
+        return SoftmaxLayer(*shape)
     features, window, sinks = (alike(each) for each in zip(*sizes, strict=True))
-    return FeatureLayer(
-        name=x.name,
-        kv_heads=x.kv_heads,
-        head_dim=x.head_dim,
-        value_dim=x.value_dim,
-        features=features,
-        window=window,
-        sinks=sinks,
-        feature_map=feature_map,
-        token_dtype=kept_as,
-        smooth_keys=kept_as == "int8",
-    )
+    return FeatureLayer(*shape, features, window, sinks, feature_map, kept_as, smooth_keys=kept_as == "int8")
 
 
 def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:

@@ -37,20 +37,9 @@ def windows_of(
     model cannot read."""
     if spec.source == "demo":
         return demo_windows(spec.windows, spec.length, split=spec.split)
+    cut = {name: value for name, value in vars(spec).items() if name != "source"}
     with view.progress("sample text") if view and spec.source == "self" else nullcontext(False) as bar:
-        windows = token_windows(
-            spec.source,
-            tokenizer,
-            model=model,
-            length=spec.length,
-            windows=spec.windows,
-            split=spec.split,
-            holdout=spec.holdout,
-            padded=spec.padded,
-            text_field=spec.text_field,
-            seed=seed,
-            progress=bar,
-        )
+        windows = token_windows(spec.source, tokenizer, model=model, seed=seed, progress=bar, **cut)
     check_readable(model, windows.input_ids, windows.source)
     logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
     return windows
