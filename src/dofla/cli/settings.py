@@ -22,8 +22,7 @@ _OBJECTS = ("Mapping[str, Any]", "Mapping[str, float]", "dict[str, float]")
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter with its name as it is written (λ is no name in Python), the types of its annotation, its default as
-    text, and what the docstring says of it."""
+    """A parameter: its name as written (λ is none in Python), types, default as text, and what the docstring says."""
 
     name: str
     kinds: tuple[str, ...]

@@ -74,8 +74,7 @@ def describe(source: Source) -> str:
 
 
 def dataset_name(description: str) -> str | None:
-    """``owner/name`` of a data set of the hub, from what :func:`describe` says of it, perhaps with a split behind;
-    None for any other source."""
+    """``owner/name`` of a data set of the hub, from what :func:`describe` says of it; None for any other source."""
     name = re.split("[:@ ]", description, maxsplit=1)[0]
     is_file = Path(name).suffix.lower() in _FILE_SUFFIXES or os.path.exists(name)
     return name if "/" in name and _HUB_NAME.fullmatch(name) and not is_file else None

@@ -128,8 +128,7 @@ def training_losses(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
 
 
 def speed(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
-    """Milliseconds per token against the context, the least of several timings; ``rows`` of ``model``, ``work``,
-    ``tokens`` and ``ms``."""
+    """Milliseconds per token against the context, at best; ``rows`` of ``model``, ``work``, ``tokens`` and ``ms``."""
     points = alt.Chart(_data(rows)).encode(
         x=alt.X("tokens:Q", title="context, tokens", scale=alt.Scale(type="log", base=2), axis=_axis()),
         y=alt.Y("min(ms):Q", title="milliseconds per token", scale=_scale("log"), axis=_axis()),

@@ -50,8 +50,7 @@ class Section:
 
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
-    """Write the page, replacing what was there; DoflaError if it would be larger than :data:`LIMIT`, or cannot be
-    written."""
+    """Write the page, replacing what was there; DoflaError if it is larger than :data:`LIMIT`, or cannot be written."""
     path = Path(path)
     html = _page(sections).encode("utf-8")
     if len(html) > LIMIT:

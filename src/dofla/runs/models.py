@@ -28,8 +28,7 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 class Models(ABC, Generic[Asked, Spec]):
-    """Makes the models of a recipe, whose own list of models is not looked at, in the folder of a run; what is finished
-    there is not made again."""
+    """Makes the models of a recipe, whose list of models is not looked at; what the folder of the run has is kept."""
 
     def __init__(self, recipe: Asked, folder: str | Path, view: View | None = None) -> None:
         self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
