@@ -16,7 +16,7 @@ from random import Random
 from questions import Context, Question, Task
 from transformers import PreTrainedTokenizerBase
 
-from dofla.data.words import one_token_words, pieces
+from dofla.data.facts import one_token_words, pieces
 from dofla.errors import DoflaError
 
 NOISE = (" The grass is green.", " The sky is blue.", " The sun is yellow.", " Here we go.", " There and back again.")

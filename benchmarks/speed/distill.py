@@ -18,9 +18,10 @@ import typer
 from transformers import AutoModelForCausalLM
 
 import dofla
+from dofla.integration.packages import packaged_path
 from dofla.integration.sites import attention_sites
 from dofla.plans.plan import LayerPlan, Plan
-from dofla.runs.opening import dtype_of, resolve_model
+from dofla.runs.opening import dtype_of
 
 
 def main(
@@ -34,7 +35,7 @@ def main(
     out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     torch.manual_seed(0)
-    student = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype_of(dtype))
+    student = AutoModelForCausalLM.from_pretrained(packaged_path(model), dtype=dtype_of(dtype))
     tokens = torch.randint(student.config.vocab_size, (batch_size, length))
 
     def plain_step() -> None:

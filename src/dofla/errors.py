@@ -13,12 +13,12 @@ class DoflaError(ValueError):
 
 
 @contextmanager
-def about(path: Path) -> Iterator[None]:
-    """Within the block what is wrong is wrong with this file."""
+def about(what: Path | str) -> Iterator[None]:
+    """Within the block what is wrong is wrong with this file, or whatever else is named."""
     try:
         yield
     except DoflaError as error:
-        raise DoflaError(f"{path}: {error}") from error
+        raise DoflaError(f"{what}: {error}") from error
 
 
 def check_numbers(**numbers: int) -> None:

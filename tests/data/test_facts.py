@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import dofla
-from dofla.data.facts import Facts
-from dofla.data.words import one_token_words
+from dofla.data.facts import Facts, one_token_words
 from dofla.errors import DoflaError
 
 SAID = re.compile(r" The number of the ([a-z]+) is ([0-9]{5})\.")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import dofla
 from dofla.data import TokenWindows
 from dofla.distillation import distill
-from dofla.distillation.direct import next_token_gradients
+from dofla.distillation.gradients import next_token_gradients
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.converted import Converted

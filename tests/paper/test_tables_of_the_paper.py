@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from dofla.paper import Figure, Table
-from dofla.paper.view import show
+from dofla.paper.table import show
 from dofla.runs.view import View
 
 
 def table(columns=4, rows=3, name="a name"):
     names = ["model", *(f"a heading of several words {n}" for n in range(1, columns))]
     body = [[f"{name} {r}", *(Figure.of([0.1 * r, 0.2 * n]) for n in range(1, columns))] for r in range(rows)]
-    return Table("7", "A title", names, body, ["theirs", "loss"], [["x", "1.0"]], ["a note"], 3.0, "dofla reproduce")
+    return Table("A title", names, body, ["theirs", "loss"], [["x", "1.0"]], ["a note"], 3.0, "dofla reproduce")
 
 
 def test_a_figure_is_its_mean_and_half_its_range():

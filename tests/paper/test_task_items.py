@@ -70,13 +70,13 @@ def test_what_the_hub_does_not_have_or_give_is_named(monkeypatch, tmp_path):
         raise ConnectionError("no way\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    for name, folder, message in [
-        ("piqa", None, r"piqa \(baber/piqa\) from the hub: no way; give a folder"),
+    for name, source, message in [
+        ("piqa", "hub", r"piqa \(baber/piqa\) from the hub: no way; give a folder"),
         ("sums", str(tmp_path), "has no sums-train.jsonl or sums-test.jsonl"),
         ("one", str(written(tmp_path / "one-test.jsonl", 1).parent), "task one: 1 items are too few"),
     ]:
         with pytest.raises(DoflaError, match=message):
-            train_and_test(name, folder)
+            train_and_test(name, source)
     with pytest.raises(DoflaError, match=r"unknown task 'sums': choose one of piqa"):
         hub_task("sums")
 
@@ -110,6 +110,6 @@ def test_of_the_hub_as_well(monkeypatch):
         return [ROWS["wsc273" if path.endswith("wsc") else "winogrande"]] * 40
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [len(part.items) for part in train_and_test("winogrande", None)] == [40, 40]
+    assert [len(part.items) for part in train_and_test("winogrande", "hub")] == [40, 40]
     assert asked == [("allenai/winogrande", "train"), ("allenai/winogrande", "validation")]
-    assert sum(len(part.items) for part in train_and_test("wsc273", None)) == 40
+    assert sum(len(part.items) for part in train_and_test("wsc273", "hub")) == 40

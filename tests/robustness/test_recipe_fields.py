@@ -14,6 +14,7 @@ from trials import Trials
 from dofla import DoflaError
 from dofla.paper.study import Study
 from dofla.runs.recipe import Recipe, StudentSpec
+from dofla.storage.fields import sections
 
 VALUES = (-1, 0, 0.5, 2**40, 1e300, float("nan"), "x", "", [], {}, None, True)
 LASTING = ("windows", "steps", "epochs", "samples", "new_tokens", "prompts")
@@ -22,9 +23,9 @@ STUDENT = {"name": "A", "strategy": "hybrid"}
 
 def fields_of(section: str) -> list[str]:
     """The fields of a section of a recipe, or the recipe's own."""
-    kind = {"": Recipe, "students": StudentSpec}.get(section) or Recipe.sections[section]
+    kind = {"": Recipe, "students": StudentSpec}.get(section) or sections(Recipe)[section]
     names = ["lambda" if field.name == "lam" and not section else field.name for field in dataclasses.fields(kind)]
-    return [name for name in names if name not in (*Recipe.sections, "students")]
+    return [name for name in names if name not in (*sections(Recipe), "students")]
 
 
 def changes_to(section: str, name: str, value: object) -> list[str]:
@@ -39,7 +40,7 @@ def changes_to(section: str, name: str, value: object) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("section", ["", *Recipe.sections, "students"])
+@pytest.mark.parametrize("section", ["", *sections(Recipe), "students"])
 def test_every_field_of_a_recipe(made, tmp_path, capsys, monkeypatch, section):
     monkeypatch.setattr("dofla.report.write_page_beside", lambda *_: None)  # a second each
     trials = Trials("fields of recipes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import pytest
 
@@ -26,14 +25,14 @@ class Outer:
     names: list[str] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     inner: Inner = field(default_factory=Inner)
-
-    sections: ClassVar[dict[str, type]] = {"inner": Inner}
+    others: list[Inner] = field(default_factory=list)
 
 
 def test_what_fits_is_taken():
     data = {"name": "x", "count": 3, "share": 1, "flag": True, "names": ["a"], "rates": {"a": 1}, "inner": {"a": 2}}
     assert build(Outer, data, "it") == Outer("x", 3, 1, True, ["a"], {"a": 1}, Inner(2))
     assert build(Outer, {"name": "x", "count": None}, "it") == Outer("x")
+    assert build(Outer, {"name": "x", "others": [{"a": 3}, Inner(4)]}, "it").others == [Inner(3), Inner(4)]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +55,8 @@ def test_what_fits_is_taken():
         ({"name": "x", "rates": {"a": "b"}}, "it: rates is"),
         ({"name": "x", "inner": None}, "it: inner: expected fields, got None"),
         ({"name": "x", "inner": {"b": 1}}, "it: inner: unknown field 'b'"),
+        ({"name": "x", "others": {}}, "it: others is {}"),
+        ({"name": "x", "others": [{}, {"b": 1}]}, "it: others[1]: unknown field 'b'"),
     ],
 )
 def test_what_does_not_fit_is_named(data, message):

@@ -4,8 +4,6 @@ Each verb imports what it works with when it is called: help, the version and a 
 transformers, and do not wait for them.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import traceback
@@ -14,17 +12,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from dofla import __version__
-from dofla.cli.calibrate import calibrate
 from dofla.cli.chat import chat
-from dofla.cli.check import check
-from dofla.cli.compress import compress
-from dofla.cli.frontier import frontier
-from dofla.cli.judging import evaluate
-from dofla.cli.pipeline import allocate, curves, demo, distill, profile, run
-from dofla.cli.report import report
+from dofla.cli.compression import calibrate, check, compress, frontier
+from dofla.cli.pipeline import allocate, curves, demo, distill, profile, report, run
 from dofla.cli.reproduce import reproduce
 from dofla.cli.threads import configure_threads
-from dofla.cli.using import generate, serve
+from dofla.cli.using import evaluate, generate, serve
 from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verb, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError

@@ -1,7 +1,5 @@
 """The verb ``dofla chat``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +9,7 @@ import typer
 
 from dofla.cli.options import COMPRESSED, DRAWS, Device, Given, ModelArgument, set_seed
 from dofla.cli.verb import current_view
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 
 _HELP = "/reset begins anew, /stats shows the cache, /exit leaves; Ctrl-C stops an answer"
 
@@ -30,7 +28,6 @@ def chat(
     The cache is kept between turns. Lines of a piped standard input are turns, too.
     """
     from dofla.display import size
-    from dofla.errors import check_numbers
     from dofla.runs.opening import open_model
     from dofla.serving.chat import Conversation
 
@@ -41,7 +38,7 @@ def chat(
     if not conversation.templated:
         view.note("the tokenizer has no chat template: the model continues your text")
     if asked:
-        view.say(_HELP)
+        view.show(_HELP)
     set_seed(**draws)
     turns = []
     for line in filter(str.strip, _lines(asked)):

@@ -3,8 +3,6 @@
 A callback runs while the command line is read: what it refuses is refused before torch is imported.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -85,12 +83,10 @@ def new_folder(path: Path | None) -> Path | None:
 
 
 ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="Folder, hub name, 'demo', or package:NAME/FOLDER.", callback=_model),
+    str, typer.Argument(metavar="MODEL", help="Folder, hub name, 'demo', or package:NAME/FOLDER.", callback=_model)
 ]
 CompressedModel = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model),
+    str, typer.Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model)
 ]
 DATA = "a file (text, JSONL, Parquet, tokens), a datasets name, demo, sample, or self (the model's samples)"
 Data = Annotated[str, typer.Option(help=f"Text: {DATA}.", callback=source)]
@@ -98,14 +94,12 @@ SelfData = Annotated[str, typer.Option(help=f"Calibration text: {DATA}.", callba
 Length = Annotated[int, typer.Option(help="Length of a window, in tokens.")]
 Windows = Annotated[int, typer.Option(help="Number of windows, at most.")]
 Device = Annotated[
-    str | None,
-    typer.Option(help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu."),
+    str | None, typer.Option(help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu.")
 ]
 Lambda = Annotated[float, typer.Option("--lambda", help="Regularization λ of the degrees of freedom.")]
 Size = Annotated[str | None, typer.Option(help="Size of the compressed cache per sequence, as 1.5MiB.")]
 Ratio = Annotated[
-    float | None,
-    typer.Option(help="Compression factor instead of a size, against a bfloat16 cache; default 16."),
+    float | None, typer.Option(help="Compression factor instead of a size, against a bfloat16 cache; default 16.")
 ]
 Out = Annotated[Path, typer.Option(help="Folder to write; it must be new.", callback=new_folder)]
 

@@ -1,6 +1,4 @@
-"""The verbs of the paper, one step each: profile, curves, allocate, distill; and run and demo for all of them."""
-
-from __future__ import annotations
+"""The verbs of the paper, one step each: profile, curves, allocate, distill; and run, demo and report for all steps."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.endings import following, written
+from dofla.cli.common import following, windows_from, written
 from dofla.cli.options import (
     IN_MEMORY,
     ORIGINAL,
@@ -50,7 +48,6 @@ def profile(
     settings: Given = Function("integration/profiler.py", "profile", ("progress",)),
 ) -> dict[str, Any]:
     """Measure the degrees of freedom of every attention head."""
-    from dofla.cli.texts import windows_from
     from dofla.integration.profiler import profile as make_profile
     from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
@@ -61,7 +58,7 @@ def profile(
         tokens = windows_from(data, opened, tokenizer, {**text, "length": length, "windows": windows})
         with view.progress("profile") as bar:
             result = make_profile(opened, tokens, progress=bar.stage, **settings)
-        view.profile(result, lam)
+        view.show(*result.parts(lam))
         result.write(folder)
     written("profile", out)
     following("allocate", out)
@@ -105,17 +102,8 @@ def allocate(
 
     error_curves = None if curves is None else Curves.load(curves)
     measured = Profile.load(profile)
-    plan = make_plan(
-        measured,
-        budget,
-        strategy,
-        feature_map,
-        curves=error_curves,
-        context=context,
-        **settings,
-    )
-    view = current_view()
-    view.show(plan)
+    plan = make_plan(measured, budget, strategy, feature_map, curves=error_curves, context=context, **settings)
+    current_view().show(plan)
     plan.save(out)
     written("plan", out)
     following("distill", measured.model or "MODEL", "--plan", out, "--data", "sample", "--out", "distilled")
@@ -126,8 +114,7 @@ def curves(
     model: ModelArgument,
     data: Data,
     out: Annotated[
-        Path,
-        typer.Option(help="Error curves to write (JSON); the file must be new.", callback=new_file),
+        Path, typer.Option(help="Error curves to write (JSON); the file must be new.", callback=new_file)
     ] = Path("curves.json"),
     budget: Annotated[int, typer.Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
     windows: Windows = 64,
@@ -141,7 +128,6 @@ def curves(
 
     The effect of these errors on the model is measured as well.
     """
-    from dofla.cli.texts import windows_from
     from dofla.distillation import measure_curves
     from dofla.runs.opening import open_original
 
@@ -162,8 +148,7 @@ def distill(
     plan: Annotated[Path, typer.Option(help="Plan (JSON) from dofla allocate.", callback=existing("a plan"))],
     data: Data,
     out: Annotated[
-        Path,
-        typer.Option(help="Folder for checkpoints and the adapter, where an interrupted run resumes."),
+        Path, typer.Option(help="Folder for checkpoints and the adapter, where an interrupted run resumes.")
     ],
     windows: Windows = 1000,
     length: Length = 512,
@@ -175,7 +160,6 @@ def distill(
     tracking: Given = Function("cli/pipeline.py", "tracking_of"),
 ) -> dict[str, Any]:
     """Distill feature maps from softmax attention, layer by layer."""
-    from dofla.cli.texts import windows_from
     from dofla.distillation import distill as train
     from dofla.distillation import tracked
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
@@ -230,8 +214,7 @@ def run(
         typer.Argument(metavar="RECIPE", help=f"YAML file, or a bundled recipe: {', '.join(NAMES)}.", callback=_recipe),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder, where an interrupted run resumes; default runs/RECIPE."),
+        Path | None, typer.Option(help="Folder, where an interrupted run resumes; default runs/RECIPE.")
     ] = None,
     device: Device = None,
     changes: Given = RECIPE,
@@ -263,7 +246,7 @@ def _run(recipes: dict[str, Any], out: Path, device: str | None) -> dict[str, An
     for name, recipe in recipes.items():
         recipe.device = device or recipe.device
         if name:
-            view.say(f"\n{name}")
+            view.show(f"\n{name}")
         results[name] = run_recipe(recipe, out / name, view)
     written("run", out)
     folders = [out / name for name in recipes]
@@ -271,3 +254,27 @@ def _run(recipes: dict[str, Any], out: Path, device: str | None) -> dict[str, An
         write_page_beside(out, view, folders)
     following("report", *folders, "--speed")
     return {"folder": out, **results.get("", results)}
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER", help="Folders written by dofla run or dofla frontier.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="HTML file to write; default: report.html in the run's folder, here for several runs."),
+    ] = None,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Measure speed as well: 10 s per model; results are kept.")
+    ] = False,
+) -> dict[str, Any]:
+    """Write an HTML report on one or more runs.
+
+    It is one file, and needs no network.
+    """
+    from dofla.report import REPORT, write_report
+
+    view = current_view()
+    path = write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT)), view=view, speed=speed)
+    written("report", path)
+    return {"report": path, "bytes": path.stat().st_size}

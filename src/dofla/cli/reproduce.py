@@ -1,14 +1,12 @@
 """The verb ``dofla reproduce``."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.endings import written
+from dofla.cli.common import written
 from dofla.cli.options import Device, Given
 from dofla.cli.settings import Sections
 from dofla.cli.verb import current_view
@@ -25,8 +23,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(help="Number of random seeds, from 0.")] = 3,
     scale: Annotated[str, typer.Option(help="Scale: full, or small (for a laptop).")] = "full",
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE."),
+        Path | None, typer.Option(help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE.")
     ] = None,
     device: Device = None,
     changes: Given = Sections([("runs/recipe.py", "Recipe"), ("paper/study.py", "Study")]),

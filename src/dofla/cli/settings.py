@@ -3,8 +3,6 @@
 They are read off the source, without importing it: help and a wrong name need neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math
@@ -24,14 +22,7 @@ _OBJECTS = ("Mapping[str, Any]", "Mapping[str, float]", "dict[str, float]")
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter.
-
-    Attributes:
-        name: as it is written: of the parameter, but for λ, which is no name in Python.
-        kinds: the types of its annotation.
-        default: as text.
-        help: from the docstring.
-    """
+    """A parameter: its name as written (λ is none in Python), types, default as text, and what the docstring says."""
 
     name: str
     kinds: tuple[str, ...]

@@ -4,8 +4,6 @@ Both have to be set before torch is imported, and for the process of a verb alon
 its settings.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

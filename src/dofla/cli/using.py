@@ -1,4 +1,4 @@
-"""The verbs that use a compressed model: generate, serve; and chat, in a module of its own."""
+"""The verbs that use a compressed model: evaluate, generate, serve; and chat, in a module of its own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,84 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dofla.cli.options import COMPRESSED, DRAWS, CompressedModel, Device, Given, existing, set_seed
+from dofla.cli.common import following, windows_from, written
+from dofla.cli.options import (
+    COMPRESSED,
+    DATA,
+    DRAWS,
+    CompressedModel,
+    Device,
+    Given,
+    Length,
+    Windows,
+    existing,
+    new_file,
+    set_seed,
+    source,
+    text_of,
+)
 from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
-from dofla.errors import DoflaError, about
+from dofla.errors import DoflaError, about, check_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+def evaluate(
+    model: CompressedModel,
+    data: Annotated[
+        str | None, typer.Option(help=f"Evaluation text, its held-out part: {DATA}.", callback=source)
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks, comma-separated: JSONL files of multiple choice, or lm-eval names.")
+    ] = None,
+    windows: Windows = 64,
+    length: Length = 512,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write; it must be new.", callback=new_file)] = None,
+    device: Device = None,
+    opening: Given = COMPRESSED,
+    text: Given = text_of(),
+    settings: Given = Function("evaluation/run.py", "evaluate", ("progress",)),
+    of_tasks: Given = Function("tasks/run.py", "evaluate_tasks", ("progress",)),
+    showing: Given = Function("evaluation/run.py", "Evaluation.parts"),
+) -> dict[str, Any]:
+    """Compare a compressed model with its original.
+
+    Reads held-out text, does tasks, or both.
+    """
+    from dofla.evaluation import evaluate as measure
+    from dofla.integration.surgery import describe
+    from dofla.runs.opening import open_converted
+    from dofla.storage.files import write_json
+    from dofla.tasks import evaluate_tasks
+
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if data is None and not names:
+        raise DoflaError("nothing to evaluate on: give --data TEXT, or --tasks with one or more names, or both")
+    view = current_view()
+    opened, tokenizer = open_converted(model, device=device, **opening)
+    figures: dict[str, Any] = {}
+    if data is not None:
+        cut = {**text, "length": length, "windows": windows}
+        tokens = windows_from(data, opened, tokenizer, cut, "validation")
+        with view.progress("evaluate") as progress:
+            result = measure(opened, tokens, progress=progress, **settings)
+        view.show(*result.parts(**showing))
+        figures = result.to_dict()
+    if names:
+        with view.progress("tasks") as progress:
+            found = evaluate_tasks(opened, tokenizer, names, progress=progress, **of_tasks)
+        view.show(found)
+        figures = {**(figures or {"model": describe(opened)}), "tasks": found.to_dict()}
+    if out is not None:
+        write_json(out, figures)
+        written("figures", out)
+    if opened.can_generate():
+        following("chat", model)
+    return figures
 
 
 def _prompt(given: str | None) -> str:
@@ -32,19 +101,16 @@ def _prompt(given: str | None) -> str:
 def generate(
     model: CompressedModel,
     prompt: Annotated[
-        str | None,
-        typer.Option(help="Text to continue; default: standard input.", callback=_prompt),
+        str | None, typer.Option(help="Text to continue; default: standard input.", callback=_prompt)
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompt.")] = False,
     prompt_state: Annotated[
-        Path | None,
-        typer.Option(help="Saved cache to continue from; created from --document if missing."),
+        Path | None, typer.Option(help="Saved cache to continue from; created from --document if missing.")
     ] = None,
     document: Annotated[
-        Path | None,
-        typer.Option(help="Text file to read into --prompt-state first.", callback=existing("a text")),
+        Path | None, typer.Option(help="Text file to read into --prompt-state first.", callback=existing("a text"))
     ] = None,
     device: Device = None,
     opening: Given = COMPRESSED,
@@ -53,7 +119,6 @@ def generate(
     """Continue a text with a compressed model."""
     import torch
 
-    from dofla.errors import check_numbers
     from dofla.integration.cache import CACHE_ARGUMENT
     from dofla.integration.reading import check_readable
     from dofla.runs.opening import open_converted
@@ -86,12 +151,10 @@ def serve(
     sessions: Annotated[int, typer.Option(help="Conversations whose cache is kept between turns.")] = 32,
     at_once: Annotated[int, typer.Option(help="Maximum number of concurrent requests; 1 with --compile.")] = 16,
     compile: Annotated[
-        bool,
-        typer.Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s."),
+        bool, typer.Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s.")
     ] = False,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed."),
+        str | None, typer.Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed.")
     ] = None,
     device: Device = None,
     opening: Given = COMPRESSED,
@@ -101,7 +164,6 @@ def serve(
 
     A turn of a conversation reads only its new tokens.
     """
-    from dofla.errors import check_numbers
     from dofla.runs.opening import open_converted, reader_of
     from dofla.serving.compiled_model import CompiledModel
     from dofla.serving.continuous_batching import ContinuousBatching
@@ -120,7 +182,7 @@ def serve(
         name = Path(model).name
         if api_key is None and is_open(place):
             logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
-        current_view().say(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
+        current_view().show(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
         answering, reader = conversing(writer, sessions), reader_of(model, opened, tokenizer)
         at_once = 1 if compile else at_once
         server(name, answering, reader, at_once, key=api_key, **serving).run(sockets=[place])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ from typer.core import TyperCommand
 from dofla.cli.options import OUTPUT
 from dofla.cli.settings import Function, Sections, Settings
 from dofla.errors import DoflaError
+from dofla.storage.files import plain
+from dofla.storage.rank import is_main_process
 
 if TYPE_CHECKING:
     from dofla.runs.view import View
@@ -92,8 +93,6 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
 
     @wraps(function)
     def command(ctx: typer.Context, **given: Any) -> None:
-        from dofla.storage.rank import is_main_process
-
         manner = Verbosity(**{name: given.pop(name) for name in OPTIONS}) | ctx.obj
         VERBOSITY.set(manner)
         for name, value in given.items():
@@ -103,7 +102,7 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         with _showing(manner):
             result = function(**given)
         if manner.json and is_main_process():
-            print(json.dumps(_plain(result), indent=2, ensure_ascii=False, allow_nan=False))
+            print(json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False))
 
     hints = get_type_hints(function, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -113,9 +112,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         if p.name not in {*functions, *sections}
     ]
     added = ({"set": Set} if functions or sections else {}) | OPTIONS
-    defaults = {"set": None}
     common = [
-        inspect.Parameter(name, kind, default=defaults.get(name, False), annotation=hint)
+        inspect.Parameter(name, kind, default=None if name == "set" else False, annotation=hint)
         for name, hint in added.items()
     ]
     first = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
@@ -141,7 +139,6 @@ def _showing(manner: Verbosity) -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
-    from dofla.storage.rank import is_main_process
 
     _VIEW.set(View(quiet=manner.quiet or not is_main_process(), results=not manner.json))
     logger, handler = logging.getLogger("dofla"), _Lines()
@@ -167,14 +164,3 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         current_view().note(self.format(record))
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to what JSON can hold: text for paths, null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value

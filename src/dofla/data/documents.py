@@ -3,8 +3,6 @@
 Everything is a generator, so asking for a few windows of a large file reads only its beginning.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dofla.errors import DoflaError
+from dofla.storage.extras import extra
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -29,7 +28,7 @@ _LOOK_AHEAD = 1 << 24
 
 
 def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]:
-    """The documents of a source, one at a time.
+    """The documents of a source, one at a time, in its order; blank ones are left out.
 
     A source is one of
 
@@ -47,9 +46,6 @@ def read_documents(source: Source, *, text_field: str = "text") -> Iterator[str]
     Args:
         source: see above. A list is taken for files if any entry is a Path or names an existing file.
         text_field: where the text stands in records; those whose text is null are left out.
-
-    Returns:
-        The documents in the order of the source, blank ones left out.
 
     Raises:
         DoflaError: at once for a source that is none of these; while reading, for one that is empty or malformed.
@@ -78,8 +74,7 @@ def describe(source: Source) -> str:
 
 
 def dataset_name(description: str) -> str | None:
-    """``owner/name`` of a data set of the hub, from what :func:`describe` says of it, perhaps with a split behind;
-    None for any other source."""
+    """``owner/name`` of a data set of the hub, from what :func:`describe` says of it; None for any other source."""
     name = re.split("[:@ ]", description, maxsplit=1)[0]
     is_file = Path(name).suffix.lower() in _FILE_SUFFIXES or os.path.exists(name)
     return name if "/" in name and _HUB_NAME.fullmatch(name) and not is_file else None
@@ -220,13 +215,9 @@ def _missing(text_field: str, fields: list[str], where: str) -> DoflaError:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
+    pyarrow = extra("pyarrow", "data", f"{path}: reading Parquet")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DoflaError(f"{path}: reading Parquet needs pyarrow; pip install 'dofla[data]'") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with extra("pyarrow.parquet").ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
                 raise _missing(text_field, file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
@@ -241,19 +232,12 @@ def _dataset(source: str, text_field: str) -> Iterator[str]:
     base, _, split = source.partition("@")
     name, _, config = base.partition(":")
     name = os.path.expanduser(name)
-    return (
-        _field(record, text_field, f"dataset {base}")
-        for record in _dataset_records(name, config or None, split or "train", source)
-    )
+    records = _dataset_records(name, config or None, split or "train", source)
+    return (_field(record, text_field, f"dataset {base}") for record in records)
 
 
 def _dataset_records(name: str, config: str | None, split: str, source: str) -> Iterator[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DoflaError(
-            f"{source}: no such file, and loading it as a dataset needs the datasets library; pip install 'dofla[data]'"
-        ) from error
+    datasets = extra("datasets", "data", f"{source}: no such file, and loading it as a dataset")
     try:
         yield from datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # the library lets those of its file systems, its network and its parsers through

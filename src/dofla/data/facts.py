@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dofla.data.windows import TokenWindows
-from dofla.data.words import one_token_words, pieces
 from dofla.errors import DoflaError
 
 if TYPE_CHECKING:
@@ -17,18 +17,13 @@ if TYPE_CHECKING:
 
 FACT = " The number of the {word} is {number}."
 _DIGITS = 5
-_PER_FACT = 128
-"""Tokens of a document for each fact in it; of these, telling it twice takes about thirty."""
+_PER_FACT = 128  # tokens of a document for each fact in it; of these, telling it twice takes about thirty
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Documents of text with facts at places that were drawn.
-
-    Attributes:
-        documents: the windows.
-        asked: of each, so many tokens at its end tell all facts once more, in another order.
-    """
+    """Documents of text with facts at places that were drawn. The last ``asked`` tokens of each tell all facts once
+    more, in another order."""
 
     documents: TokenWindows
     asked: int
@@ -77,3 +72,17 @@ def _with_facts(text: list[int], facts: list[list[int]], length: int, rng: Rando
     for place, fact in reversed(list(zip(places, facts, strict=True))):
         text[place:place] = fact
     return text + again, len(again)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of ``text`` inside a sentence: SentencePiece adds a space to what stands alone."""
+    before, after = (tokenizer.encode(x, add_special_tokens=False) for x in ("a", "a" + text))
+    return after[len(before) :]
+
+
+def one_token_words(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Words of four to eight small letters that are one token, and the tokens; in the order of these, in which common
+    words come early. Empty if the vocabulary does not mark beginnings of words by a space (byte-level BPE and
+    SentencePiece do)."""
+    vocabulary = sorted((token, word) for word, token in tokenizer.get_vocab().items())
+    return {word[1:]: token for token, word in vocabulary if re.fullmatch("[Ġ▁][a-z]{4,8}", word)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dofla.data.documents import Source, describe, files_of, read_documents
 from dofla.data.windows import TokenWindows
@@ -138,12 +139,9 @@ def _padded(
         rows += _tokens(tokenizer, batch, truncation=True, max_length=length)
     if not rows:
         raise DoflaError(f"{name}: no text for a window; give more text, or another split or holdout")
-    longest = max(map(len, rows))
-    input_ids = torch.full((len(rows), longest), tokenizer.pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    for index, row in enumerate(rows):
-        input_ids[index, : len(row)] = torch.tensor(row)
-        attention_mask[index, : len(row)] = 1
+    tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    input_ids = pad_sequence(tokens, batch_first=True, padding_value=tokenizer.pad_token_id)
+    attention_mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
     return TokenWindows(input_ids, attention_mask, source=name, texts=tuple(texts))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,7 @@ class TokenWindows:
         return int(self.input_ids.numel() if self.attention_mask is None else self.attention_mask.sum())
 
     def batch(self, indices: Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
-        """The windows at these positions, in this order: ``input_ids`` [B, L] and, if padded, ``attention_mask``
-        [B, L]."""
+        """The windows at these positions, in order: ``input_ids`` [B, L] and, if padded, ``attention_mask`` [B, L]."""
         chosen = torch.as_tensor(indices, dtype=torch.long, device=self.input_ids.device)
         batch = {"input_ids": self.input_ids[chosen]}
         if self.attention_mask is not None:
@@ -65,11 +64,7 @@ class TokenWindows:
         return batch
 
     def take(self, n: int) -> TokenWindows:
-        """The first n windows, or all of them if there are fewer.
-
-        Raises:
-            DoflaError: n < 1.
-        """
+        """The first n windows, or all of them if there are fewer; DoflaError for n < 1."""
         if n < 1:
             raise DoflaError(f"take: {n} windows asked for; ask for 1 or more")
         return replace(
@@ -84,11 +79,8 @@ class TokenWindows:
         """Windows from what callers have at hand.
 
         Args:
-            tokens: TokenWindows, an integer tensor [N, L], or a mapping such as a tokenizer's BatchEncoding with
-                ``input_ids`` and perhaps ``attention_mask``, both [N, L] tensors.
-
-        Returns:
-            ``tokens`` themselves if they are TokenWindows.
+            tokens: TokenWindows, which are returned themselves; an integer tensor [N, L]; or a mapping such as a
+                tokenizer's BatchEncoding with ``input_ids`` and perhaps ``attention_mask``, both [N, L] tensors.
 
         Raises:
             DoflaError: anything else.
@@ -132,11 +124,7 @@ class Images:
 
 
 def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -> TokenWindows | Images:
-    """Convert data to windows: see :meth:`TokenWindows.of`; a mapping with pixel_values becomes Images.
-
-    Raises:
-        DoflaError: the data are of another kind.
-    """
+    """Convert data to windows as :meth:`TokenWindows.of` does; a mapping with pixel_values becomes Images."""
     if isinstance(data, Images):
         return data
     if isinstance(data, Mapping) and "pixel_values" in data:
@@ -145,13 +133,8 @@ def as_windows(data: TokenWindows | Images | torch.Tensor | Mapping[str, Any]) -
 
 
 def batches(windows: Sized, batch_size: int) -> list[range]:
-    """Positions of the windows, or of whatever else, of each batch, in order; the last batch may be smaller.
-
-    Raises:
-        DoflaError: batch_size < 1.
-    """
-    if batch_size < 1:
-        raise DoflaError(f"batch_size is {batch_size}: give 1 or more")
+    """Positions of the windows, or of whatever else, of each batch, in order; the last batch may be smaller."""
+    check_numbers(batch_size=batch_size)
     count = len(windows)
     return [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
 

@@ -1,7 +1,5 @@
 """Progress bars: what takes minutes shows one, unless told not to, on terminals and in notebooks."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +82,7 @@ def reporting(label: str, progress: object, way: Callable) -> Iterator[Callable 
         progress: a function; True for a bar, if it is seen by somebody and there is none yet; anything else for none.
         way: the method of :class:`Bar` that takes what is reported.
     """
-    if progress is True and not _taken.get() and is_main_process() and _seen():
+    if progress is True and not _taken.get() and is_main_process() and (sys.stderr.isatty() or Console().is_jupyter):
         with showing(label, True) as bar:
             yield way.__get__(bar)
     else:
@@ -109,7 +107,3 @@ def reports_progress(label: str, way: Callable = Bar.__call__) -> Callable[[Call
         return reported
 
     return decorate
-
-
-def _seen() -> bool:
-    return sys.stderr.isatty() or Console().is_jupyter

@@ -1,7 +1,5 @@
 """Results that show themselves as tables: in 80 columns of text, in a terminal's colors, in a notebook's HTML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, asdict
@@ -21,15 +19,8 @@ Part = Table | str
 
 
 def table(first: str, *others: str, gap: int = 2, widest: int | None = None, **options: Any) -> Table:
-    """An empty table without lines: a column of names, then columns of figures, which stand to the right.
-
-    Args:
-        first: title of the names.
-        others: titles of the figures.
-        gap: spaces between columns.
-        widest: characters of a name that are shown at most.
-        **options: for :class:`rich.table.Table`.
-    """
+    """An empty table without lines: a column of names, of so many characters at ``widest``, then columns of figures,
+    which stand to the right, with a ``gap`` between; ``options`` are those of :class:`rich.table.Table`."""
     made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
     made.add_column(first, max_width=widest, overflow="ellipsis", no_wrap=True)
     for title in others:

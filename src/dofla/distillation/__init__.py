@@ -6,8 +6,8 @@ Knows students and windows, and no recipe.
 
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.descent import SCHEDULES
-from dofla.distillation.direct import DIRECT
 from dofla.distillation.end_to_end import distill_end_to_end
+from dofla.distillation.gradients import DIRECT
 from dofla.distillation.history import History
 from dofla.distillation.loop import distill
 from dofla.distillation.losses import LOSSES

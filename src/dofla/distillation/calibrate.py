@@ -1,8 +1,6 @@
 """The start of layers that look at data first: the mean of their keys, the scale of what their feature maps get, and
 the level of the kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,8 +14,7 @@ from dofla.integration.converted import Converted
 from dofla.integration.recorder import AttentionCall, recording, run_body, together
 from dofla.layers import AttentionLayer
 
-_ROWS = 64
-"""Query rows per window from which the level is read."""
+_ROWS = 64  # query rows per window from which the level is read
 
 
 def calibrate(student: Converted, batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -1,7 +1,5 @@
 """The state of a distillation on disk: one file, replaced whole, from which a run goes on as if never stopped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -38,12 +36,9 @@ class Checkpoint:
         settings: of the run, and whatever else it must have in common with one that goes on with it.
         windows: that it trains on.
         every: steps between two states.
-        parts: by name, the modules that are trained, of which their buffers are kept as well, or parameters alone.
+        parts: that are trained; the buffers of modules are kept as well.
         optimizer: of the parameters.
         columns: of the loss curve: the layers, or the one loss of all.
-
-    Attributes:
-        earlier: seconds that the training took in processes that were broken off.
     """
 
     def __init__(
@@ -58,7 +53,7 @@ class Checkpoint:
     ) -> None:
         self.folder, self.every = None if folder is None else Path(folder), every
         self.parts, self.optimizer, self.columns = parts, optimizer, columns
-        self.earlier, self._started = 0.0, time.perf_counter()
+        self._earlier, self._started = 0.0, time.perf_counter()
         if self.folder is None:
             return
         try:
@@ -70,13 +65,15 @@ class Checkpoint:
             digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
         self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
 
+    @property
+    def seconds(self) -> float:
+        """The time the training has taken, in processes that were broken off and in this one."""
+        return self._earlier + time.perf_counter() - self._started
+
     def resume(self) -> list[list[float]]:
         """Load what an interrupted run left and return its curve [steps done][columns]; save the start of a new run.
-        All processes then go on from the same parts.
-
-        Raises:
-            DoflaError: if the file is damaged, belongs to other settings, or is not seen by all processes.
-        """
+        All processes then go on from the same parts. DoflaError if the file is damaged, belongs to other settings, or
+        is not seen by all processes."""
         curve: list[list[float]] = []
         if self.folder is not None and (self.folder / STATE).exists():
             curve = self._load(self.folder / STATE)
@@ -91,7 +88,7 @@ class Checkpoint:
     def _load(self, path: Path) -> list[list[float]]:
         tensors, metadata = read_tensors(path, "remove it to start over")
         try:
-            found, self.earlier = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
+            found, self._earlier = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise DoflaError(f"{path} is damaged ({error}): remove it to start over") from error
         for key, value in json.loads(json.dumps(self.settings)).items():
@@ -129,8 +126,7 @@ class Checkpoint:
         for name, parameter in _parameters(tensors).items():
             for key in _MOMENTS:
                 tensors[f"{name}:{key}"] = self.optimizer.state[parameter].get(key, torch.zeros_like(parameter))
-        seconds = self.earlier + time.perf_counter() - self._started
-        metadata = {"settings": json.dumps(self.settings), "seconds": f"{seconds:.1f}"}
+        metadata = {"settings": json.dumps(self.settings), "seconds": f"{self.seconds:.1f}"}
         write_tensors(folder / STATE, tensors | {"curve": torch.tensor(curve, dtype=torch.float64)}, metadata)
         curves = {name: [losses[n] for losses in curve] for n, name in enumerate(self.columns)}
         write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves})

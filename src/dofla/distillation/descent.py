@@ -1,7 +1,5 @@
 """Adam at rates of their own for each kind of parameter, which a schedule lowers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,17 +18,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 class Descent:
-    """Adam, taking ``steps`` at falling rates.
-
-    Args:
-        groups: of parameters, as :class:`torch.optim.Adam` takes them, each with its ``lr``.
-        schedule: a name in :data:`SCHEDULES`.
-        steps: in all.
-
-    Attributes:
-        optimizer: the Adam.
-        parameters: all of them.
-    """
+    """Adam that takes ``steps`` on groups of parameters, as :class:`torch.optim.Adam` has them, at rates that a
+    schedule lowers (a name in :data:`SCHEDULES`)."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], schedule: str, steps: int) -> None:
         self.schedule, self.steps = SCHEDULES[schedule], steps
@@ -51,11 +40,8 @@ class Descent:
 
 
 def groups_of(layers: Mapping[str, AttentionLayer], given: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The parameters of the layers' feature maps, in a group for each name, at the rates ``given`` or the maps' own.
-
-    Raises:
-        DoflaError: nothing to train; a name that no map has; a rate that is missing or out of range.
-    """
+    """The parameters of the layers' feature maps, in a group for each name, at the rates ``given`` or the maps' own;
+    DoflaError if there is nothing to train, for a name that no map has, or a rate that is missing or out of range."""
     groups: dict[str, dict[str, Any]] = {}
     for layer in layers.values():
         for feature_map in layer.maps:

@@ -3,8 +3,6 @@
 ``torchrun`` or ``accelerate launch`` starts them. All must see the same files, which the main process alone writes.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Iterable, Mapping
 from functools import cache

@@ -1,9 +1,6 @@
 """End-to-end distillation: the whole linearized model trained towards the teacher's next-token distribution."""
 
-from __future__ import annotations
-
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,7 +147,6 @@ def distill_end_to_end(
             identity = settings | {"plan": handle.plan.to_dict()["layers"]}
             run = (folder, identity, windows, checkpoint_every)
             checkpoint = Checkpoint(*run, parts, descent.optimizer, [loss.name])
-            started = time.perf_counter()
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
             curve = checkpoint.resume()
             for step in range(len(curve), steps):
@@ -166,7 +162,7 @@ def distill_end_to_end(
                 checkpoint.keep(curve)
                 if callable(progress) and is_main_process():
                     progress(len(curve), steps, {loss.name: value})
-            seconds = time.perf_counter() - started + checkpoint.earlier
+            seconds = checkpoint.seconds
     if folder is not None and weights == "lora" and is_main_process():
         write_lora(student, Path(folder) / "lora")
     how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"

@@ -1,7 +1,5 @@
 """Fidelity of each layer: the difference from the softmax attention it replaces, on the teacher's own inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

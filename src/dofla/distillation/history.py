@@ -1,7 +1,5 @@
 """History: what a training did."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,9 +39,4 @@ class History(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {
-            "layers": self.layers,
-            "losses": self.losses.tolist(),
-            "seconds": self.seconds,
-            "settings": self.settings,
-        }
+        return {**vars(self), "losses": self.losses.tolist()}

@@ -1,9 +1,6 @@
 """The distillation loop: feature maps trained against the softmax attention they replace, or on the text itself."""
 
-from __future__ import annotations
-
 import math
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,10 +15,9 @@ from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import SCHEDULES, Descent, groups_of
-from dofla.distillation.direct import DIRECT, next_token_gradients
 from dofla.distillation.distributed import add_gradients, to_device
+from dofla.distillation.gradients import DIRECT, layerwise_gradients, next_token_gradients
 from dofla.distillation.history import History
-from dofla.distillation.layerwise import layerwise_gradients
 from dofla.distillation.losses import LOSSES
 from dofla.distillation.steps import Batches, generator_of
 from dofla.errors import DoflaError, check_choice, check_numbers
@@ -131,7 +127,6 @@ def distill(
     checkpoint = Checkpoint(folder, identity, windows, checkpoint_every, layers, descent.optimizer, columns)
     to_device(student)
 
-    started = time.perf_counter()
     with evaluation_mode(student):
         if from_data:
             calibrate(handle, batches.first())  # where a run goes on, its checkpoint comes over it
@@ -159,7 +154,7 @@ def distill(
                 progress(len(curve), steps, losses)
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     handle.record.add_distillation(how, windows, "dofla.linear.distill(student, windows", settings)
-    return History(columns, torch.tensor(curve), time.perf_counter() - started + checkpoint.earlier, settings)
+    return History(columns, torch.tensor(curve), checkpoint.seconds, settings)
 
 
 def _check_finite(losses: Mapping[str, float], step: int) -> None:

@@ -9,8 +9,6 @@ logarithm of, it sums over all of them first: so its value is that of the whole 
 processes add up to its gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -66,14 +64,6 @@ def output_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLay
 
     The values tell which errors of attention matter; alone they leave rows undetermined whose values are alike.
     """
-    divergences, errors = output_errors(teacher, call, layer, rows)
-    return divergences + errors
-
-
-def output_errors(
-    teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The two parts of :func:`output_loss`."""
     exact, approximate = teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
     groups = call.query.shape[1] // call.value.shape[1]
     real = call.real_rows(rows)[:, None, :, None]
@@ -82,7 +72,7 @@ def output_errors(
     over = (0, 2, 3)
     error, square = gather(torch.stack([(found - wanted).square().sum(over), wanted.square().sum(over)])).sum(0)
     relative = error / square.clamp_min(torch.finfo(square.dtype).tiny)
-    return _mean_of_rows(divergence(exact, approximate), call, rows), relative.mean()
+    return _mean_of_rows(divergence(exact, approximate), call, rows) + relative.mean()
 
 
 def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """The loss of a whole student against its teacher on a batch: next-token distributions, or an encoder's embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
@@ -21,16 +19,12 @@ NEXT_TOKEN, EMBEDDING = "kl", "embedding"
 
 
 class Objective:
-    """The loss of a whole student.
+    """The loss of a whole student, which computes what the teacher does within the block of ``teacher``.
 
     ``kl`` (models that generate) is KL(teacher ‖ student) of the next-token distributions in nats, mean over the real
-    tokens predicted. ``embedding`` (all others) is the squared error of the last hidden states over their teacher's
-    variance in the batch, mean over real tokens, plus 1 − the cosine of the mean-pooled states, mean over windows.
-
-    Args:
-        student: a linearized model.
-        teacher: within its block ``student`` computes what the teacher does.
-        last: tokens at the end of each window that count, where the next token is predicted; default all.
+    tokens predicted, of which the ``last`` of each window count, or all. ``embedding`` (all others) is the squared
+    error of the last hidden states over their teacher's variance in the batch, mean over real tokens, plus 1 − the
+    cosine of the mean-pooled states, mean over windows.
     """
 
     def __init__(

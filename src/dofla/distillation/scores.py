@@ -1,7 +1,5 @@
 """The scores of a layer with feature maps, pair by pair: what losses and calibration look at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,17 +24,9 @@ def feature_heads(layer: AttentionLayer) -> list[FeatureHeads]:
 
 @without_autocast
 def log_scores(layer: AttentionLayer, query: Tensor, call: AttentionCall, rows: Tensor) -> Tensor:
-    """Log of the unnormalized attention weights of some rows, before masking.
-
-    Args:
-        layer: with feature maps.
-        query: queries of the rows [B, H, R, d].
-        call: of the layer; its keys [B, Hkv, L, d] and weights.
-        rows: positions of the rows [R].
-
-    Returns:
-        [B, H, R, L]: exact scores in the window and at sinks, the log of the approximate kernel elsewhere.
-    """
+    """Log of the unnormalized attention weights [B, H, R, L] of some rows [R] of a call, before masking: exact scores
+    in the window and at sinks, the log of the approximate kernel elsewhere; ``query`` [B, H, R, d] are those of the
+    rows."""
     query, key = layer.smooth(query, call.key)
     approximate, exact, hybrid = [], [], is_hybrid(layer)
     for group, own_query, own_key in split_heads(layer, query, key):

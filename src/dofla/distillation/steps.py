@@ -1,7 +1,5 @@
 """The common part of the distillation loops: the batches of a step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -17,17 +15,13 @@ from dofla.integration.placement import placed_anywhere, placed_evenly
 class Batches:
     """The batches of every step: a function of the seed and the step alone, so that a resumed run sees the same ones.
 
-    Each epoch takes every window once; its last step may have fewer, and a smaller last batch.
+    Each epoch takes every window once; its last step may have fewer, and a smaller last batch. DoflaError if there are
+    fewer windows than one step takes.
 
     Attributes:
-        windows: to train on.
         batch_size: windows per batch, of all processes together.
         accumulate: batches per step.
-        seed: of their order.
         context: number of positions among which each batch is read (:func:`dofla.integration.placement.context_of`).
-
-    Raises:
-        DoflaError: fewer windows than one step takes.
     """
 
     windows: TokenWindows | Images

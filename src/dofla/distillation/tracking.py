@@ -1,7 +1,5 @@
 """The losses of a training to TensorBoard, Weights & Biases and the like, through accelerate's trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

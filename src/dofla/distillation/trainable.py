@@ -1,7 +1,5 @@
 """The weights of a student that train end to end. They are kept if training succeeds, and restored if it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -31,19 +29,12 @@ class Trainable:
 
 @contextmanager
 def trainable(student: Converted, weights: str, lora_rank: int) -> Iterator[Trainable]:
-    """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32.
+    """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32:
+    ``lora``, factors of rank ``lora_rank`` beside every linear layer but the output layer, drawn from the global
+    generator; ``all`` weights; ``maps``, nothing else.
 
     When the block ends, what was learned is in the student, a stock model of the dtypes it had: low-rank factors are
-    merged into its weights. If it fails, the student is as before.
-
-    Args:
-        student: the handle of the model.
-        weights: ``lora``, factors beside every linear layer but the output layer; ``all`` weights; ``maps``, nothing
-            but the feature maps.
-        lora_rank: of the factors, which are drawn from the global generator.
-
-    Raises:
-        DoflaError: peft is not installed.
+    merged into its weights. If it fails, the student is as before. DoflaError if peft is not installed.
     """
     layers, model = student.layers.values(), student.model
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]

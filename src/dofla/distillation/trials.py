@@ -1,7 +1,5 @@
 """Measuring error curves: short fits of a few sizes, and what each head's error does to the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Sentence embeddings of an encoder before and after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypedDict
 
@@ -29,12 +27,8 @@ def embedding_figures(
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> EmbeddingFigures:
-    """Agreement of mean-pooled, normalized embeddings; ``progress`` is called with (done, total) batches.
-
-    Returns:
-        ``cosine`` (mean similarity between the original's and the model's embedding of the same input) and
-        ``spearman`` (rank correlation, over all pairs of inputs, of the similarities that either model gives them).
-    """
+    """Agreement of mean-pooled, normalized embeddings, as :class:`dofla.Evaluation` describes it; ``progress`` is
+    called with (done, total) batches."""
     parts = counted(batches(windows, batch_size), progress)
     rows = [of_both(model, _embed, windows.batch(part)) for part in parts]
     original, ours = map(torch.cat, zip(*rows, strict=True))
@@ -48,6 +42,10 @@ def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Rank correlation of two lists [N]; ties, which real similarities do not have, are ranked in order."""
-    ranks = torch.stack([v.argsort(stable=True).argsort(stable=True).double() for v in (x, y)])
-    return torch.corrcoef(ranks)[0, 1].item()
+    """Rank correlation of two lists [N]; ties share their mean rank. nan if one list is constant."""
+    return torch.corrcoef(torch.stack([_ranks(x), _ranks(y)]))[0, 1].item()
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[places]

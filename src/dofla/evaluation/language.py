@@ -1,7 +1,5 @@
 """Next-token loss of original and converted model on the same text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypedDict
 
@@ -38,12 +36,8 @@ def next_token_figures(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageFigures:
-    """Loss of original and converted model, loss increase, divergence and agreement, per token.
-
-    Returns:
-        ``original_loss``, ``loss``, ``loss_increase`` (nats per token), ``loss_increase_interval`` (95 %,
-        bootstrap over windows), ``kl`` (KL(original ‖ model) of the next-token distributions, nats),
-        ``top1_agreement`` (share of positions where both find the same token likeliest).
+    """Loss of original and converted model, loss increase, divergence and agreement, per token, as
+    :class:`dofla.Evaluation` describes them; ``progress`` is called with (done, total) batches.
 
     Raises:
         DoflaError: if the windows hold one token each, or the model's logits are not finite.

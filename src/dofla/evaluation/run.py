@@ -23,8 +23,7 @@ from dofla.integration.surgery import describe
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
 
-_ENDLESS = 1e4
-"""Nats: the divergence of attention that does not see some token at all is astronomical as computed."""
+_ENDLESS = 1e4  # nats: the divergence of attention that does not see some token at all is astronomical as computed
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,9 @@ def evaluate(
 ) -> Evaluation:
     """Compare a converted model with the softmax model it was. The figures stand on its model card when it is saved.
 
+    They are fields of the result (``result.loss_increase``). ``print`` shows what to decide by,
+    ``result.table(layers=True)`` adds a row per layer, ``to_dict()`` is for JSON.
+
     Args:
         model: a converted model; it is its own original.
         windows: that neither calibration nor training saw.
@@ -172,10 +174,6 @@ def evaluate(
         seed: of the bootstrap and of the rows looked at.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (done, total) batches.
-
-    Returns:
-        Figures that are fields (``result.loss_increase``); ``print`` shows what to decide by,
-        ``result.table(layers=True)`` adds a row per layer, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: not converted; windows of one token; logits that are not finite.

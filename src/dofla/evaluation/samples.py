@@ -1,7 +1,5 @@
 """Continuations of original and converted model side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +13,7 @@ from dofla.evaluation.sides import of_both
 
 
 class Prompt(NamedTuple):
-    """A text to continue.
-
-    Attributes:
-        ids: its tokens [T].
-        new_tokens: to write at most.
-    """
+    """The tokens [T] of a text to continue, and how many new ones to write at most."""
 
     ids: Tensor
     new_tokens: int
@@ -42,15 +35,9 @@ def beginnings(
     prompt_tokens: int,
     new_tokens: int,
 ) -> list[Prompt]:
-    """A prompt from each of the first windows: the beginning of a document, or of a sentence, if there is one.
-
-    Args:
-        windows: held-out text; padded ones too short for a prompt are passed over.
-        tokenizer: knows separators and where sentences end; without one, windows begin where they do.
-        prompts: how many at most.
-        prompt_tokens: of each; fewer in shorter windows.
-        new_tokens: to write at most.
-    """
+    """At most ``prompts`` prompts of ``prompt_tokens`` (fewer in shorter windows), one from each of the first windows:
+    the beginning of a document, or of a sentence, if ``tokenizer`` finds one. Padded windows that are too short are
+    passed over."""
     size, rows = min(prompt_tokens, windows.length), windows.input_ids
     if windows.attention_mask is not None:
         rows = rows[windows.attention_mask[:, :size].bool().all(dim=1)]
@@ -72,8 +59,7 @@ def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int)
 def continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Greedy continuations of each prompt: ``prompt``, ``original``, ``model`` and ``agree``, the number of tokens
-    until they first differ."""
+    """Greedy continuations of each prompt: ``prompt``, ``original``, ``model``, and how many tokens ``agree``."""
     rows = []
     for ids, new_tokens in prompts:
         original, ours = of_both(model, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)
@@ -88,11 +74,8 @@ def continuations(
 def _continuation(model: PreTrainedModel, ids: Tensor, new_tokens: int, padding: int) -> Tensor:
     """The likeliest tokens after ``ids`` [T], one by one."""
     beginning = ids[None].to(model.device)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": padding}
     whole = model.generate(  # type: ignore[operator] # of their GenerationMixin
-        beginning,
-        attention_mask=torch.ones_like(beginning),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=padding,
+        beginning, attention_mask=torch.ones_like(beginning), **options
     )
     return whole[0, len(ids) :]

@@ -1,7 +1,4 @@
-"""The two sides of every figure, original and converted model, measured by one code path, and progress over what is
-read."""
-
-from __future__ import annotations
+"""The two sides of every figure, original and converted model, by one code path; and progress over what is read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Concatenate, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """One sentence on how close a model is to its original, and the rule it follows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -14,11 +12,7 @@ up to which it is of use where memory decides: perplexity 11 % and 35 % higher."
 LIKENESS = (0.98, 0.9)
 """The same for an encoder: the smaller of the cosine of embeddings and the rank correlation of similarities."""
 
-_WORDS = {
-    "use": "Close to the original",
-    "care": "Worse than the original",
-    "no": "Far from the original",
-}
+_WORDS = {"use": "Close to the original", "care": "Worse than the original", "no": "Far from the original"}
 _BETTER = (
     "The compressed model predicts this text better than the original: the text is unlike the original's training "
     "text. Compare the KL divergence."

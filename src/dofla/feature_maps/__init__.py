@@ -3,9 +3,7 @@
 To add one: write the file, add a line to ``FEATURE_MAPS``. Knows the arithmetic of attention, and no model.
 """
 
-from __future__ import annotations
-
-from dofla.errors import DoflaError
+from dofla.errors import check_choice
 from dofla.feature_maps.base import FeatureMap
 from dofla.feature_maps.dijiang import DiJiang, DiJiangCode
 from dofla.feature_maps.elu import Elu1
@@ -33,8 +31,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 
 def feature_map_class(name: str) -> type[FeatureMap]:
     """The class registered as ``name``; DoflaError listing the known ones if there is none."""
-    if name not in FEATURE_MAPS:
-        raise DoflaError(f"unknown feature map {name!r}: choose one of {', '.join(sorted(FEATURE_MAPS))}")
+    check_choice("feature map", name, FEATURE_MAPS)
     return FEATURE_MAPS[name]
 
 

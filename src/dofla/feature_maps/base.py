@@ -1,7 +1,5 @@
 """The base classes of feature maps."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -56,9 +54,9 @@ class FeatureMap(nn.Module, ABC):
     def log_query(self, x: Tensor, scaling: float) -> Tensor:
         """Log-features [B, H, L, M] of queries ``x`` [B, H, L, d], H a multiple of ``heads``."""
 
-    @abstractmethod
     def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]."""
+        """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]; by default made as those of queries."""
+        return self.log_query(x, scaling)
 
     def calibrate(self, query: Tensor, key: Tensor) -> None:
         """Start from a sample of the vectors that the heads will see: ``query`` and ``key`` [heads, n, d]."""
@@ -68,6 +66,16 @@ class FeatureMap(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.head_dim}, features={self.features}"
+
+
+class DrawnFeatureMap(FeatureMap):
+    """A feature map whose directions ``z`` [heads, M, d] are drawn and not trained: a buffer, saved with the model."""
+
+    z: Tensor
+
+    def __init__(self, heads: int, head_dim: int, features: int) -> None:
+        super().__init__(heads, head_dim, features)
+        self.register_buffer("z", torch.empty(heads, features, head_dim, dtype=torch.float32))
 
 
 class AffineFeatureMap(FeatureMap):

@@ -1,7 +1,5 @@
 """DiJiang (arXiv 2403.19928): weighted quasi-Monte Carlo features, as in the paper and as in the public code."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 
@@ -9,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention import Affine
-from dofla.feature_maps.base import AffineFeatureMap, FeatureMap
+from dofla.feature_maps.base import AffineFeatureMap, DrawnFeatureMap
 from dofla.feature_maps.prf import positive_features
 from dofla.feature_maps.projections import projected
 
 
-class DiJiang(AffineFeatureMap):
+class DiJiang(DrawnFeatureMap, AffineFeatureMap):
     """``Phi_m(x) = sqrt(alpha_m / M) · exp(z_m·x √s − s|x|²/2)``, z_m the normal quantiles of quasi-random points.
 
     The paper's weighted positive fixed features (theorem 3.3): z fixed, the weights alone trained.
@@ -29,11 +27,9 @@ class DiJiang(AffineFeatureMap):
     """
 
     learning_rates: ClassVar[dict[str, float]] = {"log_alpha": 0.02}
-    z: Tensor
 
     def __init__(self, heads: int, head_dim: int, features: int) -> None:
         super().__init__(heads, head_dim, features)
-        self.register_buffer("z", torch.empty(heads, features, head_dim, dtype=torch.float32))
         self.log_alpha = nn.Parameter(torch.empty(heads, features, dtype=torch.float32))
 
     @torch.no_grad()
@@ -45,7 +41,7 @@ class DiJiang(AffineFeatureMap):
         return positive_features(self.z.to(dtype), self.log_alpha.to(dtype), scaling)
 
 
-class DiJiangCode(FeatureMap):
+class DiJiangCode(DrawnFeatureMap):
     """``Phi(x) = softmax_m(t_m · c_m·x √s)``, c_m the columns of the orthonormal DCT matrix, t_m = Φ⁻¹(u_m).
 
     The reading of DiJiang's public code (``modeling_gpt_neox.py``, ``proj_matrix``), which has one feature per
@@ -55,14 +51,8 @@ class DiJiangCode(FeatureMap):
     the sum of the weights, as attention here always does.
 
     Attributes:
-        z: [heads, M, d], the rows ``t_m c_m``; a buffer, saved with the model.
+        z: [heads, M, d], the rows ``t_m c_m``.
     """
-
-    z: Tensor
-
-    def __init__(self, heads: int, head_dim: int, features: int) -> None:
-        super().__init__(heads, head_dim, features)
-        self.register_buffer("z", torch.empty(heads, features, head_dim, dtype=torch.float32))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         t = torch.randn(self.heads, self.features, 1, generator=generator)
@@ -70,12 +60,6 @@ class DiJiangCode(FeatureMap):
         self.z.copy_(t * columns[torch.arange(self.features) % self.head_dim])
 
     def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        return self._log_features(x, scaling)
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        return self._log_features(x, scaling)
-
-    def _log_features(self, x: Tensor, scaling: float) -> Tensor:
         return torch.log_softmax(projected(x, self.z, scaling), dim=-1)
 
 

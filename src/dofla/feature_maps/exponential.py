@@ -1,7 +1,5 @@
 """Exponentials of an affine map, apart for queries and keys: the plainest learned features."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """KV heads with a feature map, and a local window and attention sinks beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Hedgehog: softmax features of a learned projection (arXiv 2402.04347, section 4)."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Exponentials of a small perceptron beside an affine map: the default of hybrid layers."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """No features: tokens alone, the baseline of every hybrid."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,32 +1,20 @@
 """Performer: positive random features that nobody trains (arXiv 2009.14794, lemma 1 and section 2.4)."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 from dofla.attention import Affine
-from dofla.feature_maps.base import AffineFeatureMap
+from dofla.feature_maps.base import AffineFeatureMap, DrawnFeatureMap
 from dofla.feature_maps.prf import positive_features
 from dofla.feature_maps.projections import orthogonal_gaussian
 
 
-class Performer(AffineFeatureMap):
+class Performer(DrawnFeatureMap, AffineFeatureMap):
     """``Phi_m(x) = exp(z_m·x √s − s|x|²/2) / √M``, z ~ N(0, I) with rows orthogonal in blocks of the head size.
 
     An estimate of the kernel ``exp(s x·y)`` without bias, of less variance than with independent rows. Queries and
     keys share z. Departures from the paper's code: every head has rows of its own, and no constant is added to the
     features, as logarithms need none.
-
-    Attributes:
-        z: [heads, M, d], drawn once; a buffer, saved with the model.
     """
-
-    z: Tensor
-
-    def __init__(self, heads: int, head_dim: int, features: int) -> None:
-        super().__init__(heads, head_dim, features)
-        self.register_buffer("z", torch.empty(heads, features, head_dim, dtype=torch.float32))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.z.copy_(orthogonal_gaussian(self.heads, self.features, self.head_dim, generator))

@@ -1,7 +1,5 @@
 """Positive random features, learned (arXiv 2507.03340, sections 2 and 4; Performer, arXiv 2009.14794, lemma 1)."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 
@@ -37,8 +35,7 @@ class PRF(AffineFeatureMap):
 
 
 def positive_features(z: Tensor, log_alpha: Tensor, scaling: float) -> tuple[Affine, Affine]:
-    """The log-features of :class:`PRF`, of queries and of keys, for rows ``z`` [heads, M, d] and their log-weights
-    [heads, M]."""
+    """The log-features of :class:`PRF`, of queries and of keys: ``z`` [heads, M, d], ``log_alpha`` [heads, M]."""
     bias = (log_alpha - math.log(log_alpha.shape[-1])) / 2
     shared = Affine(z, bias, math.sqrt(scaling), scaling / 2)
     return shared, shared

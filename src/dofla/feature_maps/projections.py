@@ -1,7 +1,5 @@
 """The directions that feature maps look along: how they are drawn, and how they are applied."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -11,8 +9,7 @@ from dofla.attention import Affine, accumulable
 
 
 def orthonormal(heads: int, rows: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
-    """[heads, rows, dim]: random unit rows, uniform on the sphere and mutually orthogonal in blocks of ``dim``
-    (float32)."""
+    """[heads, rows, dim] float32: random unit rows, uniform on the sphere, mutually orthogonal in blocks of ``dim``."""
     gaussian = torch.randn(heads, -(-rows // dim), dim, dim, generator=generator)
     directions, triangle = torch.linalg.qr(gaussian)
     # QR fixes signs by its own convention; with the signs of R's diagonal the directions are uniform (Haar).
@@ -36,14 +33,8 @@ def identity_first(heads: int, rows: int, dim: int, generator: torch.Generator |
 
 
 def projected(x: Tensor, weight: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
-    """``weight @ x √scaling + bias``, [B, H, L, M], for vectors ``x`` [B, H, L, d], float32 at least.
-
-    Args:
-        x: H is a multiple of the heads of ``weight``.
-        weight: [heads, M, d].
-        scaling: of the scores; queries and keys take one half of it each.
-        bias: [heads, M], or none.
-    """
+    """``weight @ x √scaling + bias``, [B, H, L, M], float32 at least, for vectors ``x`` [B, H, L, d], H a multiple of
+    the heads, and a weight [heads, M, d] and bias [heads, M]. Queries and keys take one half of the scaling each."""
     x = accumulable(x)
     weight = weight.to(x.dtype)
     bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.to(x.dtype)

@@ -1,7 +1,5 @@
 """Feature maps that start from data: inputs standardized per head, the level of the features set, both measured."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """T2R: rectified features of a learned affine map (arXiv 2103.13076, section 2.2)."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,7 @@ class Record:
     @classmethod
     def from_dict(cls, data: Any, where: str) -> Record:
         """The reverse of :meth:`to_dict`; DoflaError naming ``where`` and the field if something is off."""
-        record = _built(cls, data, where)
-        record.training = [_built(Training, x, f"{where}: training[{n}]") for n, x in enumerate(record.training)]
-        record.figures = [_built(Figure, x, f"{where}: figures[{n}]") for n, x in enumerate(record.figures)]
-        return record
+        return build(cls, data, where, strict=False)  # fields of a later version are passed over
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, replacing what was there."""
@@ -121,12 +118,6 @@ class Record:
         return (
             cls.from_dict(read_json(path, "a record of a converted model"), str(path)) if Path(path).exists() else cls()
         )
-
-
-def _built(kind: type, data: Any, where: str) -> Any:
-    """An instance from plain data; fields of a later version are passed over."""
-    known = {spec.name for spec in fields(kind)}
-    return build(kind, {k: v for k, v in data.items() if k in known} if isinstance(data, dict) else data, where)
 
 
 def without_folders(source: str) -> str:

@@ -1,49 +1,44 @@
 """Tables 3 and 6: accuracy on multiple-choice tasks, zero-shot and after fine-tuning, paired with the original's."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.errors import DoflaError
 from dofla.paper import published
 from dofla.paper.bench import Bench
 from dofla.paper.finetune import finetune, settings_for
-from dofla.paper.items import hub_task, task_file, train_and_test
+from dofla.paper.items import train_and_test
 from dofla.paper.methods import baselines, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
-from dofla.runs.demo import TASKS
 from dofla.runs.recipe import StudentSpec
-from dofla.tasks import Metric, Task, TaskScores, compare, load_task, score
+from dofla.storage.fields import build
+from dofla.tasks import Metric, TaskScores, compare, score
 
 _DRAWS = 2000  # of a bootstrap
 
 
 def task_accuracy(bench: Bench) -> Table:
     """Table 3: every method on every task."""
-    teacher = _teacher_scores(bench)
+    teacher = _scores(bench)
     names = [scores.task for scores in teacher]
     finetuned = bench.study.finetune.tasks
     columns = ["model", "average", *names, "critical τ", "agreement", *(f"fine-tuned {name}" for name in finetuned)]
     rows: list[list[Cell]] = [["Original", *_accuracies([teacher]), None, None, *_finetuned(bench, None)]]
     for spec in _methods(bench):
-        several = [_student_scores(bench, spec, seed) for seed in _seeds(bench)]
+        several = [_scores(bench, spec, seed) for seed in _seeds(bench)]
         critical = Figure.of([_critical(teacher, scores) for scores in several])
         alike = Figure.of([_agreement(teacher, scores) for scores in several], spread=False)
         rows.append([spec.name, *_accuracies(several), critical, alike, *_finetuned(bench, spec)])
     items = [scores.items for scores in teacher]
     return Table(
-        "3",
         "Table 3: accuracy on multiple-choice tasks",
         columns,
         rows,
@@ -62,15 +57,14 @@ def task_accuracy(bench: Bench) -> Table:
 
 def dof_against_fixed(bench: Bench) -> Table:
     """Table 6, whose question is whether DoF beats an equal split: paired by item, softmax loss."""
-    teacher = _teacher_scores(bench)
+    teacher = _scores(bench)
     shown = [("Performer", baselines()[-1]), *((x, trained(x, "softmax")) for x in ("Fix", "DoF", "DoF + Clip"))]
-    scores = {label: [_student_scores(bench, spec, seed) for seed in _seeds(bench)] for label, spec in shown}
+    scores = {label: [_scores(bench, spec, seed) for seed in _seeds(bench)] for label, spec in shown}
     rows: list[list[Cell]] = [["Original", _accuracies([teacher])[0], *_difference(scores["Fix"], [teacher])]]
     for label, several in scores.items():
         difference = [None, None] if label == "Fix" else _difference(scores["Fix"], several)
         rows.append([label, _accuracies(several)[0], *difference])
     return Table(
-        "6",
         "Table 6: is an allocation by degrees of freedom better than an equal split?",
         ["model", "average", "less Fix", "95 % interval"],
         rows,
@@ -102,8 +96,8 @@ def _resampled(gains: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _critical(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
-    """The smallest tolerance at which half the tasks are won or tied (α* of arXiv 2603.15590): the loss of accuracy
-    that half of them, rounded up, do not exceed, or 0."""
+    """The smallest tolerance at which half the tasks are won or tied (α* of arXiv 2603.15590): the loss that half of
+    them, rounded up, do not exceed, or 0."""
     losses = sorted(_acc(a).value - _acc(b).value for a, b in zip(teacher, student, strict=True))
     return max(0.0, losses[(len(losses) + 1) // 2 - 1])
 
@@ -114,8 +108,7 @@ def _agreement(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> 
 
 
 def _methods(bench: Bench) -> list[StudentSpec]:
-    """The paper's rows, as far as the study wants them; of DiJiang's two readings that of the public code, which the
-    paper ran."""
+    """The paper's rows that the study wants; of DiJiang's two readings that of the public code, which the paper ran."""
     others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
     rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.students)}
     return [spec for name, spec in rows.items() if name in bench.study.tasks.methods or not bench.study.tasks.methods]
@@ -141,46 +134,15 @@ def _seeds(bench: Bench) -> list[int]:
     return bench.study.seeds[: bench.study.tasks.seeds]
 
 
-def _teacher_scores(bench: Bench) -> list[TaskScores]:
-    return _from_record(bench.of_teacher("tasks", lambda model: _scored(bench, model)))
+def _scores(bench: Bench, spec: StudentSpec | None = None, seed: int = 0) -> list[TaskScores]:
+    """The scores of a student on the study's tasks; without one, of the original."""
 
+    def measure(model: PreTrainedModel) -> dict[str, Any]:
+        tokenizer, size = bench.students.opened.tokenizer, bench.study.tasks.batch_size
+        return {"tasks": [asdict(scores) for scores in score(model, tokenizer, bench.tasks, batch_size=size)]}
 
-def _student_scores(bench: Bench, spec: StudentSpec, seed: int) -> list[TaskScores]:
-    return _from_record(bench.of_student(spec, seed, "tasks", lambda model: _scored(bench, model)))
-
-
-def _scored(bench: Bench, model: PreTrainedModel) -> dict[str, Any]:
-    tasks, size = bench.tasks("scored", lambda: _tasks(bench)), bench.study.tasks.batch_size
-    return {
-        "tasks": [asdict(scores) for scores in score(model, bench.students.opened.tokenizer, tasks, batch_size=size)]
-    }
-
-
-def _from_record(record: dict[str, Any]) -> list[TaskScores]:
-    return [
-        TaskScores(**scores | {"metrics": {name: Metric(**x) for name, x in scores["metrics"].items()}})
-        for scores in record["tasks"]
-    ]
-
-
-def _tasks(bench: Bench) -> list[Task]:
-    """The study's tasks, with the same items for all models. DoflaError if it names none and its source is not demo."""
-    spec = bench.study.tasks
-    if spec.source == "demo":
-        found = [load_task(path) for path in sorted(TASKS.glob("*-test.jsonl.gz"))]
-        return [task.take(spec.items) for task in found if not spec.names or task.name in spec.names]
-    if not spec.names:
-        raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
-    if spec.source == "hub":
-        return [hub_task(name).take(spec.items) for name in spec.names]
-    return [load_task(_test_file(spec.source, name)).take(spec.items) for name in spec.names]
-
-
-def _test_file(folder: str, name: str) -> Path:
-    found = task_file(folder, f"{name}-test")
-    if found is None:
-        raise DoflaError(f"{folder} has no {name}-test.jsonl(.gz): --set tasks.source=FOLDER")
-    return found
+    record = bench.of_student(spec, seed, "tasks", measure) if spec else bench.of_teacher("tasks", measure)
+    return [build(TaskScores, scores, "a record of scores") for scores in record["tasks"]]
 
 
 def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
@@ -206,26 +168,14 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:
     wanted = bench.study.finetune
-    train, test = _to_learn(bench, name)
+    train, test = train_and_test(name, bench.study.tasks.source)
+    sets = train.take(wanted.items, seed=seed), test.take(wanted.test_items)
     settings = settings_for(model, name, lora=wanted.lora_rank is not None)
     settings |= {key: value for key in settings if (value := getattr(wanted, key)) is not None}
+    options = {"lora_rank": wanted.lora_rank, "seed": seed, **settings}
     with bench.view.progress(f"fine-tune {who} on {name}, seed {seed}") as progress:
-        epochs = finetune(
-            model,
-            bench.students.opened.tokenizer,
-            train.take(wanted.items, seed=seed),
-            test.take(wanted.test_items),
-            lora_rank=wanted.lora_rank,
-            seed=seed,
-            progress=progress,
-            **settings,
-        )
+        epochs = finetune(model, bench.students.opened.tokenizer, *sets, progress=progress, **options)
     return {"accuracy": max(epochs), "epochs": epochs, "settings": settings}
-
-
-def _to_learn(bench: Bench, name: str) -> tuple[Task, Task]:
-    source = bench.study.tasks.source
-    return train_and_test(name, {"hub": None, "demo": str(TASKS)}.get(source, source))
 
 
 def _finetuning_note(bench: Bench) -> list[str]:

@@ -1,10 +1,9 @@
 """Bench: what is measured of teacher and students, each figure once, kept in the folder of the run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dofla.distillation import DIRECT
 from dofla.evaluation import evaluate
+from dofla.paper.items import tasks_of
 from dofla.paper.methods import LEVERAGE, LOSSES
 from dofla.paper.sampled import sample_features
 from dofla.paper.study import Study
@@ -50,13 +50,11 @@ class Bench:
         self.study, self.folder, self.view = study, Path(folder), view or View(quiet=True)
         self.students = _Students(study, folder, self.view)
         self.spent: dict[str, float] = {}
-        self.asked: dict[str, list[Task]] = {}
 
-    def tasks(self, what: str, make: Callable[[], list[Task]]) -> list[Task]:
-        """Tasks that are made or read once for all students."""
-        if what not in self.asked:
-            self.asked[what] = make()
-        return self.asked[what]
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The study's tasks, with the same items for all models."""
+        return tasks_of(self.study.tasks)
 
     def begin(self) -> None:
         """Count seconds anew."""
@@ -107,10 +105,7 @@ class Bench:
         """A measure of a student, which is made first if need be."""
         path = self.students.home(spec, seed) / f"{what}.json"
         if not path.exists():
-            with (
-                self.students.made(spec, seed) as model,
-                self.view.progress(f"{what} {spec.name}, seed {seed}"),
-            ):
+            with self.students.made(spec, seed) as model, self.view.progress(f"{what} {spec.name}, seed {seed}"):
                 self.measured(path, lambda: measure(model))
         self.spent[f"{path.parent}/training"] = self.students.seconds(spec, seed)
         return self.measured(path, dict)
@@ -119,17 +114,14 @@ class Bench:
         """A measure of the model as it came."""
         return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.students.opened.model))
 
-    def evaluations(self, spec: StudentSpec, seeds: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """The figures of :func:`dofla.evaluate`, per seed (default: all of the study)."""
-        windows, options = self.students.opened.validation, self.study.evaluate
+    def evaluations(self, spec: StudentSpec) -> list[dict[str, Any]]:
+        """The figures of :func:`dofla.evaluate`, per seed."""
+        windows, options = self.students.opened.validation, self.study.evaluate.sizes
 
         def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
-            return evaluate(model, windows, **options.sizes, seed=seed, progress=True).to_dict()
+            return evaluate(model, windows, **options, seed=seed, progress=True).to_dict()
 
-        return [
-            self.of_student(spec, seed, "evaluation", partial(measure, seed=seed))
-            for seed in (self.study.seeds if seeds is None else seeds)
-        ]
+        return [self.of_student(spec, seed, "evaluation", partial(measure, seed=seed)) for seed in self.study.seeds]
 
     def profiled(self) -> None:
         """See that there is a profile, and count its seconds."""
@@ -137,12 +129,6 @@ class Bench:
         self.spent["profile"] = self.students.profile_seconds()
 
 
-def per_seed(runs: Sequence[dict[str, Any]], *keys: str, digits: int = 3, spread: bool = True) -> Figure:
+def per_seed(runs: Sequence[Any], *keys: str) -> Figure:
     """The figure at ``keys`` of every run."""
-    values = []
-    for run in runs:
-        value: Any = run
-        for key in keys:
-            value = value[key]
-        values.append(float(value))
-    return Figure.of(values, digits, spread)
+    return Figure.of([float(reduce(getitem, keys, run)) for run in runs])

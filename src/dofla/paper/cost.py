@@ -1,10 +1,10 @@
 """Tables 4, 5 and 12: seconds of generating, of a training sample, and of all the feature training."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ def generation_time(bench: Bench) -> Table:
         rows.append([name, Figure.of(row["seconds"], 2), relative, *operations])
     what = f"a sequence of {tokens} tokens" if bench.is_language_model else "reading the held-out windows"
     return Table(
-        "4",
         f"Table 4: seconds for {what}",
         ["model", "seconds", "× original", *(f"MFLOP a token at {n:,}" for n in _CONTEXTS)],
         rows,
@@ -58,19 +57,24 @@ def _generation(bench: Bench, shown: list[tuple[str, StudentSpec | None]], token
     model, rows = bench.students.opened.model, {}
     sites = attention_sites(model)
     for name, spec in shown:
-        with bench.view.progress(f"generate, {name}"):
-            if spec is None:
-                seconds = _seconds(bench, model, tokens)
-                plan = None
-            else:
-                plan = bench.students.plan(spec)
-                linearize(model, plan)
-                try:
-                    seconds = _seconds(bench, model, tokens)
-                finally:
-                    restore(model)
+        plan = None if spec is None else bench.students.plan(spec)
+        with bench.view.progress(f"generate, {name}"), _linearized(model, plan):
+            seconds = _seconds(bench, model, tokens)
         rows[name] = {"seconds": seconds, "operations": [_operations(sites, plan, n) for n in _CONTEXTS]}
     return {"rows": rows, "tokens": tokens, "threads": torch.get_num_threads()}
+
+
+@contextmanager
+def _linearized(model: PreTrainedModel, plan: Plan | None) -> Iterator[None]:
+    """Within the block a model is linearized, and untrained; without a plan it stays as it is."""
+    if plan is None:
+        yield
+        return
+    linearize(model, plan)
+    try:
+        yield
+    finally:
+        restore(model)
 
 
 def _seconds(bench: Bench, model: PreTrainedModel, tokens: int) -> float:
@@ -113,7 +117,6 @@ def sample_time(bench: Bench) -> Table:
     rows = [[loss, Figure.of(value, 1), Figure.of(value / base, 2)] for loss, value in record["milliseconds"].items()]
     options = bench.study.distill
     return Table(
-        "5",
         "Table 5: milliseconds per training sample",
         ["loss", "ms", "× softmax"],
         rows,
@@ -128,26 +131,19 @@ def sample_time(bench: Bench) -> Table:
 
 
 def _sample(bench: Bench) -> dict[str, Any]:
-    options: dict[str, Any] = vars(bench.study.distill)
-    model = bench.students.opened.model
+    # The first step warms up.
+    options: dict[str, Any] = vars(bench.study.distill) | {"steps": bench.study.cost.steps + 1}
+    model, plan = bench.students.opened.model, bench.students.plan(trained("Fix", "softmax"))
     milliseconds = {}
     for loss in bench.losses:
-        times = [time.perf_counter()]
-        linearize(model, bench.students.plan(trained("Fix", "softmax")))
-        try:
-            with bench.view.progress(f"time a sample, {loss}"):
-                distill(
-                    model,
-                    bench.students.opened.training,
-                    progress=lambda *_, times=times: times.append(time.perf_counter()),
-                    **options
-                    | {"loss": loss}
-                    # The first step warms up.
-                    | {"steps": bench.study.cost.steps + 1},
-                )
-        finally:
-            restore(model)
-        steps = [b - a for a, b in itertools.pairwise(times[1:])]
+        times: list[float] = []
+
+        def keep(*_: Any, times: list[float] = times) -> None:
+            times.append(time.perf_counter())
+
+        with bench.view.progress(f"time a sample, {loss}"), _linearized(model, plan):
+            distill(model, bench.students.opened.training, progress=keep, **options | {"loss": loss})
+        steps = [b - a for a, b in itertools.pairwise(times)]
         milliseconds[loss] = 1000 * statistics.median(steps) / (options["batch_size"] * options["accumulate"])
     return {"milliseconds": milliseconds, "threads": torch.get_num_threads()}
 
@@ -157,18 +153,16 @@ def training_time(bench: Bench) -> Table:
     losses = bench.losses
     rows: list[list] = []
     for label in STRATEGIES:
-        cells = []
-        for loss in losses:
-            spec = trained(label, loss)
+        students = [trained(label, loss) for loss in losses]
+        for spec in students:
             bench.evaluations(spec)
-            cells.append(Figure.of([bench.students.seconds(spec, seed) for seed in bench.study.seeds], 0))
-        rows.append([label, *cells])
+        seconds = [[bench.students.seconds(spec, seed) for seed in bench.study.seeds] for spec in students]
+        rows.append([label, *(Figure.of(own, 0) for own in seconds)])
     bench.profiled()
     rows.append(["Algorithm 1", Figure.of(bench.students.profile_seconds(), 0), *[None] * (len(losses) - 1)])
     options, length = bench.study.distill, bench.students.opened.training.length
     many = f"{options.steps} steps" if options.steps else f"{options.epochs} epoch(s)"
     return Table(
-        "12",
         "Table 12: seconds of feature training",
         ["model", *losses],
         rows,

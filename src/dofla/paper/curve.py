@@ -1,7 +1,5 @@
 """Error against the number of features: measured, what theory says, and whether degrees of freedom predict M."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable
@@ -14,6 +12,7 @@ from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.paper.bench import Bench
 from dofla.paper.error_curve import METHODS, error_curve, features_needed, rank_correlation
 from dofla.paper.table import Figure, Table
+from dofla.storage.files import plain
 
 _NEEDED = ("iid", "leverage")
 _TARGET = 0.5
@@ -48,7 +47,6 @@ def errors_against_size(bench: Bench) -> Table:
             f"with the degrees of freedom over heads {correlation:.2f}"
         )
     return Table(
-        "error-curve",
         "Error of untrained features against their number",
         ["M", *METHODS, "best rank", "Theorem 3", *(f"KL, {m}" for m in METHODS)],
         rows,
@@ -68,16 +66,7 @@ def _curves(bench: Bench) -> dict[str, Any]:
             both = torch.cat([queries, keys])
             needed[name] = {m: features_needed(both, scaling, m, error=_TARGET, lam=lam) for m in _NEEDED}
             progress(done, len(vectors))
-    return _without_infinity({"heads": heads, "needed": needed})
-
-
-def _without_infinity(data: Any) -> Any:
-    """The same with None for infinite numbers, which JSON does not know."""
-    if isinstance(data, dict):
-        return {key: _without_infinity(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_without_infinity(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    return plain({"heads": heads, "needed": needed})
 
 
 def _heads(bench: Bench) -> list[tuple[str, int]]:

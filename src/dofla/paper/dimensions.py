@@ -1,7 +1,5 @@
 """Tables 1 and 2: degrees of freedom, and the dimensions that follow; and what their scale does to both."""
 
-from __future__ import annotations
-
 import statistics
 
 from dofla.paper import published
@@ -10,20 +8,19 @@ from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import scaled, trained
 from dofla.paper.table import Figure, Rows, Table
 from dofla.profiles.spectrum import NORMALIZATIONS
-from dofla.runs.recipe import StudentSpec
 
 HEAD_LAMBDA = 2.0**-8
 """The tolerance of the paper's table 2."""
 
-_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}
-"""Scales at which a student is trained."""
+_TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}  # scales at which a student is trained
 
 
 def selected_dimensions(bench: Bench) -> Table:
     """Table 1: features per layer."""
     bench.profiled()
     profile = bench.students.profile()
-    counts = {label: _features(bench, trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
+    plans = {label: bench.students.plan(trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
+    counts = {label: [max(layer.features_per_head) for layer in plan.linear] for label, plan in plans.items()}
     largest = [max(row) for row in profile.dof(bench.study.lam)]
     columns = ["layer", "DoF, largest head", *counts]
     rows: Rows = [
@@ -32,7 +29,6 @@ def selected_dimensions(bench: Bench) -> Table:
     ]
     kind = f"λ = {bench.study.lam:.3g}, {profile.normalization} normalized, J = {profile.samples}"
     return Table(
-        "1",
         f"Table 1: selected dimensions, {bench.study.budget} on average",
         columns,
         rows,
@@ -54,7 +50,6 @@ def dof_per_head(bench: Bench) -> Table:
         rows.append([layer.name, *shown, Figure.of(max(row) / statistics.median(row), 1)])
     columns = ["layer", *(f"head {n + 1}" for n in range(heads)), "largest / median"]
     return Table(
-        "2",
         "Table 2: degrees of freedom per head, λ = 2⁻⁸",
         columns,
         rows,
@@ -65,8 +60,7 @@ def dof_per_head(bench: Bench) -> Table:
 
 
 def scale_of_dof(bench: Bench) -> Table:
-    """Table of the effect of λ and of the normalization of the Gram matrix, on which the paper is silent, on degrees of
-    freedom and dimensions."""
+    """Table of what λ and the Gram matrix's normalization, on which the paper is silent, do to degrees of freedom."""
     bench.profiled()
     profile = bench.students.profile()
     default = [max(row) for row in profile.dof(bench.study.lam)]
@@ -82,10 +76,14 @@ def scale_of_dof(bench: Bench) -> Table:
             alike = Figure.of(rank_correlation(largest, default), 2)
             quality = None
             if (normalization, exponent) in _TRAINED:
-                quality = per_seed(bench.evaluations(_student(bench, normalization, exponent)), section, key)
+                usual = (normalization, 2.0**exponent) == (
+                    profile.normalization,
+                    bench.study.lam,
+                )  # that of all tables
+                student = trained("DoF", "softmax") if usual else scaled(normalization, exponent)
+                quality = per_seed(bench.evaluations(student), section, key)
             rows.append([normalization, f"2^{exponent}", *figures, widest, alike, quality])
     return Table(
-        "scale",
         "What the scale of the Gram matrix and λ do",
         ["normalization", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", key],
         rows,
@@ -96,14 +94,3 @@ def scale_of_dof(bench: Bench) -> Table:
             "softmax loss under that allocation, at equal cost",
         ],
     )
-
-
-def _student(bench: Bench, normalization: str, exponent: int) -> StudentSpec:
-    """DoF at that scale, which may be the one that all other tables have."""
-    usual = (bench.students.profile().normalization, bench.study.lam)
-    return trained("DoF", "softmax") if (normalization, 2.0**exponent) == usual else scaled(normalization, exponent)
-
-
-def _features(bench: Bench, spec: StudentSpec) -> list[int]:
-    """Features of each linear layer, in the order of the profile."""
-    return [max(layer.features_per_head) for layer in bench.students.plan(spec).linear]

@@ -15,8 +15,6 @@ where ‖φ‖² = (1/J) Σ_j φ(x_j; z)². For q = 1 it is known: E_z[φ_i² φ
 For q_λ ‖φ‖² / q_λ ≤ N*_λ (‖Σ‖_op + λ), so V stays below N*_λ (‖Σ‖_op + λ) tr Σ / ‖Σ‖_HS² however long the vectors are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -24,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dofla.attention import log_kernel
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
+from dofla.evaluation.embeddings import spearman
 from dofla.feature_maps.projections import orthogonal_gaussian
 from dofla.paper import theory
 from dofla.paper.sampling import leverage_features
@@ -106,29 +105,18 @@ def error_curve(
 
 
 def best_rank_errors(gram: Tensor, sizes: Sequence[int]) -> list[float]:
-    """For each M the least ‖K̂ − K‖ / ‖K‖ of a kernel of rank M: the part of the spectrum beyond the M largest.
-
-    Args:
-        gram: [J, J] kernel values.
-        sizes: M.
-    """
+    """For each M in ``sizes`` the least ‖K̂ − K‖ / ‖K‖ of a kernel of rank M, from the [J, J] values of the kernel."""
     squares = torch.linalg.eigvalsh(gram.double()).square().sort(descending=True).values
     return [(squares[size:].sum() / squares.sum()).sqrt().item() for size in sizes]
 
 
 def theorem_errors(gram: Tensor, sizes: Sequence[int], delta: float) -> list[float | None]:
-    """For each M the least relative kernel error that Theorem 3 guarantees with probability 1 − δ, for draws from q_λ.
+    """For each M in ``sizes`` the least relative kernel error that Theorem 3 guarantees with probability 1 − δ, for
+    draws from q_λ; ``gram`` are the [J, J] values of the kernel.
 
     √(`theory.kernel_error_bound`) / ‖Σ‖_HS, least over λ = 2⁻¹⁶ … 1 times tr Σ, each with the smallest t whose
-    condition M meets. The λ that is best differs with M; features drawn at another λ are not covered.
-
-    Args:
-        gram: [J, J] kernel values.
-        sizes: M.
-        delta: δ, in (0, 1).
-
-    Returns:
-        None where no λ meets the condition with t ≤ 3.
+    condition M meets; None where no λ meets it with t ≤ 3. The λ that is best differs with M; features drawn at another
+    λ are not covered.
     """
     spectrum = torch.linalg.eigvalsh(gram.double() / len(gram)).clamp(min=0.0)
     spectrum = spectrum / spectrum.sum()
@@ -202,8 +190,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """
     if len(a) != len(b) or len(a) < 2:
         raise DoflaError(f"lists of {len(a)} and {len(b)} numbers: give two equally long ones, 2 numbers or more")
-    ranks = torch.stack([_ranks(a), _ranks(b)])
-    return torch.corrcoef(ranks)[0, 1].item()
+    return spearman(*(torch.tensor(values, dtype=torch.float64) for values in (a, b)))
 
 
 class _Head:
@@ -238,8 +225,7 @@ def _draw(
         return torch.randn(count, width, generator=generator, dtype=torch.float64), torch.zeros(count).double()
     if method == "orthogonal":
         return orthogonal_gaussian(1, count, width, generator)[0].double(), torch.zeros(count).double()
-    if method not in METHODS:
-        raise DoflaError(f"unknown method {method!r}: choose of {', '.join(METHODS)}")
+    check_choice("method", method, METHODS)
     proposal = "gaussian" if method == "leverage gaussian" else "data"
     return leverage_features(
         vectors, scaling, count, lam, candidates=candidates, proposal=proposal, generator=generator
@@ -254,9 +240,3 @@ def _smallest_tolerance(dof: float, size: int, delta: float) -> float | None:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if theory.required_features(dof, middle, delta) <= size else (middle, high)
     return high
-
-
-def _ranks(values: Sequence[float]) -> Tensor:
-    x = torch.tensor(values, dtype=torch.float64)
-    less = (x[:, None] > x).sum(1)
-    return less + ((x[:, None] == x).sum(1) - 1) / 2

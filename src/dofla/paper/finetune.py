@@ -1,7 +1,5 @@
 """Fine-tuning on a multiple-choice task as in arXiv 2507.03340, by transformers' Trainer and peft."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable

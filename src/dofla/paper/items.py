@@ -1,7 +1,5 @@
 """Items of the paper's seven tasks: from JSONL files, or from the hub, of the sets that lm-evaluation-harness takes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -9,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dofla.errors import DoflaError
+from dofla.paper.study import TasksSpec
+from dofla.runs.demo import TASKS
 from dofla.storage.extras import extra
 from dofla.tasks import KNOWN, Item, Task, load_task
 from dofla.tasks.reading import ENDINGS
@@ -80,21 +80,40 @@ def hub_task(name: str, split: str = "test") -> Task:
     return Task(name, KNOWN[name], [source.item(row, number) for number, row in enumerate(rows)])
 
 
-def task_file(folder: str, stem: str) -> Path | None:
+def task_file(folder: str | Path, stem: str) -> Path | None:
     """``STEM.jsonl`` or ``STEM.jsonl.gz`` in ``folder``; None if there is neither."""
     return next((path for ending in ENDINGS if (path := Path(folder) / f"{stem}{ending}").is_file()), None)
 
 
-def train_and_test(name: str, folder: str | None) -> tuple[Task, Task]:
-    """Items to fine-tune on and to test on: ``NAME-train.jsonl`` and ``NAME-test.jsonl`` (or .gz) of a folder; of the
-    hub without one. Of a single set, the items whose id has a hash divisible by 5 are the test, in every run."""
-    if folder is None:
+def tasks_of(spec: TasksSpec) -> list[Task]:
+    """The tasks to score on. DoflaError if the study names none and their source is not ``demo``."""
+    if spec.source == "demo":
+        found = [load_task(path) for path in sorted(TASKS.glob("*-test.jsonl.gz"))]
+        return [task.take(spec.items) for task in found if not spec.names or task.name in spec.names]
+    if not spec.names:
+        raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
+    return [_test_items(name, spec.source).take(spec.items) for name in spec.names]
+
+
+def _test_items(name: str, source: str) -> Task:
+    if source == "hub":
+        return hub_task(name)
+    if (path := task_file(source, f"{name}-test")) is None:
+        raise DoflaError(f"{source} has no {name}-test.jsonl(.gz): --set tasks.source=FOLDER")
+    return load_task(path)
+
+
+def train_and_test(name: str, source: str) -> tuple[Task, Task]:
+    """Items to fine-tune on and to test on: of ``hub``, of ``demo``, or ``NAME-train.jsonl`` and ``NAME-test.jsonl``
+    (or .gz) of a folder. Of a single set, the items whose id has a hash divisible by 5 are the test, in every run."""
+    if source == "hub":
         sets = [hub_task(name, split) for split in HUB[name].splits]
     else:
+        folder = TASKS if source == "demo" else source
         files = [task_file(folder, f"{name}-{split}") for split in ("train", "test")]
         sets = [load_task(path, name=name) for path in files if path]
     if not sets:
-        raise DoflaError(f"{folder} has no {name}-train.jsonl or {name}-test.jsonl (or .gz)")
+        raise DoflaError(f"{source} has no {name}-train.jsonl or {name}-test.jsonl (or .gz)")
     if len(sets) == 2:
         return sets[0], replace(sets[1], style=sets[0].style)
     parts: tuple[list[Item], list[Item]] = [], []

@@ -1,7 +1,5 @@
 """The students that the tables compare: the paper's rows, the baselines, and what its reviewers asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dofla.runs.distillation import Students
@@ -48,8 +46,7 @@ def other_maps() -> list[StudentSpec]:
 
 
 def wide(students: Students) -> StudentSpec:
-    """A student with as many features in every layer as DoF gives to its widest: more state, for the question whether
-    that helps."""
+    """A student with as many features in every layer as DoF gives to its widest: does more state help?"""
     features = max(max(layer.features_per_head) for layer in students.plan(trained("DoF", "softmax")).linear)
     return replace(trained("Fix", "softmax"), name=f"Wide ({features} everywhere), softmax", budget=features)
 

@@ -1,7 +1,5 @@
 """Table 7 (next-token loss), table 11 (kernel error per layer), and the comparison of ways to treat heads."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +8,7 @@ from dofla.paper import published
 from dofla.paper.bench import Bench, per_seed
 from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
-from dofla.paper.table import Cell, Figure, Rows, Table
+from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.recipe import StudentSpec
 from dofla.runs.run import layer_mean
 
@@ -30,9 +28,8 @@ def next_token_loss(bench: Bench) -> Table:
     rows: list[list] = [["Original", *teacher, f"{first['softmax_bytes'] / 1024:.0f} KiB"]]
     for name, several in runs.items():
         figures = [per_seed(several, "language", key) for key in ("loss", "loss_increase", "kl", "top1_agreement")]
-        rows.append([name, *figures, _attention_kl(several), _state(several)])
+        rows.append([name, *figures, _layer_mean(several, "kl"), _state(several)])
     return Table(
-        "7",
         "Table 7: next-token loss of the distilled models",
         ["model", "loss", "loss increase", "KL", "top-1", "attention KL", "state"],
         rows,
@@ -49,17 +46,11 @@ def next_token_loss(bench: Bench) -> Table:
 
 
 def _embeddings(runs: dict[str, list[dict[str, Any]]]) -> Table:
-    rows: Rows = [
-        [
-            name,
-            *(per_seed(several, "embeddings", key) for key in ("cosine", "spearman")),
-            _attention_kl(several),
-            _state(several),
-        ]
-        for name, several in runs.items()
-    ]
+    rows: list[list[Cell]] = []
+    for name, several in runs.items():
+        figures = [per_seed(several, "embeddings", key) for key in ("cosine", "spearman")]
+        rows.append([name, *figures, _layer_mean(several, "kl"), _state(several)])
     return Table(
-        "7",
         "Table 7 for an encoder: how well embeddings are kept",
         ["model", "cosine", "Spearman", "attention KL", "state"],
         rows,
@@ -78,12 +69,9 @@ def kernel_error(bench: Bench) -> Table:
     rows: list[list] = [
         [layer, *(per_seed(several, "layers", layer, "kernel_error") for several in runs.values())] for layer in layers
     ]
-    rows.append(
-        ["mean", *(Figure.of([layer_mean(run, "kernel_error") for run in several]) for several in runs.values())]
-    )
-    correlations = _correlations(bench)
+    rows.append(["mean", *(_layer_mean(several, "kernel_error") for several in runs.values())])
+    correlations, note = _correlations(bench)
     return Table(
-        "11",
         "Table 11: relative L2 error of the kernel, per layer",
         ["layer", *runs],
         rows,
@@ -92,42 +80,34 @@ def kernel_error(bench: Bench) -> Table:
         [
             "√(Σ (K − K̂)² / Σ K²) over visible pairs of query and key, geometric mean of a layer's heads; the paper's "
             "absolute error says nothing where K passes exp(100)",
-            *correlations["notes"],
+            note,
         ],
-        data={"correlations": correlations["values"]},
+        data={"correlations": correlations},
     )
 
 
-def _correlations(bench: Bench) -> dict[str, Any]:
+def _correlations(bench: Bench) -> tuple[dict[str, float], str]:
     """Does a figure of the layers rank students as their loss does? Over the students that were trained."""
     chosen = bench.lineup(paper_methods())
     several = [bench.evaluations(spec) for spec in chosen]
     section, key = bench.quality
     quality = [statistics.fmean(run[section][key] for run in runs) for runs in several]
-    values = {
-        name: rank_correlation([statistics.fmean(layer_mean(run, name) for run in runs) for runs in several], quality)
-        for name in ("kernel_error", "kl", "output_error")
-    }
     titles = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
-    notes = [
-        f"rank correlation with the {key} over the {len(chosen)} trained students: "
-        + ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
-    ]
-    return {"values": values, "notes": notes}
+    values = {name: rank_correlation([_layer_mean(runs, name).mean for runs in several], quality) for name in titles}
+    shown = ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
+    return values, f"rank correlation with the {key} over the {len(chosen)} trained students: {shown}"
 
 
 def heads(bench: Bench) -> Table:
     """Table of ways to choose features per layer: by the largest, the mean or a quantile of its heads; and per head."""
-    students = [trained(label, "softmax") for label in ("Fix", "DoF", "DoF + Clip")]
-    titles = ["Fix", "DoF, largest head (paper)", "DoF + Clip, largest head (paper)"]
-    students += over_heads()
-    titles += [spec.name for spec in over_heads()]
+    students = {"Fix": trained("Fix", "softmax")}
+    students |= {f"{label}, largest head (paper)": trained(label, "softmax") for label in ("DoF", "DoF + Clip")}
+    students |= {spec.name: spec for spec in over_heads()}
     rows: list[list[Cell]] = []
-    for title, spec in zip(titles, students, strict=True):
+    for title, spec in students.items():
         several = bench.evaluations(spec)
-        rows.append([title, per_seed(several, *bench.quality), _attention_kl(several), _state(several)])
+        rows.append([title, per_seed(several, *bench.quality), _layer_mean(several, "kl"), _state(several)])
     return Table(
-        "heads",
         "Features per layer by the largest, the mean, a quantile of its heads; and per head",
         ["model", bench.quality[-1], "attention KL", "state"],
         rows,
@@ -135,8 +115,8 @@ def heads(bench: Bench) -> Table:
     )
 
 
-def _attention_kl(runs: Sequence[dict[str, Any]]) -> Figure:
-    return Figure.of([layer_mean(run, "kl") for run in runs])
+def _layer_mean(runs: Sequence[dict[str, Any]], name: str) -> Figure:
+    return Figure.of([layer_mean(run, name) for run in runs])
 
 
 def _state(runs: Sequence[dict[str, Any]]) -> str:

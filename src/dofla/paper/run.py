@@ -1,7 +1,5 @@
 """All tables, or one, of a model: Markdown and JSON in the folder of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,8 +11,7 @@ from dofla.paper.curve import errors_against_size
 from dofla.paper.dimensions import dof_per_head, scale_of_dof, selected_dimensions
 from dofla.paper.quality import heads, kernel_error, next_token_loss
 from dofla.paper.study import Study
-from dofla.paper.table import Table
-from dofla.paper.view import show
+from dofla.paper.table import Table, show
 from dofla.runs.view import View
 from dofla.storage.files import replacing, write_json
 from dofla.storage.lock import locked
@@ -72,7 +69,7 @@ def _make(study: Study, tables: Sequence[str], folder: Path, command: str, view:
     for name in chosen:
         bench.begin()
         table = TABLES[name](bench)
-        table.seconds, table.command = bench.seconds, command.format(table=name)
+        table.key, table.seconds, table.command = name, bench.seconds, command.format(table=name)
         _write(folder / "tables", f"table-{name}" if name.isdecimal() else name, table)
         show(view, table)
         made.append(table)

@@ -1,7 +1,5 @@
 """Features drawn by leverage, for all heads of a linearized model: no training, one pass over the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch
@@ -50,7 +48,7 @@ def sample_features(
     all the features: alone, without a window, such a student is usually no better than an untrained one.
 
     Args:
-        student: a linearized model all of whose linear layers use the ``prf`` map; changed in place.
+        student: a linearized model all of whose linear layers use the ``prf`` map; changed in place, and returned.
         windows: [N, L], or images as ``{"pixel_values": [N, C, H, W]}``.
         lam: λ, relative to the trace of each head's operator.
         samples: J, vectors per KV head.
@@ -60,9 +58,6 @@ def sample_features(
         seed: of the reservoir and of the draws.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each batch ("reading") and each layer ("drawing").
-
-    Returns:
-        ``student`` itself.
 
     Raises:
         DoflaError: not linearized; a layer with another feature map; NaN in the activations, with layer and batch;

@@ -33,14 +33,12 @@ they approximate K at the vectors they were drawn for, not at fresh ones, and th
 queries (`dofla.paper.error_curve` measures both).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.paper.theory import optimal_log_density, prf_gram, prf_log_features, prf_log_trace
 
 PROPOSALS = ("data", "gaussian")
@@ -80,8 +78,7 @@ def leverage_features(
         raise DoflaError(f"features is {features}: draw 1 or more")
     if candidates < features:
         raise DoflaError(f"candidates is {candidates}, below the {features} features to draw: give several times more")
-    if proposal not in PROPOSALS:
-        raise DoflaError(f"unknown proposal {proposal!r}: choose one of {', '.join(PROPOSALS)}")
+    check_choice("proposal", proposal, PROPOSALS)
     vectors = vectors.detach().to("cpu", torch.float64)
     log_scale = prf_log_trace(vectors, scaling)
     gram = prf_gram(vectors, scaling, log_scale)
@@ -97,15 +94,8 @@ def leverage_features(
 
 
 def ridge_leverage(gram: Tensor, lam: float) -> Tensor:
-    """h_j = [Σ(Σ + λI)⁻¹]_jj with Σ = gram / J: the share [J] of each vector in the degrees of freedom, float64.
-
-    Args:
-        gram: [J, J] kernel values, symmetric and positive semi-definite.
-        lam: λ, positive, in the unit of the kernel.
-
-    Raises:
-        DoflaError: lam is not positive.
-    """
+    """h_j = [Σ(Σ + λI)⁻¹]_jj with Σ = gram / J: the share [J] of each vector in the degrees of freedom, float64;
+    DoflaError unless λ, in the unit of the kernel, is positive."""
     if not 0 < lam < math.inf:
         raise DoflaError(f"lam={lam} is not a positive number: pass lam > 0")
     operator = gram.double() / len(gram)

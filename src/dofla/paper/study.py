@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_numbers
 from dofla.runs.recipe import Distillation, apply_change, read_yaml
 
 STUDIES = Path(__file__).parent / "studies"
@@ -77,14 +77,6 @@ class Study(Distillation):
     curve: CurveSpec = field(default_factory=CurveSpec)
     cost: CostSpec = field(default_factory=CostSpec)
 
-    sections: ClassVar[dict[str, type]] = {
-        **Distillation.sections,
-        "tasks": TasksSpec,
-        "finetune": FinetuneSpec,
-        "curve": CurveSpec,
-        "cost": CostSpec,
-    }
-
     @classmethod
     def of(cls, model: str, scale: str = "full", seeds: int = 3, changes: list[str] | None = None) -> Study:
         """The study of a model that has one by name; any other model gets ``any.yaml``.
@@ -92,16 +84,12 @@ class Study(Distillation):
         Args:
             model: ``demo``, ``gpt2``, ``pythia-1b``, ``smollm2-135m``, ``minilm``; or a folder or hub name.
             scale: ``full``, or what the file's ``small`` section says instead.
-            seeds: how many, from 0.
+            seeds: how many, from 0; DoflaError below 1.
             changes: ``section.field=value``, applied last.
-
-        Raises:
-            DoflaError: an unknown scale, seeds below 1, or a change that names no field.
         """
         if scale not in SCALES:
             raise DoflaError(f"unknown scale {scale!r}: choose {' or '.join(SCALES)}")
-        if seeds < 1:
-            raise DoflaError(f"seeds is {seeds}: give 1 or more")
+        check_numbers(seeds=seeds)
         path = STUDIES / f"{model}.yaml"
         data = read_yaml(path if path.exists() else STUDIES / "any.yaml")
         small = data.pop("small", {})

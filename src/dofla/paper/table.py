@@ -1,4 +1,4 @@
-"""Table: rows of text and figures, each figure one value per seed."""
+"""Table: rows of text and figures, each figure one value per seed; as data, as Markdown, and on a terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from dofla.runs.view import View
+
+_WIDTH, _NAME = 78, 26  # columns of a terminal, and of its first column at most
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured quantity, one value per seed; shown as its mean, with half the range where there are several.
-
-    Attributes:
-        values: of the seeds.
-        digits: after the point.
-        spread: whether it is shown.
-    """
+    """A measured quantity, one value per seed: shown as its mean, and where there are several (unless ``spread`` is
+    off) with half their range, to so many ``digits`` after the point."""
 
     values: tuple[float, ...]
     digits: int = 3
@@ -52,17 +55,14 @@ class Table:
     """One table of the paper, as measured here, beside what was published.
 
     Attributes:
-        key: as in ``--table``.
-        title: one line.
-        columns: names, the first that of the rows.
-        rows: cells, None where there is nothing to say.
+        rows: cells under ``columns``, None where there is nothing to say.
         paper: rows of the published table under ``paper_columns``.
         notes: what a reader must know to read it.
         seconds: what all its figures took, whether measured now or found in the folder.
         data: anything more for the JSON.
+        key: as in ``--table``.
     """
 
-    key: str
     title: str
     columns: list[str]
     rows: Rows
@@ -72,6 +72,7 @@ class Table:
     seconds: float = 0.0
     command: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, rows as objects by column."""
@@ -110,3 +111,46 @@ def _markdown(columns: list[str], rows: Rows) -> list[str]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def show(view: View, table: Table) -> None:
+    """Title, figures, notes. Columns that find no room stand in a second block below."""
+    cells = [[_short(cell) for cell in row] for row in table.rows]
+    view.show(Text(f"\n{table.title}", style="bold"))
+    widths = _widths(table.columns, cells)
+    for columns in _blocks(widths):
+        grid = Grid(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        grid.add_column(table.columns[0], no_wrap=True, max_width=_NAME, overflow="ellipsis")
+        for n in columns:
+            grid.add_column(table.columns[n], justify="right", width=widths[n])
+        for row in cells:
+            grid.add_row(row[0], *(row[n] for n in columns))
+        view.show(grid)
+    for note in table.notes:
+        view.console.print(Padding(Text(note, style="grey50"), (0, 0, 0, 2)))
+
+
+def _short(cell: Cell) -> str:
+    if cell is None:
+        return "–"
+    return str(cell).replace(" ± ", "±") if isinstance(cell, Figure) else str(cell)
+
+
+def _widths(columns: list[str], cells: list[list[str]]) -> list[int]:
+    """The widths of the columns in characters: a heading may be broken between words, a figure may not."""
+    longest = [max(len(row[n]) for row in cells) for n in range(len(columns))]
+    rest = [max(longest[n], *map(len, columns[n].split())) for n in range(1, len(columns))]
+    return [min(_NAME, longest[0]), *rest]
+
+
+def _blocks(widths: list[int]) -> list[list[int]]:
+    """Numbers of the columns that stand side by side, beside the first."""
+    blocks: list[list[int]] = [[]]
+    room = _WIDTH - widths[0]
+    for n, width in enumerate(widths[1:], start=1):
+        if width + 1 > room and blocks[-1]:
+            blocks.append([])
+            room = _WIDTH - widths[0]
+        blocks[-1].append(n)
+        room -= width + 1
+    return blocks

@@ -38,8 +38,6 @@ Write A = Σ + λI, D = A^-½ Σ A^-½, X_m = A^-½ (φ_m ⊗ φ_m) A^-½ / q(z_
 `kernel_error_bound` and `integral_error_bound` then follow from Σ̂ − Σ = A^½ E A^½ without further probability.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -49,7 +47,7 @@ from dofla.errors import DoflaError
 
 
 def prf_log_features(x: Tensor, z: Tensor, scaling: float, log_scale: float = 0.0) -> Tensor:
-    """Log of the positive random features of the attention kernel exp(scaling · x·y).
+    """Log of the positive random features of the attention kernel exp(scaling · x·y), [J, Z] float64.
 
     log φ(x; z) = √scaling · z·x − scaling · |x|² / 2; with scaling = d^-½ the paper's features (Section 2).
 
@@ -58,9 +56,6 @@ def prf_log_features(x: Tensor, z: Tensor, scaling: float, log_scale: float = 0.
         z: [Z, d] directions; under the base distribution each is N(0, I).
         scaling: the factor of the kernel's exponent, positive.
         log_scale: log of the number the kernel is divided by.
-
-    Returns:
-        [J, Z] float64.
 
     Raises:
         DoflaError: x or z is empty or not a matrix, their widths differ, or scaling is not positive.
@@ -75,15 +70,12 @@ def prf_log_features(x: Tensor, z: Tensor, scaling: float, log_scale: float = 0.
 
 
 def prf_gram(x: Tensor, scaling: float, log_scale: float = 0.0) -> Tensor:
-    """Gram matrix of the attention kernel exp(scaling · x·y), divided by exp(log_scale).
+    """Gram matrix [J, J] of the attention kernel exp(scaling · x·y), divided by exp(log_scale); float64, symmetric.
 
     Args:
         x: [J, d] queries and keys.
         scaling: the factor of the kernel's exponent, positive.
         log_scale: log of the number the kernel is divided by; `prf_log_trace` makes the trace of Σ one.
-
-    Returns:
-        [J, J] float64, symmetric.
 
     Raises:
         DoflaError: x is empty or not a matrix, scaling is not positive, or an entry overflows float64.
@@ -113,14 +105,11 @@ def prf_log_trace(x: Tensor, scaling: float) -> float:
 
 
 def degrees_of_freedom(gram: Tensor, lam: float) -> float:
-    """N*_λ = tr Σ(Σ + λI)⁻¹ with Σ = gram / J (paper, Section 2; Bach 2017).
+    """N*_λ = tr Σ(Σ + λI)⁻¹ with Σ = gram / J, a number in (0, J] (paper, Section 2; Bach 2017).
 
     Args:
         gram: [J, J] kernel values, symmetric and positive semi-definite.
         lam: λ, positive, in the unit of the kernel.
-
-    Returns:
-        A number in (0, J].
 
     Raises:
         DoflaError: gram is not such a matrix, or lam is not positive.
@@ -131,17 +120,15 @@ def degrees_of_freedom(gram: Tensor, lam: float) -> float:
 
 
 def log_leverage(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
-    """Log of the leverage score l_λ(z) = ⟨φ(·; z), (Σ + λI)⁻¹ φ(·; z)⟩ in L²(ρ) (paper, Section 2).
+    """Log of the leverage score l_λ(z) = ⟨φ(·; z), (Σ + λI)⁻¹ φ(·; z)⟩ in L²(ρ) (paper, Section 2), [Z] float64.
 
-    Not normalized: its mean over the base distribution is `degrees_of_freedom(gram, lam)`, exactly.
+    Not normalized: its mean over the base distribution is `degrees_of_freedom(gram, lam)`, exactly. -inf where a
+    feature is zero at every vector.
 
     Args:
         log_features: [J, Z] log φ(x_j; z), on the scale of gram.
         gram: [J, J] kernel values, the mean of φφᵀ over the base distribution.
         lam: λ, positive, in the unit of the kernel.
-
-    Returns:
-        [Z] float64; -inf where a feature is zero at every vector.
 
     Raises:
         DoflaError: the shapes do not fit, a value is not a number, gram is not a Gram matrix, or lam is not positive.
@@ -159,7 +146,8 @@ def log_leverage(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
 
 
 def max_leverage(log_features: Tensor, gram: Tensor, lam: float, log_density: Tensor) -> float:
-    """N_{q,λ} = sup_z l_λ(z) / q(z), over the z that are given (paper, Section 2).
+    """N_{q,λ} = sup_z l_λ(z) / q(z), over the z that are given; infinite if q leaves out one of them whose score is not
+    zero (paper, Section 2).
 
     A finite supremum: exact if these are all the z that q can draw, otherwise only a lower bound. For positive random
     features over all of R^d it says nothing of q = 1, where the true supremum is infinite unless every vector is zero:
@@ -170,9 +158,6 @@ def max_leverage(log_features: Tensor, gram: Tensor, lam: float, log_density: Te
         gram: [J, J] kernel values.
         lam: λ, positive, in the unit of the kernel.
         log_density: [Z] log q(z), q relative to the base distribution (zeros: the base distribution itself).
-
-    Returns:
-        N_{q,λ}, positive; infinite if q leaves out a z whose score is not zero.
 
     Raises:
         DoflaError: as `log_leverage`, or log_density does not have one number per candidate.
@@ -191,7 +176,7 @@ def max_leverage(log_features: Tensor, gram: Tensor, lam: float, log_density: Te
 
 
 def optimal_log_density(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
-    """Log of q_λ(z) = l_λ(z) / N*_λ, relative to the base distribution: the density with the least N_{q,λ}.
+    """Log [Z] of q_λ(z) = l_λ(z) / N*_λ, relative to the base distribution, of the least N_{q,λ}; float64.
 
     Dividing by N*_λ normalizes it exactly, because E_z[l_λ(z)] = N*_λ; and since N_{q,λ} ≥ E_q[l_λ / q] = N*_λ for
     every q, with equality for this one, no other density needs fewer features in Theorem 3 (paper, Section 2; Bach
@@ -201,9 +186,6 @@ def optimal_log_density(log_features: Tensor, gram: Tensor, lam: float) -> Tenso
         log_features: [J, Z] log φ(x_j; z), on the scale of gram.
         gram: [J, J] kernel values.
         lam: λ, positive, in the unit of the kernel.
-
-    Returns:
-        [Z] float64.
 
     Raises:
         DoflaError: as `log_leverage`, or gram is zero.
@@ -215,15 +197,12 @@ def optimal_log_density(log_features: Tensor, gram: Tensor, lam: float) -> Tenso
 
 
 def required_features(max_leverage: float, t: float, delta: float) -> int:
-    """The smallest M ≥ 1 with M ≥ (4N/t) log(64N / (δt)): the sample size of Theorem 3.
+    """The smallest M ≥ 1 with M ≥ (4N/t) log(64N / (δt)): the features of one head that Theorem 3 asks for.
 
     Args:
         max_leverage: N = N_{q,λ}, positive and finite; N*_λ for the optimal density.
         t: tolerance, in (0, 3]; smaller is closer.
         delta: δ, in (0, 1); the paper's statement fails with probability at most 2δ, the bounds here at most δ.
-
-    Returns:
-        M, the number of features of one head.
 
     Raises:
         DoflaError: an argument is outside its range.
@@ -251,9 +230,6 @@ def kernel_error_bound(gram: Tensor, lam: float, t: float, max_leverage: float) 
         lam: λ, positive, in the unit of the kernel.
         t: tolerance, in (0, 3].
         max_leverage: N_{q,λ} of the density that was drawn from, at least N*_λ.
-
-    Returns:
-        A squared kernel value.
 
     Raises:
         DoflaError: an argument is outside its range, gram is not a Gram matrix, or max_leverage is below N*_λ.
@@ -290,9 +266,6 @@ def integral_error_bound(gram: Tensor, lam: float, t: float, values: Tensor) -> 
         lam: λ, positive, in the unit of the kernel.
         t: tolerance, in (0, 3].
         values: [J] or [J, C], v at the J vectors.
-
-    Returns:
-        A squared kernel value times a squared value.
 
     Raises:
         DoflaError: an argument is outside its range, gram is not a Gram matrix, or values does not have J rows.

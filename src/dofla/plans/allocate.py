@@ -4,9 +4,6 @@ The budget is in features per KV head, averaged over the layers, as in arXiv 250
 is compared is state bytes, so a window and sinks, which cost bytes as well, are paid for out of the same budget.
 """
 
-from __future__ import annotations
-
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ from fractions import Fraction
 
 import torch
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 from dofla.plans.curves import Curves, Shape, Size, choose
@@ -27,13 +24,8 @@ from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer or a KV head, which gets a number of features of its own.
-
-    Attributes:
-        dof: its degrees of freedom.
-        cost: numbers of state that one more feature takes in it.
-        head_dim: size of its queries and keys.
-    """
+    """A layer or a KV head, which gets a number of features of its own: its degrees of freedom, the numbers of state
+    that one more feature takes in it, and the size of its queries and keys."""
 
     dof: float
     cost: int
@@ -138,8 +130,7 @@ def allocate(
             context with another strategy.
     """
     check_lambda(lam)
-    if strategy not in STRATEGIES and strategy not in HYBRID:
-        raise DoflaError(f"unknown strategy {strategy!r}: choose one of {', '.join(sorted([*STRATEGIES, *HYBRID]))}")
+    check_choice("strategy", strategy, sorted([*STRATEGIES, *HYBRID]))
     summary = over_heads_function(over_heads)
     if strategy != "measured" and (curves is not None or context is not None):
         what = "curves" if curves is not None else "context"
@@ -152,8 +143,8 @@ def allocate(
     measured = curves.made_by if curves is not None else {}
     feature_map = feature_map or measured.get("feature_map") or (FEATURE_MAP if strategy in HYBRID else "prf")
     feature_map_class(feature_map)
-    if token_dtype is not None and token_dtype not in TOKEN_DTYPES:
-        raise DoflaError(f"unknown token_dtype {token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}")
+    if token_dtype is not None:
+        check_choice("token_dtype", token_dtype, TOKEN_DTYPES)
     if curves is not None and token_dtype not in (None, kept := measured.get("token_dtype", "model")):
         raise DoflaError(f"token_dtype is {token_dtype!r}, the error curves were measured with {kept!r}: measure them")
     for what, number in (("budget", budget), ("window", window or 0), ("sinks", sinks or 0)):
@@ -192,21 +183,11 @@ def allocate(
 
 def _layer(x: LayerProfile | SkippedLayer, sizes: Sequence[Size] | None, feature_map: str, kept_as: str) -> LayerPlan:
     """A layer with these sizes of its KV heads, one number where they agree; softmax without any."""
+    shape = (x.name, x.kv_heads, x.head_dim, x.value_dim)
     if sizes is None:
-        return SoftmaxLayer(x.name, x.kv_heads, x.head_dim, x.value_dim)
+        return SoftmaxLayer(*shape)
     features, window, sinks = (alike(each) for each in zip(*sizes, strict=True))
-    return FeatureLayer(
-        name=x.name,
-        kv_heads=x.kv_heads,
-        head_dim=x.head_dim,
-        value_dim=x.value_dim,
-        features=features,
-        window=window,
-        sinks=sinks,
-        feature_map=feature_map,
-        token_dtype=kept_as,
-        smooth_keys=kept_as == "int8",
-    )
+    return FeatureLayer(*shape, features, window, sinks, feature_map, kept_as, smooth_keys=kept_as == "int8")
 
 
 def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:
@@ -260,21 +241,16 @@ def _counts(
     """Features of each KV head of each layer, once window and sinks are paid for."""
     if not layers:
         return {}
-    numbers = {
-        x.name: [_unit(x, [n]) for n in dof[x.name]] if per_head else [_unit(x, dof[x.name], summary)] for x in layers
-    }
-    units = list(itertools.chain(*numbers.values()))
+    units: list[Unit] = []
+    for x in layers:
+        cost = x.value_dim + 2
+        if per_head:
+            units += [Unit(own, cost, x.head_dim) for own in dof[x.name]]
+        else:
+            units.append(Unit(summary(dof[x.name]), cost * x.kv_heads, x.head_dim))
     average = _features_left(list(shapes.values()), budget, window, sinks)
     each = iter(_round(units, strategy(units, average), average))
     return {x.name: [next(each) for _ in x.spectra] if per_head else [next(each)] * x.kv_heads for x in layers}
-
-
-def _unit(layer: LayerProfile, dof: Sequence[float], summary: Callable[[Sequence[float]], float] | None = None) -> Unit:
-    """A layer, whose number comes from its heads' by ``summary``; or, without it, one head of it."""
-    cost = layer.value_dim + 2
-    if summary is None:
-        return Unit(dof[0], cost, layer.head_dim)
-    return Unit(summary(dof), cost * layer.kv_heads, layer.head_dim)
 
 
 def _features_left(shapes: Sequence[Shape], budget: int, window: int, sinks: int) -> Fraction:

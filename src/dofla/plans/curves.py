@@ -16,6 +16,7 @@ from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
 from dofla.plans.hybrid import TOKEN_SHARE, split
 from dofla.plans.knapsack import lower_hull, spend
+from dofla.storage.fields import build
 from dofla.storage.files import read_json, write_json
 
 _LEVELS = 20
@@ -63,13 +64,9 @@ class LayerCurve:
         for a, b in pairwise(points):
             if a.bytes <= size <= b.bytes and a.bytes < b.bytes:
                 part = math.log(size / a.bytes) / math.log(b.bytes / a.bytes)
-                ends = (math.log(_positive(p.errors[head])) for p in (a, b))
+                ends = (math.log(max(p.errors[head], 1e-9)) for p in (a, b))
                 return math.exp(sum(weight * end for weight, end in zip((1 - part, part), ends, strict=True)))
         return points[0].errors[head]
-
-
-def _positive(error: float) -> float:
-    return max(error, 1e-9)
 
 
 @dataclass
@@ -104,38 +101,23 @@ class Curves(Result):
         """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
         data = read_json(Path(path), "error curves")
         try:
-            layers = [
-                LayerCurve(_text(x["name"]), _numbers(x["effects"]), [_point(**point) for point in x["points"]])
-                for x in data["layers"]
-            ]
-            if not layers or not all(x.points and len({len(p.errors) for p in x.points}) == 1 for x in layers):
-                raise ValueError("a layer without points, or with points of different heads")
-            if any(len(x.effects) != len(x.points[0].errors) for x in layers):
-                raise ValueError("a layer with other heads in its effects than in its points")
-            _text(data["made_by"].get("feature_map", ""))
-            return cls(layers, data["model"], data["made_by"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{path} holds no error curves ({what}): measure them again") from error
+            found = build(cls, {key: value for key, value in data.items() if key != "format"}, "it")
+            found.check()
+        except DoflaError as error:
+            raise DoflaError(f"{path} holds no error curves ({error}): measure them again") from error
+        return found
 
-
-def _point(share: float, bytes: int, errors: list[float]) -> Point:
-    """A point of a file, whose numbers can be reckoned with."""
-    if not (0 <= share <= 1 and bytes >= 1):
-        raise ValueError(f"share {share}, {bytes} bytes")
-    return Point(share, bytes, _numbers(errors))
-
-
-def _text(value: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} where a name should be")
-    return value
-
-
-def _numbers(values: list[float]) -> list[float]:
-    if not values or not all(math.isfinite(value) for value in values):
-        raise ValueError(f"{values!r} where a number per KV head should be")
-    return [float(value) for value in values]
+    def check(self) -> None:
+        """DoflaError unless all numbers can be reckoned with."""
+        if not self.layers or not all(layer.points for layer in self.layers):
+            raise DoflaError("a layer without points")
+        for layer in self.layers:
+            if not layer.effects or any(len(point.errors) != len(layer.effects) for point in layer.points):
+                raise DoflaError(f"layer {layer.name}: effects and errors of different heads")
+            if not all(0 <= point.share <= 1 and point.bytes >= 1 for point in layer.points):
+                raise DoflaError(f"layer {layer.name}: a share outside of 0 to 1, or no bytes")
+        if not isinstance(self.made_by.get("feature_map", ""), str):
+            raise DoflaError(f"feature_map is {self.made_by['feature_map']!r}")
 
 
 @dataclass(frozen=True)
@@ -189,14 +171,8 @@ def choose(
 
 
 def best_sizes(curve: LayerCurve, shape: Shape, context: int | None = None, per_head: bool = True) -> list[Choice]:
-    """The candidates of :func:`choose` for a layer: the sizes that are best for some price of a byte, from the cheapest
-    up."""
-    return lower_hull(_choices(curve, shape, context, per_head))
-
-
-def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: bool) -> list[Choice]:
-    """A layer's choices: one size for all heads; the larger of two for any number of them, those that gain most by it;
-    softmax."""
+    """The candidates of :func:`choose` for a layer: what is best for some price of a byte, from the cheapest up, of one
+    size for all heads; the larger of two for any number of them, those that gain most by it; and softmax."""
     losses = _losses(curve, shape)
     heads, cost = range(shape.kv_heads), shape.cost
     choices = [Choice(cost.total(*size) * len(heads), sum(own), [size] * len(heads)) for size, own in losses.items()]
@@ -204,7 +180,7 @@ def _choices(curve: LayerCurve, shape: Shape, context: int | None, per_head: boo
         choices += _two_sizes(losses, shape)
     if context is not None:
         choices.append(Choice(context * cost.cached * len(heads), 0.0, None))
-    return choices
+    return lower_hull(choices)
 
 
 def _two_sizes(losses: Mapping[Size, Sequence[float]], shape: Shape) -> list[Choice]:

@@ -1,7 +1,5 @@
 """Division of the bytes of a hybrid layer: exact tokens (sinks and a window), and features for the far past."""
 
-from __future__ import annotations
-
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
 

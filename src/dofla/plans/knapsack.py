@@ -1,7 +1,5 @@
 """The best way to spend a number of bytes on layers, or heads, that each have a few choices."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,17 +24,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def spend(hulls: Mapping[Key, Sequence[Choice]], total: float) -> dict[Key, Choice]:
-    """One choice for each layer or head, of least summed loss, that together take ``total`` bytes at most.
+    """One choice for each layer or head, of least summed loss, that together take ``total`` bytes at most, from the
+    :func:`lower_hull` of each; DoflaError if the smallest take more.
 
     A knapsack, solved as a linear relaxation would: from the smallest choices up, always the step that gains most per
     byte, passing by the steps that no longer fit.
-
-    Args:
-        hulls: by layer or head, its :func:`lower_hull`.
-        total: bytes.
-
-    Raises:
-        DoflaError: the smallest choices take more than ``total``.
     """
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = total - sum(choice.bytes for choice in chosen.values())

@@ -1,14 +1,12 @@
 """Results of converting an attention module: a compressed cache, feature maps, or nothing else than it was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from dofla.attention import HeadSizes, tier_bytes
 from dofla.attention.constants import MOST_BITS
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, about
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 
@@ -39,8 +37,7 @@ class LayerPlan:
                 raise self._error(f"{what} is {value!r}: give an integer, 1 or more, {_MOST} at most")
 
     def softmax_bytes(self, length: int, itemsize: int) -> int:
-        """Bytes of the key-value cache of softmax attention for ``length`` tokens, in a model whose numbers have
-        ``itemsize`` bytes."""
+        """Bytes of the softmax key-value cache for ``length`` tokens, at ``itemsize`` bytes a number."""
         return length * self.kv_heads * itemsize * (self.head_dim + self.value_dim)
 
     def state_bytes(self, itemsize: int) -> int:
@@ -162,10 +159,8 @@ class FeatureLayer(LayerPlan):
         super().__post_init__()
         if not isinstance(self.smooth_keys, bool):
             raise self._error(f"smooth_keys is {self.smooth_keys!r}: give true or false")
-        try:
+        with about(f"layer {self.name}"):
             feature_map_class(self.feature_map)
-        except DoflaError as error:
-            raise self._error(str(error)) from None
         if self.token_dtype not in TOKEN_DTYPES:
             raise self._error(f"token_dtype is {self.token_dtype!r}: choose one of {', '.join(TOKEN_DTYPES)}")
         sizes = self.sizes  # and its errors

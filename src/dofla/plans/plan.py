@@ -11,12 +11,11 @@ import torch
 from rich.text import Text
 
 from dofla.display import Part, Result, size, table
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, about
 from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan, SoftmaxLayer, is_integer, layer_from_dict
 from dofla.storage.files import read_json, write_json
 
-_FORMAT = 4
-"""3 had one kind of layers, with several tiers."""
+_FORMAT = 4  # 3 had one kind of layers, with several tiers
 
 
 PREFILLS = ("auto", "exact", "sequential")
@@ -89,7 +88,8 @@ class Plan(Result):
     def parts(self) -> Iterator[Part]:
         """The sizes of the layers as tables, those in a row that are alike together, and the bytes of all."""
         if self.compressed:
-            shown = table("layer", "window", "sinks", "3-bit tier" if self._bits == {3} else "tier", gap=1, widest=40)
+            tier = "3-bit tier" if all(layer.bits == 3 for layer in self.compressed) else "tier"
+            shown = table("layer", "window", "sinks", tier, gap=1, widest=40)
             for names, layer in _runs(self.compressed):
                 shown.add_row(names, *layer.ranges.values())
             yield shown
@@ -108,10 +108,6 @@ class Plan(Result):
         depends = any(layer.token_dtype == "model" and any(w or s for _, w, s in layer.sizes) for layer in self.linear)
         yield f"KV cache per sequence: {size(self.state_bytes())}{' in float32' if depends else ''}, {context}"
 
-    @property
-    def _bits(self) -> set[float]:
-        return {layer.bits for layer in self.compressed}
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, one short entry per layer."""
         head = {"format": _FORMAT, "model": self.model, "made_by": self.made_by}
@@ -129,12 +125,8 @@ class Plan(Result):
         layers = data.get("layers")
         if not isinstance(layers, dict) or not layers:
             raise DoflaError(f"{where} has no layers: a plan lists its attention modules by name under 'layers'")
-        plans: list[LayerPlan] = []
-        for name, entry in layers.items():
-            try:
-                plans.append(layer_from_dict(name, entry))
-            except DoflaError as error:
-                raise DoflaError(f"{where}: {error}") from None
+        with about(where):
+            plans = [layer_from_dict(name, entry) for name, entry in layers.items()]
         made_by = data.get("made_by") or {}
         if not isinstance(made_by, dict):
             raise DoflaError(f"{where}: made_by is {made_by!r}: give an object, or leave it out")
@@ -142,10 +134,8 @@ class Plan(Result):
         if context is not None and not (is_integer(context) and context > 0):
             raise DoflaError(f"{where}: context is {context!r}: give a number of tokens, or leave it out")
         prefill = data.get("prefill", "auto")
-        try:
+        with about(where):
             check_prefill(prefill)
-        except DoflaError as error:
-            raise DoflaError(f"{where}: {error}") from None
         return cls(plans, str(data.get("model", "")), made_by, context, prefill)
 
     def save(self, path: str | Path) -> None:

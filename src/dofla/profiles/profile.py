@@ -142,26 +142,20 @@ class Profile(Result):
                 for n, error, s, h in zip(*rows, layer.spectra, layer.statistics, strict=True)
             ]
             layers.append(entry)
-        head = {"format": 2, "model": self.model, "source": self.source, "samples": self.samples}
-        head |= {"tokens": self.tokens, "seed": self.seed, "estimator": self.estimator}
-        head["normalization"] = self.normalization
-        head |= {"dtype": self.dtype, "positions": self.positions}
+        head = {"format": 2} | {name: getattr(self, name) for name in _FIELDS}
         skipped = [vars(x) for x in self.skipped]
         return head | {"lambda_of_dof_shown": DEFAULT_LAMBDA, "skipped": skipped, "layers": layers}
 
     @classmethod
     def _from_json(cls, data: dict, tensors: dict[str, Tensor]) -> Profile:
         layers = [_layer(entry, tensors, f"layer {entry['name']}") for entry in data["layers"]]
-        skipped = [build(SkippedLayer, entry, f"skipped[{n}]") for n, entry in enumerate(data["skipped"])]
-        kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
-        kept["dtype"] = data.get("dtype", "float32")  # profiles of version 0.1 do not say
-        kept["estimator"] = data.get("estimator", "paper")  # nor do those of format 1, which knew no other
-        kept["positions"] = data.get("positions")
+        # Profiles of version 0.1 say no dtype, nor do those of format 1 say an estimator, of which they knew one.
+        kept = {"dtype": "float32", "estimator": "paper", "positions": None} | data
         if kept["normalization"] not in NORMALIZATIONS:
             raise ValueError(f"normalization is {kept['normalization']!r}")
         if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
             raise ValueError(f"dtype is {kept['dtype']!r}")
-        found = build(cls, kept | {"layers": layers, "skipped": skipped}, "it")
+        found = build(cls, {k: kept[k] for k in (*_FIELDS, "skipped")} | {"layers": layers}, "it")
         if found.positions is not None and found.positions < 1:
             raise ValueError(f"positions is {found.positions}")
         return found
@@ -191,4 +185,5 @@ def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
 
 
 _SUBSAMPLES = "/subsamples"
+_FIELDS = ("model", "source", "samples", "tokens", "seed", "estimator", "normalization", "dtype", "positions")
 _LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.profiles.tolerance import check_lambda
 
 NORMALIZATIONS = ("trace", "top", "mean", "none")
@@ -62,14 +63,8 @@ def gram_spectrum(vectors: Tensor, scaling: float) -> Spectrum:
 
 
 def attention_spectrum(attention: Tensor) -> tuple[Tensor, str | None]:
-    """Eigenvalues of ``A Aᵀ``, the inner products of rows of attention, and how the solver was helped, if it was.
-
-    Args:
-        attention: A [..., R, L], rows of weights.
-
-    Returns:
-        [..., R] float64, descending.
-    """
+    """Eigenvalues [..., R] of ``A Aᵀ``, the inner products of rows of attention A [..., R, L], float64 and descending;
+    and how the solver was helped, if it was."""
     attention = attention.double()
     return _eigenvalues(attention @ attention.mT)
 
@@ -78,22 +73,13 @@ def _eigenvalues(gram: Tensor) -> tuple[Tensor, str | None]:
     """The eigenvalues [..., J] of positive semi-definite matrices [..., J, J], descending, none below zero; and the
     second method that was needed, ``jitter`` or ``svd``, or None."""
 
-    def solved(values: Tensor) -> bool:
-        return bool(torch.isfinite(values).all())
-
-    try:
-        values = torch.linalg.eigvalsh(gram)
-        if solved(values):
-            return values.clamp_min(0).flip(-1), None
-    except torch.linalg.LinAlgError:
-        pass
-    try:
-        jitter = 1e-10 * gram.diagonal(dim1=-2, dim2=-1).mean()
-        values = torch.linalg.eigvalsh(gram + jitter * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
-        if solved(values):
-            return values.clamp_min(0).flip(-1), "jitter"
-    except torch.linalg.LinAlgError:
-        pass
+    jitter = 1e-10 * gram.diagonal(dim1=-2, dim2=-1).mean()
+    diagonal = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    for retry, added in ((None, 0), ("jitter", jitter)):
+        with suppress(torch.linalg.LinAlgError):
+            values = torch.linalg.eigvalsh(gram + added * diagonal)
+            if torch.isfinite(values).all():
+                return values.clamp_min(0).flip(-1), retry
     # For a symmetric positive semi-definite matrix singular values and eigenvalues are the same numbers.
     return torch.linalg.svdvals(gram), "svd"
 
@@ -129,6 +115,7 @@ def standard_error(spectrum: Spectrum, lam: float, normalization: str = "trace")
 def _degrees(eigenvalues: Tensor, log_scale: float, lam: float, normalization: str) -> Tensor:
     """The degrees of freedom [W] of spectra [W, R], or of one [R]."""
     check_lambda(lam)
+    check_choice("normalization", normalization, NORMALIZATIONS)
     values = torch.atleast_2d(eigenvalues)
     if normalization == "trace":
         log_unit = values.sum(-1, keepdim=True).log()
@@ -136,9 +123,7 @@ def _degrees(eigenvalues: Tensor, log_scale: float, lam: float, normalization: s
         log_unit = values.amax(-1, keepdim=True).log()
     elif normalization == "mean":
         log_unit = values.new_tensor(math.log(values.shape[-1]) - log_scale)
-    elif normalization == "none":
-        log_unit = values.new_tensor(-log_scale)
     else:
-        raise DoflaError(f"unknown normalization {normalization!r}: choose one of {', '.join(NORMALIZATIONS)}")
+        log_unit = values.new_tensor(-log_scale)
     # σ/(σ+λ) as a sigmoid of logs: the raw scale exp(log_scale) overflows on real heads.
     return torch.sigmoid(values.log() - log_unit - math.log(lam)).sum(-1)

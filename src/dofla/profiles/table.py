@@ -1,7 +1,5 @@
 """Degrees of freedom and their standard errors as a table that fits 80 columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
@@ -14,8 +12,7 @@ DOUBT = 0.25
 Rows = Sequence[Sequence[float]]
 """[layer][KV head]"""
 
-_HEADS_PER_TABLE = {True: 6, False: 13}
-"""With standard errors, and without."""
+_HEADS_PER_TABLE = {True: 6, False: 13}  # with standard errors, and without
 _SHADES = ("grey50", "blue", "cyan", "green", "yellow", "red")
 
 

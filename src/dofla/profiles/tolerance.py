@@ -1,7 +1,5 @@
 """The tolerance λ of degrees of freedom. Knows nothing else, so that help pages can show it at once."""
 
-from __future__ import annotations
-
 import math
 
 from dofla.errors import DoflaError

@@ -1,7 +1,5 @@
 """The report: one HTML page on what ``dofla run`` or ``dofla frontier`` has left in a folder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,10 +43,9 @@ def write_report(
 
 
 def write_page_beside(folder: str | Path, view: View, runs: Sequence[str | Path] = ()) -> None:
-    """Write the page into a folder that is finished, on it or on the ``runs`` in it. Where altair is missing, say how
-    to get the page."""
+    """Write the page into a finished folder, on it or on the ``runs`` in it; or say what is missing for that."""
     runs = runs or [folder]
     try:
-        view.say(f"report: {write_report(runs, Path(folder) / REPORT, view=view)}")
+        view.show(f"report: {write_report(runs, Path(folder) / REPORT, view=view)}")
     except MissingExtra as error:
-        view.say(f"no report: {error}, then dofla report {shlex.join(map(str, runs))}")
+        view.show(f"no report: {error}, then dofla report {shlex.join(map(str, runs))}")

@@ -1,14 +1,12 @@
 """Charts of the report: Vega-Lite specifications, made by altair. Each is as wide as the page lets it be."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dofla.profiles.profile import Profile
 from dofla.storage.extras import extra
+from dofla.storage.files import plain
 
 alt: Any = extra("altair", "report", "a report")
 
@@ -130,8 +128,7 @@ def training_losses(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
 
 
 def speed(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
-    """Milliseconds per token against the context, the least of several timings; ``rows`` of ``model``, ``work``,
-    ``tokens`` and ``ms``."""
+    """Milliseconds per token against the context, at best; ``rows`` of ``model``, ``work``, ``tokens`` and ``ms``."""
     points = alt.Chart(_data(rows)).encode(
         x=alt.X("tokens:Q", title="context, tokens", scale=alt.Scale(type="log", base=2), axis=_axis()),
         y=alt.Y("min(ms):Q", title="milliseconds per token", scale=_scale("log"), axis=_axis()),
@@ -151,8 +148,7 @@ def _chart(title: str, chart: Any, height: int = 280) -> Chart:
 
 def _data(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """JSON knows no infinity: such a point is left out."""
-    finite = [{k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in r.items()} for r in rows]
-    return {"values": finite}
+    return {"values": plain(rows)}
 
 
 def _in_units(rows: Sequence[Row], others: Collection[int] = ()) -> tuple[str, list[Row]]:

@@ -1,7 +1,5 @@
 """The section on one or several runs: their models compared."""
 
-from __future__ import annotations
-
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +34,7 @@ _RULES = {
 
 
 def section_of(runs: Sequence[RunRecord]) -> Section:
-    """The section on runs that are all of language models, or all of encoders.
-
-    Raises:
-        DoflaError: naming the folder whose records hold something else than they should.
-    """
+    """The section on runs all of language models or all of encoders; DoflaError naming a folder with wrong records."""
     names = _names([run.folder for run in runs])
     found = [(f"{model.name}{name}", model) for name, run in zip(names, runs, strict=True) for model in run.models]
     models = dict(sorted(found, key=lambda pair: pair[1].lost))

@@ -1,7 +1,5 @@
 """The section on what ``dofla frontier`` found: quality by bytes of the cache."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,7 @@ def is_frontier(folder: str | Path) -> bool:
 
 
 def frontier_section(folder: str | Path) -> Section:
-    """The section on a frontier.
-
-    Raises:
-        DoflaError: naming the file, if it is damaged.
-    """
+    """The section on a frontier; DoflaError naming the file, if it is damaged."""
     folder, found = Path(folder), Frontier.load(folder)
     with naming(folder):
         model, made = found.model, found.made_from

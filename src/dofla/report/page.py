@@ -1,7 +1,4 @@
-"""One HTML file: sections with tables and charts, and the runtime that draws the charts. Nothing is loaded from
-elsewhere."""
-
-from __future__ import annotations
+"""One HTML file, which loads nothing: sections with tables and charts, and the runtime that draws the charts."""
 
 import datetime
 import json
@@ -31,11 +28,7 @@ class Section:
     """The part of the page on some folders.
 
     Attributes:
-        title: the model.
-        verdict: sentences to decide by.
         evaluated: a line on each folder: what was evaluated, and how.
-        parts: tables, and paragraphs between them.
-        charts: drawn in this order.
         samples: for each prompt its text, and who continued it how.
         commands: to go on with.
         recipes: folder and recipe of each run.
@@ -57,11 +50,7 @@ class Section:
 
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
-    """Write the page, replacing what was there.
-
-    Raises:
-        DoflaError: it would be larger than :data:`LIMIT`, or the file cannot be written.
-    """
+    """Write the page, replacing what was there; DoflaError if it is larger than :data:`LIMIT`, or cannot be written."""
     path = Path(path)
     html = _page(sections).encode("utf-8")
     if len(html) > LIMIT:

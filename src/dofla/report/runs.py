@@ -1,7 +1,5 @@
 """Contents of a run folder, read for the report."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import statistics
@@ -26,8 +24,7 @@ from dofla.storage.files import read_json
 RECIPES = ("recipe.yaml", "study.yaml")
 SPEED = "speed.json"
 """File in a model's folder: what :func:`dofla.report.speed.timings` measured."""
-_BINS = 80
-"""Points of a training curve at most."""
+_BINS = 80  # points of a training curve at most
 
 
 @contextmanager
@@ -44,15 +41,8 @@ def naming(folder: Path) -> Iterator[None]:
 
 @dataclass
 class ModelRecord:
-    """A model of a run with all its seeds; files that only one seed can give are the first one's.
-
-    Attributes:
-        name: as in the recipe.
-        folder: of the first seed.
-        seed: the first.
-        plan: of its layers.
-        evaluations: of each seed, see :func:`dofla.evaluate`.
-    """
+    """A model of a run: the evaluations of all its seeds (:func:`dofla.evaluate`); its folder, its plan and what else
+    only one seed can give are those of the first."""
 
     name: str
     folder: Path
@@ -138,8 +128,6 @@ class RunRecord:
     """A folder written by ``dofla run``, or by ``dofla reproduce``, whose folders are made alike.
 
     Attributes:
-        folder: its path.
-        recipe: what was asked for.
         text: the recipe as it stands in the folder.
         machine: versions and hardware.
         models: those that are finished, the one that lost least first.
@@ -160,11 +148,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read a run's folder.
-
-    Raises:
-        DoflaError: it is no run's folder, no model in it is finished, or a record of one is damaged.
-    """
+    """Read a run's folder; DoflaError if it is none, no model in it is finished, or a record of one is damaged."""
     folder = Path(folder)
     path = next((folder / name for name in RECIPES if (folder / name).exists()), None)
     if path is None:

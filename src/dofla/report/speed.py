@@ -1,7 +1,5 @@
 """Seconds of prefill and decode against the length of the context, and where two such curves cross."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -40,11 +38,8 @@ _ROOM = 2**30  # bytes of a cache at most
 
 
 def measure_speed(run: RunRecord, view: View) -> None:
-    """Time the best models of a run that were not timed yet, some ten seconds each, and keep that in their folders.
-
-    Raises:
-        DoflaError: another process works in the folder; the original or an adapter is gone, or they do not fit.
-    """
+    """Time the best models of a run that were not timed yet, some ten seconds each, and keep that in their folders;
+    DoflaError if another process works there, or if the original or an adapter is gone, or does not fit."""
     wanted = [model for model in run.models[:MOST] if model.speed is None]
     if not wanted:
         return
@@ -77,11 +72,7 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     """Time a converted model and its original in turns, so that both meet the same machine.
 
     Longer and longer contexts are read until one takes a second. To time decode after longer ones, keys and values are
-    repeated up to their length, which a state of constant size does not notice.
-
-    Args:
-        model: a converted model; it is its own original.
-        ids: tokens [T] of any text; they are repeated as well.
+    repeated up to their length, which a state of constant size does not notice; so are ``ids``, tokens [T] of any text.
 
     Returns:
         ``original`` and ``model``, each with ``prefill`` and, if it generates, ``decode``: pairs of tokens of context
@@ -129,17 +120,14 @@ def _decode_seconds(model: PreTrainedModel, text: Tensor, length: int) -> float:
 
 
 def _stretch(cache: Cache, length: int) -> None:
-    """Change a cache as if the context were ``length`` tokens long. Layers with a sliding window have their size
-    already."""
+    """Change a cache as if the context were ``length`` tokens long; layers with a sliding window keep their size."""
     for entry in cache.layers:
         if isinstance(entry, LinearCacheLayer):
             entry.tokens = length
         elif isinstance(entry, DynamicLayer) and not entry.is_sliding:
-            entry.keys, entry.values = (_repeated(x, length) for x in (entry.keys, entry.values))
-
-
-def _repeated(x: Tensor | None, length: int) -> Tensor | None:
-    return None if x is None else x.repeat(1, 1, math.ceil(length / x.shape[-2]), 1)[:, :, :length]
+            for name in ("keys", "values"):
+                if (x := getattr(entry, name)) is not None:
+                    setattr(entry, name, x.repeat(1, 1, math.ceil(length / x.shape[-2]), 1)[:, :, :length])
 
 
 def _best(times: int, work: Callable[[], object]) -> float:
@@ -158,15 +146,9 @@ def _best(times: int, work: Callable[[], object]) -> float:
 
 
 def crossing(original: Iterable[Sequence[float]], model: Iterable[Sequence[float]]) -> float | None:
-    """The context from which on the model takes less time, among the lengths that both were timed at.
-
-    Args:
-        original, model: pairs of tokens and seconds.
-
-    Returns:
-        Tokens, by a power law between two lengths; the shortest length if it is faster from there on, None if it is
-        not at the longest.
-    """
+    """The context, in tokens, from which on the model takes less time, of two lists of tokens and seconds: by a power
+    law between two lengths that both have; the shortest if it is faster from there on, None if it is not at the
+    longest."""
     ours = {pair[0]: pair[1] for pair in model}
     both = [(n, math.log(seconds / ours[n])) for n, seconds in original if n in ours]
     if not both or both[-1][1] <= 0:

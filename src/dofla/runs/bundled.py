@@ -1,7 +1,5 @@
 """The bundled model, opened, with text to try it on."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import read_documents
@@ -14,9 +12,8 @@ def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
         model, tokenizer, text = dofla.demo()
         windows = dofla.token_windows("sample", tokenizer, windows=12)
 
-    Returns:
-        The model, in bfloat16, or float32 on processors that are slow in bfloat16; its tokenizer; and the text of the
-        data source ``sample``, about 150,000 tokens, documents with a blank line between them.
+    It is in bfloat16, or float32 on processors that are slow in bfloat16. The text is that of the data source
+    ``sample``, about 150,000 tokens, documents with a blank line between them.
     """
     model, tokenizer = open_original("demo")
     return model, tokenizer, "\n\n".join(read_documents("sample"))

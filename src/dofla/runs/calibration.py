@@ -1,7 +1,5 @@
 """An estimate of how long ``dofla.compress`` takes for a model, without opening it."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -9,27 +7,23 @@ import torch
 from dofla.compression.calibrate import COPY_DISTANCE, COPY_FRACTION
 from dofla.compression.directions import WINDOWS
 
-_LENGTH = 512
-"""Tokens of a window."""
+_LENGTH = 512  # tokens of a window
 _WIDTH = {"cpu": 1024}
 _WIDE = 4096
 """Widths of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
-_SECONDS = 0.3
-"""Duration of timing."""
+_SECONDS = 0.3  # duration of timing
 _TIMES = 1.7
 """Seconds that calibration took for each of these products, in models of 4 M to 50 M parameters: attention, codes and
 what is not a product take the rest."""
 
 
 def calibration_operations(per_token: float) -> float:
-    """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows.
+    """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows, if
+    a forward pass takes ``per_token`` of them for each token.
 
     Each token is read once for its directions. Head budgets take a pass of the original, one of the model, and one
     backward, which is as much again since only activations have gradients; some of the text is read twice over. Then
     even and measured budgets are tried on all of it, each by a pass of the original and one of the model.
-
-    Args:
-        per_token: operations of a forward pass for one token.
     """
     text = WINDOWS * _LENGTH
     repeated = 2 * COPY_DISTANCE * (round(COPY_FRACTION * WINDOWS) * _LENGTH // COPY_DISTANCE)
@@ -50,11 +44,6 @@ def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def calibration_seconds(per_token: float, dtype: torch.dtype, device: torch.device) -> float:
-    """Estimate, in seconds: the products with the weights, at the speed of one that is timed here, times what they
-    are of the whole.
-
-    Args:
-        per_token: as for :func:`calibration_operations`.
-        dtype, device: of the model.
-    """
+    """Estimate, in seconds: :func:`calibration_operations`, at the speed of a product that is timed here, times what
+    these are of the whole."""
     return _TIMES * calibration_operations(per_token) / operations_per_second(dtype, device)

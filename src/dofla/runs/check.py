@@ -1,7 +1,5 @@
 """The check of a model before anything is opened or measured, from its config alone: layers, bytes, time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,14 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME
 
@@ -31,6 +22,7 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
 from dofla.integration.converted import is_converted
 from dofla.integration.hub import hub_name
+from dofla.integration.packages import packaged_path
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import is_slow
 from dofla.integration.quantizer import METHOD
@@ -40,7 +32,6 @@ from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
 from dofla.plans.plan import Plan
 from dofla.runs.calibration import calibration_seconds
-from dofla.runs.opening import resolve_model
 
 LENGTHS = (2_048, 8_192, 32_768)
 COMPRESSED, SOFTMAX, BOUNDED, REFUSED = "compressed", "stays softmax", "already bounded", "refused"
@@ -51,14 +42,8 @@ _FAILURES = (AttributeError, ImportError, LookupError, RuntimeError, TypeError, 
 
 @dataclass(frozen=True)
 class CheckedLayer:
-    """An attention module.
-
-    Attributes:
-        name: in the model.
-        kv_heads, head_dim, value_dim: shapes.
-        becomes: one of :data:`COMPRESSED`, :data:`SOFTMAX`, :data:`BOUNDED`, :data:`REFUSED`.
-        reason: why it is refused or stays softmax, or what bounds it.
-    """
+    """An attention module; what it ``becomes`` is :data:`COMPRESSED`, :data:`SOFTMAX`, :data:`BOUNDED` or
+    :data:`REFUSED`, and the ``reason`` is why it is refused or stays softmax, or what bounds it."""
 
     name: str
     kv_heads: int
@@ -70,14 +55,9 @@ class CheckedLayer:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes of a cache per sequence, in bfloat16 where it is not compressed.
-
-    Attributes:
-        tokens: read so far.
-        softmax: of the original model.
-        compressed: of all layers, those that are not compressed included.
-        size: bytes asked for, of the compressed layers.
-    """
+    """Bytes per sequence after so many ``tokens``, in bfloat16 where nothing is compressed: ``softmax`` of the
+    original's cache, ``compressed`` of all layers of the other, ``size`` of what was asked for its compressed
+    layers."""
 
     tokens: int
     softmax: int
@@ -256,7 +236,7 @@ def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) 
 
 
 def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    place = resolve_model(name)
+    place = packaged_path(name)
     if Path(place).is_dir() and not (Path(place) / CONFIG_NAME).exists():
         raise DoflaError(f"the folder {place} has no {CONFIG_NAME}: give that of a model")
     if not Path(place).is_dir() and not hub_name(place):

@@ -1,7 +1,5 @@
 """The results of a run as tables: models down, figures across."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,44 +8,30 @@ from rich.text import Text
 from dofla.display import Part, rounded, size, table
 
 _COLUMNS = {
-    "loss": "loss",
-    "loss_increase": "+loss",
-    "kl": "KL",
-    "top1_agreement": "top-1",
-    "cosine": "cosine",
-    "spearman": "Spearman",
-    "attention_output_error": "attention",
+    "loss": ("loss", "next-token loss, nats per token"),
+    "loss_increase": ("+loss", "increase over the original's loss"),
+    "kl": ("KL", "KL divergence of the next-token distributions from the original's, nats"),
+    "top1_agreement": ("top-1", "share of positions with the original's likeliest token"),
+    "cosine": ("cosine", "similarity of embeddings to the original's"),
+    "spearman": ("Spearman", "rank correlation of the similarities of pairs with the original's"),
+    "attention_output_error": ("attention", "relative error of attention outputs, mean over layers"),
 }
-_WORDS = {
-    "loss": "next-token loss, nats per token",
-    "loss_increase": "increase over the original's loss",
-    "kl": "KL divergence of the next-token distributions from the original's, nats",
-    "top1_agreement": "share of positions with the original's likeliest token",
-    "cosine": "similarity of embeddings to the original's",
-    "spearman": "rank correlation of the similarities of pairs with the original's",
-    "attention_output_error": "relative error of attention outputs, mean over layers",
-}
-_LONGEST = 300
-"""Characters of a prompt that are shown."""
+"""Titles of the columns, by figure, and what they say."""
+_LONGEST = 300  # characters of a prompt that are shown
 
 _FIGURE, _SPREAD, _SIZE = len("-0.000"), len("±0.00"), len("1000.0 KiB")
 
 
 def model_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> Iterator[Part]:
-    """A model of a run, as soon as it is known; the first with the header, and what its columns say.
-
-    Args:
-        row: of the results.
-        names: of all models, for the width of their column.
-        seeds: of the run.
-    """
+    """A model of a run, as soon as it is known, from its row of the results and the names and seeds of all; the first
+    with the header, and what its columns say."""
     first, several = row["name"] == names[0], len(seeds) > 1
     keys = [key for key in _COLUMNS if key in row]
     if first:
         yield ""
-        yield from (f"{_COLUMNS[key]}: {_WORDS[key]}" for key in keys)
+        yield from (": ".join(_COLUMNS[key]) for key in keys)
         yield "cache: bytes per sequence\n"
-    shown = table("model", *(_COLUMNS[key] for key in keys), "cache", gap=1, show_header=first)
+    shown = table("model", *(_COLUMNS[key][0] for key in keys), "cache", gap=1, show_header=first)
     # In columns as wide as for any other.
     widths = [_FIGURE + (_SPREAD if several and key == "loss_increase" else 0) for key in keys]
     for column, width in zip(shown.columns, (max(map(len, names)), *widths, _SIZE), strict=True):

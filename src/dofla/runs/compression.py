@@ -1,7 +1,5 @@
 """A compression: one calibration, kept beside the model that is compressed by it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dofla.compression.calibrate import calibrate
@@ -12,17 +10,12 @@ from dofla.compression.target import Target
 from dofla.distillation.distributed import wait
 from dofla.runs.models import Models
 from dofla.runs.recipe import Compression, ModelSpec
-from dofla.runs.view import View
 
 CALIBRATION = "calibration.safetensors"
 
 
-class CompressedModels(Models[ModelSpec]):
+class CompressedModels(Models[Compression, ModelSpec]):
     """Makes the model of a compression."""
-
-    def __init__(self, recipe: Compression, folder: str | Path, view: View | None = None) -> None:
-        super().__init__(recipe, folder, view)
-        self.recipe = recipe
 
     def convert(self, spec: ModelSpec, seed: int) -> None:
         path, recipe = self.folder / CALIBRATION, self.recipe

@@ -1,7 +1,5 @@
 """A distillation: the original's profile and error curves, and students with feature maps trained towards it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -16,36 +14,28 @@ from dofla.plans.plan import Plan
 from dofla.profiles.profile import Profile
 from dofla.runs.models import Models, recorded_seconds
 from dofla.runs.recipe import Distillation, StudentSpec
-from dofla.runs.view import View
 from dofla.storage.files import write_json
 
 _PROFILED = "profiled.json"
 
 
-class Students(Models[StudentSpec]):
+class Students(Models[Distillation, StudentSpec]):
     """Makes the students of a distillation."""
-
-    def __init__(self, recipe: Distillation, folder: str | Path, view: View | None = None) -> None:
-        super().__init__(recipe, folder, view)
-        self.recipe = recipe
 
     def profile(self) -> Profile:
         """The original's profile, measured once."""
-        folder, spec = self.folder / "profile", self.recipe.profile
+        folder, options = self.folder / "profile", vars(self.recipe.profile).copy()
         if not folder.exists():
-            some = self.opened.training.take(spec.windows)
+            some = self.opened.training.take(options.pop("windows"))
             started = time.perf_counter()
             with self.view.progress("profile") as bar:
                 measured = profile(
                     self.opened.model,
                     some,
-                    samples=spec.samples,
-                    batch_size=spec.batch_size,
-                    estimator=spec.estimator,
-                    normalization=spec.normalization,
                     keep_softmax=sorted(self.recipe.kept_by_all()),
                     seed=self.recipe.seeds[0],
                     progress=bar.stage,
+                    **options,
                 )
             write_json(self.folder / _PROFILED, {"seconds": round(time.perf_counter() - started, 1)})
             measured.save(folder)  # last, for what is there counts as done
@@ -83,21 +73,16 @@ class Students(Models[StudentSpec]):
         """The plan of a student's layers."""
         measured = self.profile()
         skipped = {x.name for x in measured.skipped}
+        same = ("normalization", "over_heads", "per_head", "context", "window", "sinks", "token_dtype")
         return allocate(
             measured,
             self.recipe.budget if spec.budget is None else spec.budget,
             spec.strategy,
             spec.feature_map,
             lam=self.recipe.lam if spec.lam is None else spec.lam,
-            normalization=spec.normalization,
-            over_heads=spec.over_heads,
-            per_head=spec.per_head,
             curves=self.curves(spec) if spec.strategy == "measured" else None,
-            context=spec.context,
-            window=spec.window,
-            sinks=spec.sinks,
-            token_dtype=spec.token_dtype,
             keep_softmax=[name for name in spec.keep_softmax if name not in skipped],
+            **{name: getattr(spec, name) for name in same},
         )
 
     def convert(self, spec: StudentSpec, seed: int) -> None:

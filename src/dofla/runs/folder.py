@@ -1,7 +1,5 @@
 """A run's folder and its records: what it is of, and the machine."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from contextlib import suppress
@@ -21,11 +19,8 @@ _MACHINE = "run.json"
 
 
 def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
-    """Give ``folder``, which is locked, ``data`` as its file ``name``, or see that it holds the same.
-
-    Raises:
-        DoflaError: if it holds something else.
-    """
+    """Give ``folder``, which is locked, ``data`` as its file ``name``, or see that it holds the same; DoflaError if it
+    holds something else."""
     folder = Path(folder)
     if (folder / name).exists():
         if _essence(read_yaml(folder / name)) != _essence(data):

@@ -1,5 +1,4 @@
-"""The bytes that a model needs: compressed caches of several sizes, evaluated on several texts and at several
-lengths."""
+"""The bytes that a model needs: compressed caches of several sizes, on several texts and at several lengths."""
 
 from __future__ import annotations
 
@@ -33,6 +32,7 @@ from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import describe, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.storage.defaults import with_torchs_defaults
+from dofla.storage.fields import build
 from dofla.storage.files import new_folder, read_json, write_json
 
 CACHED = (16, 32, 64, 128, 256)
@@ -40,12 +40,9 @@ CACHED = (16, 32, 64, 128, 256)
 FRONTIER, ADAPTERS = "frontier.json", "compressed"
 """In the folder that is written: the figures, and a folder of adapters, each named by its size in bytes."""
 
-_TRIES = 3
-"""Sizes tried at most between one that misses the target and one that meets it, for each length."""
-_STEP = 1.05
-"""Sizes closer to each other than this factor count as one."""
-_UNIT = 1024
-"""Sizes between those given are multiples of so many bytes."""
+_TRIES = 3  # sizes tried at most between one that misses the target and one that meets it, for each length
+_STEP = 1.05  # sizes closer to each other than this factor count as one
+_UNIT = 1024  # sizes between those given are multiples of so many bytes
 _FORMAT = 4
 
 
@@ -125,8 +122,7 @@ class Frontier(Result):
         return [worst[size] for size in sorted(worst)]
 
     def smallest(self, length: int) -> Point | None:
-        """The smallest size tried that is within the target at ``length`` on all texts, as are all larger ones; None if
-        there is none."""
+        """The smallest size that is within the target at ``length`` on all texts, as are all larger ones; or None."""
         found = None
         for point in reversed(self.at(length)):
             if self.target is None or point.loss > self.target:
@@ -201,16 +197,14 @@ class Frontier(Result):
 
     @classmethod
     def load(cls, folder: str | Path) -> Frontier:
-        """Read what :func:`dofla.frontier` wrote into a folder; DoflaError naming the file if it is missing or
-        damaged."""
+        """Read what :func:`dofla.frontier` wrote; DoflaError naming the file if it is missing or damaged."""
         path = Path(folder) / FRONTIER
         data = read_json(path, "a frontier")
         if data.get("format") != _FORMAT:
             raise DoflaError(f"{path} was made by an older version of dofla: make it again with dofla frontier")
         try:
             cache = {int(length): n for length, n in data["cache"].items()}
-            points = [Point(**point) for point in data["points"]]
-            return cls(points, cache, data["target"], data["model"], data["made_from"], data["evaluated"])
+            return build(cls, {**data, "cache": cache}, "it", strict=False)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error

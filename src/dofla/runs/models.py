@@ -1,7 +1,5 @@
 """The models of a run: each is made once, step by step, and kept in a folder of its own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,20 +23,15 @@ MODELS, ADAPTER, END_TO_END = "models", "adapter", "end_to_end"
 """In a run's folder, all its models; in a model's, its adapter, and training end to end with the adapter after it."""
 _TRAINED = "trained.json"
 
+Asked = TypeVar("Asked", bound=Recipe)
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
-class Models(ABC, Generic[Spec]):
-    """Makes the models of a recipe.
+class Models(ABC, Generic[Asked, Spec]):
+    """Makes the models of a recipe, whose list of models is not looked at; what the folder of the run has is kept."""
 
-    Args:
-        recipe: its list of models is not looked at.
-        folder: of the run; what is finished there is not made again.
-        view: where progress goes.
-    """
-
-    def __init__(self, recipe: Recipe, folder: str | Path, view: View | None = None) -> None:
-        self.folder, self.view = Path(folder), view or View(quiet=True)
+    def __init__(self, recipe: Asked, folder: str | Path, view: View | None = None) -> None:
+        self.recipe, self.folder, self.view = recipe, Path(folder), view or View(quiet=True)
         self.opened = Opened(recipe, self.view)
 
     @abstractmethod
@@ -90,7 +83,7 @@ class Models(ABC, Generic[Spec]):
                 seed=seed,
                 folder=home,
                 progress=progress,
-                **vars(self.opened.recipe.end_to_end),
+                **vars(self.recipe.end_to_end),
             )
         self.record(history, home)
 
@@ -98,7 +91,7 @@ class Models(ABC, Generic[Spec]):
     def progress(self, label: str, home: Path) -> Iterator[Progress | bool]:
         """Yield the function to report a training's progress to, on the view and on the recipe's trackers."""
         run, logs = "-".join(home.relative_to(self.folder / MODELS).parts), self.folder / "track"
-        with self.view.progress(label) as bar, tracked(self.opened.recipe.track, logs, run, bar.losses) as progress:
+        with self.view.progress(label) as bar, tracked(self.recipe.track, logs, run, bar.losses) as progress:
             yield progress
 
     def record(self, history: History, home: Path) -> None:

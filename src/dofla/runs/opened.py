@@ -1,7 +1,5 @@
 """A recipe, opened: the model, its tokenizer, text to train on and to be evaluated on, prompts."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from dofla.data import TokenWindows
@@ -12,12 +10,7 @@ from dofla.runs.view import View
 
 
 class Opened:
-    """The model of a recipe, which is converted in place, and its text.
-
-    Args:
-        recipe: that names them.
-        view: where progress goes.
-    """
+    """The model of a recipe, which is converted in place, and its text."""
 
     def __init__(self, recipe: Recipe, view: View) -> None:
         self.recipe, self.view = recipe, view

@@ -1,7 +1,5 @@
 """Opening what verbs and recipes name: an original or a converted model, its tokenizer, and text cut into windows."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +11,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from dofla.data import TokenWindows
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.integration.checkpoint import load, load_any, load_model
 from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
@@ -34,28 +32,14 @@ def windows_of(
     seed: int = 0,
     view: View | None = None,
 ) -> TokenWindows:
-    """The windows a DataSpec asks for; the source ``demo`` is the bundled mixture. Where text is sampled,
-    which takes long, the ``view`` shows it.
-
-    Raises:
-        DoflaError: a bad source, too little text in it, or text that the model cannot read.
-    """
+    """The windows a DataSpec asks for; the source ``demo`` is the bundled mixture. Where text is sampled, which
+    takes long, the ``view`` shows it. DoflaError for a bad source, too little text in it, or text that the
+    model cannot read."""
     if spec.source == "demo":
         return demo_windows(spec.windows, spec.length, split=spec.split)
+    cut = {name: value for name, value in vars(spec).items() if name != "source"}
     with view.progress("sample text") if view and spec.source == "self" else nullcontext(False) as bar:
-        windows = token_windows(
-            spec.source,
-            tokenizer,
-            model=model,
-            length=spec.length,
-            windows=spec.windows,
-            split=spec.split,
-            holdout=spec.holdout,
-            padded=spec.padded,
-            text_field=spec.text_field,
-            seed=seed,
-            progress=bar,
-        )
+        windows = token_windows(spec.source, tokenizer, model=model, seed=seed, progress=bar, **cut)
     check_readable(model, windows.input_ids, windows.source)
     logger.info("%d windows of %d tokens from %s", len(windows), windows.length, windows.source)
     return windows
@@ -76,7 +60,7 @@ def open_original(
     Raises:
         DoflaError: no such model, tokenizer, dtype or device; a device with ``offload``.
     """
-    path = resolve_model(name)
+    path = packaged_path(name)
     logger.info("loading %s", path)
     return _placed(partial(load_model, path), dtype, device, offload), load_tokenizer(path)
 
@@ -112,13 +96,9 @@ def open_model(
     device: str | None = None,
     offload: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A converted model, as :func:`open_converted` opens it, or a softmax model, by any name that :func:`open_original`
-    takes.
-
-    Raises:
-        DoflaError: no such model; otherwise as :func:`open_converted`.
-    """
-    return _opened(load_any, resolve_model(name), dtype, base_model, device, offload)
+    """A converted model, as :func:`open_converted` opens it and with its errors, or a softmax model, by any name that
+    :func:`open_original` takes."""
+    return _opened(load_any, packaged_path(name), dtype, base_model, device, offload)
 
 
 def _opened(
@@ -130,9 +110,9 @@ def _opened(
     offload: Path | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     logger.info("loading %s", path)
-    base_model = None if base_model is None else resolve_model(base_model)
+    base_model = None if base_model is None else packaged_path(base_model)
     model = _placed(partial(load, path, base_model=base_model), dtype, device, offload)
-    return model, load_tokenizer(resolve_model(path), resolve_model(model.config._name_or_path))
+    return model, load_tokenizer(packaged_path(path), packaged_path(model.config._name_or_path))
 
 
 def _placed(
@@ -153,11 +133,7 @@ def _placed(
 
 def device_of(name: str | None) -> torch.device:
     """The device of a name: ``cpu``, ``cuda``, ``cuda:1``, ``mps`` or another that torch knows; ``auto`` is the first
-    accelerator, or the CPU where there is none; None is the CPU.
-
-    Raises:
-        DoflaError: torch knows no such device, or it is not available.
-    """
+    accelerator, or the CPU where there is none; None is the CPU. DoflaError for one that is not available."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name in (None, "auto"):
         return torch.device("cpu" if name is None or kind is None else kind.type)
@@ -189,7 +165,7 @@ def reader_of(
     its base model's; the tokenizer for any other model, and, with a warning, if there is no processor."""
     if getattr(model.config, "vision_config", None) is None:
         return tokenizer
-    for place in (name, resolve_model(model.config._name_or_path)):
+    for place in (name, packaged_path(model.config._name_or_path)):
         try:
             return AutoProcessor.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # a damaged file fails in any way
@@ -198,14 +174,8 @@ def reader_of(
     return tokenizer
 
 
-def resolve_model(name: str) -> str:
-    """The folder or hub name that a recipe's ``model`` stands for."""
-    return packaged_path(name)
-
-
 def dtype_of(name: str) -> torch.dtype:
     """``float32``, ``bfloat16`` or ``float16`` as a torch dtype."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise DoflaError(f"unknown dtype {name!r}: choose one of {', '.join(known)}")
+    check_choice("dtype", name, known)
     return known[name]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,8 +17,6 @@ from dofla.storage.fields import build
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-STARTS = ("data", "random")
 
 
 @dataclass
@@ -160,13 +158,6 @@ class Recipe:
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
     track: list[str] = field(default_factory=list)  # where losses go as well: tensorboard, wandb, ...
 
-    sections: ClassVar[dict[str, type]] = {
-        "data": DataSpec,
-        "validation": DataSpec,
-        "end_to_end": EndToEndSpec,
-        "evaluate": EvaluateSpec,
-    }
-
     @property
     def models(self) -> Sequence[ModelSpec]:
         """The models to make."""
@@ -242,13 +233,6 @@ class Distillation(Recipe):
     students: list[StudentSpec] = field(default_factory=lambda: [StudentSpec()])
     distill: DistillSpec = field(default_factory=DistillSpec)
 
-    sections: ClassVar[dict[str, type]] = {
-        **Recipe.sections,
-        "profile": ProfileSpec,
-        "curves": CurvesSpec,
-        "distill": DistillSpec,
-    }
-
     @property
     def models(self) -> list[StudentSpec]:
         return self.students
@@ -259,19 +243,17 @@ class Distillation(Recipe):
         data = dict(data)
         if "lambda" in data:
             data["lam"] = data.pop("lambda")
-        students = data.pop("students", None)
-        if students is not None:
-            if not isinstance(students, list) or not students:
-                raise DoflaError(f"{where}: 'students' must be a list of at least one student")
-            data["students"] = [build(StudentSpec, x, f"{where}: students[{n}]") for n, x in enumerate(students)]
+        if data.get("students") is None:
+            data.pop("students", None)
+        elif not isinstance(data["students"], list) or not data["students"]:
+            raise DoflaError(f"{where}: 'students' must be a list of at least one student")
         recipe = super().from_dict(data, where)
         names = [student.name for student in recipe.students]
         if len(set(names)) < len(names):
             raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
         for student in recipe.students:
-            if student.start not in STARTS:
-                start = f"start is {student.start!r}: choose {' or '.join(STARTS)}"
-                raise DoflaError(f"{where}: student {student.name}: {start}")
+            if student.start not in ("data", "random"):
+                raise DoflaError(f"{where}: student {student.name}: start is {student.start!r}: choose data or random")
             if student.end_to_end and not recipe.end_to_end.steps:
                 raise DoflaError(
                     f"{where}: student {student.name} is end_to_end, and end_to_end.steps is 0: give 1 or more"
@@ -296,11 +278,8 @@ def _refuse(data: dict[str, Any], other: type[Recipe], own: type[Recipe], reason
 
 
 def demo_recipes(changes: list[str] | None = None) -> dict[str, Recipe]:
-    """The two recipes of the demo by kind, with changes written ``kind.field=value``.
-
-    Raises:
-        DoflaError: naming the change or the field: unknown, or of the wrong kind.
-    """
+    """The two recipes of the demo by kind, with changes written ``kind.field=value``; DoflaError naming a change or
+    field that is unknown, or of the wrong kind."""
     data = {kind: read_yaml(RECIPES / f"demo-{kind}.yaml") for kind in DEMO}
     for change in changes or []:
         if change.partition(".")[0] not in DEMO:

@@ -3,8 +3,6 @@
 The folder is the state of the run: whatever is finished in it is not done again, so an interrupted run goes on.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,8 +61,8 @@ def _models(recipe: Recipe, folder: Path, view: View) -> Models:
         return CompressedModels(recipe, folder, view)
     assert isinstance(recipe, Distillation)
     students = Students(recipe, folder, view)
-    view.say("\nFeature maps need as many features as a head has degrees of freedom:\n")
-    view.profile(students.profile(), recipe.lam)
+    view.show("\nFeature maps need as many features as a head has degrees of freedom:\n")
+    view.show(*students.profile().parts(recipe.lam))
     return students
 
 

@@ -1,7 +1,5 @@
 """Output of the command line: progress, and tables that fit 80 columns."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -12,25 +10,16 @@ from rich.text import Text
 from tqdm.auto import tqdm
 
 from dofla.display import Bar, Part, Result, showing
-from dofla.profiles.profile import Profile
 
 
 class View:
-    """A terminal: tables on standard output, progress on standard error.
-
-    Args:
-        quiet: show neither.
-        results: show tables; not, where something else goes to standard output.
-    """
+    """A terminal: tables on standard output, progress on standard error; when quiet, neither. Without ``results``
+    something else goes to standard output, and no tables do."""
 
     def __init__(self, quiet: bool = False, results: bool = True) -> None:
         self.quiet, self._answers = quiet, results
         self.console = Console(quiet=quiet or not results, highlight=False, markup=False)
         self._status = Console(stderr=True, highlight=False, markup=False)
-
-    def say(self, text: str) -> None:
-        """One line."""
-        self.console.print(text)
 
     def answer(self, text: str) -> None:
         """A text that was asked for, which is shown even when quiet."""
@@ -60,7 +49,3 @@ class View:
             yield bar
         if not self.quiet:  # of the whole block, which may go on after the last that the bar was told
             self.note(f"{label}: {bar.text or 'done'} ({time.perf_counter() - started:.0f} s)")
-
-    def profile(self, profile: Profile, lam: float) -> None:
-        """Degrees of freedom and their standard errors, layers down and KV heads across."""
-        self.show(*profile.parts(lam))

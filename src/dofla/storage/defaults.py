@@ -1,9 +1,6 @@
 """Tensors of which nobody says where they are to be, in what numbers, or whether gradients may pass."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -11,17 +8,6 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@contextmanager
-def _torchs_own() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def with_torchs_defaults(function: Callable[P, R]) -> Callable[P, R]:
@@ -34,9 +20,14 @@ def with_torchs_defaults(function: Callable[P, R]) -> Callable[P, R]:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return called(*args, **given)
-        if (torch.get_default_device().type, torch.get_default_dtype()) == ("cpu", torch.float32):
+        dtype = torch.get_default_dtype()
+        if (torch.get_default_device().type, dtype) == ("cpu", torch.float32):
             return function(*args, **given)  # a device in force costs every operation some microseconds
-        with _torchs_own():
-            return function(*args, **given)
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                return function(*args, **given)
+        finally:
+            torch.set_default_dtype(dtype)
 
     return called

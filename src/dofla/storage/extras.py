@@ -1,7 +1,5 @@
 """Packages that only some verbs need."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -4,13 +4,12 @@ What a process that was killed leaves, ``.NAME.partial-PID``, is never read, and
 folder is locked (:func:`dofla.storage.lock.locked`).
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -39,11 +38,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
     """A temporary folder of the same name that takes the place of ``folder`` when the block ends well, and vanishes
-    otherwise; and in any case in a process other than the main one.
-
-    Args:
-        folder: to be made.
-        replaced: whether it may be there already. It then stays as it is until the block ends.
+    otherwise; and in any case in a process other than the main one. One that is ``replaced`` stays as it is until then.
 
     Raises:
         DoflaError: if ``folder`` holds something and is not to be ``replaced``, or the system does not let it be
@@ -69,11 +64,7 @@ def new_folder(folder: str | Path, replaced: bool = False) -> Iterator[Path]:
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path of the same name that replaces ``path`` when the block ends well, and vanishes otherwise; and in
-    any case in a process other than the main one.
-
-    Raises:
-        DoflaError: if the system does not let it be written.
-    """
+    any case in a process other than the main one. DoflaError if the system does not let it be written."""
     path = Path(path)
     with _temporary(path) as partial:
         yield partial / path.name
@@ -153,6 +144,17 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in list(folder.rglob(".*.partial-*")):
         logger.info("removing %s, left by a process that was killed", leftover)
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to what JSON can hold: text for paths, null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
 
 
 def write_json(path: str | Path, data: Any) -> None:

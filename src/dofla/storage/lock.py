@@ -1,7 +1,5 @@
 """One process at a time in a folder that a run writes to."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

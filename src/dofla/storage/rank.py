@@ -1,7 +1,5 @@
 """The rank of this process among those that ``torchrun`` or ``accelerate launch`` started, without joining them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

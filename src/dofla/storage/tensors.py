@@ -1,7 +1,5 @@
 """safetensors files that are whole or not there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,16 +24,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
 def read_tensors(
     path: str | Path, way_out: str = "copy or make it again", *, finite: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the CPU, and its metadata.
-
-    Args:
-        path: of the file.
-        way_out: what to do if it is not as it should be, for the message.
-        finite: refuse NaN and infinity.
-
-    Raises:
-        DoflaError: naming the file, if it is missing, damaged, or not ``finite`` as asked for.
-    """
+    """The tensors of a file, on the CPU, and its metadata; DoflaError naming the file and the ``way_out`` if it is
+    missing, damaged, or, where it is to be ``finite``, holds NaN or infinity."""
     try:
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})

@@ -1,7 +1,5 @@
 """lm-evaluation-harness on a model in memory: its tasks, and local ones put into its form."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -81,11 +79,8 @@ def harness_task(task: Task) -> Any:
 def load_tasks(
     tasks: Sequence[str | Task], include_path: str | Path | None = None, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Tasks for ``lm_eval.evaluator.evaluate``: local ones, and those of the harness by name, with their groups.
-
-    Raises:
-        DoflaError: lm-eval is not installed; the harness has no such task, or cannot load it.
-    """
+    """Tasks for ``lm_eval.evaluator.evaluate``: local ones, and those of the harness by name, with their groups;
+    DoflaError if lm-eval is not installed, or has no such task, or cannot load it."""
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     names = [task for task in tasks if isinstance(task, str)]
     options = {"include_path": include_path and str(include_path), "metadata": dict(metadata or {})}
@@ -152,12 +147,8 @@ def _answers(lm: Any, run: Callable[..., list[Any]], progress: Progress | None, 
 
 @quiet()
 def scores_of(lm: Any, tasks: Mapping[str, Any], limit: int | None = None) -> list[TaskScores]:
-    """Scores of a model on tasks and on groups of them, with as many examples in a prompt as each says.
-
-    Args:
-        lm: of :func:`language_model`.
-        tasks: of :func:`load_tasks`.
-        limit: items per task, the first ones.
+    """Scores of a model (:func:`language_model`) on tasks and on groups of them (:func:`load_tasks`), with as many
+    examples in a prompt as each says; of the first ``limit`` items of each task.
 
     Raises:
         DoflaError: a choice has no tokens, or more than the model reads; a likelihood is not finite; what the harness

@@ -1,12 +1,9 @@
 """Tasks from JSONL files, so that they work without a hub."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from dofla.errors import DoflaError, check_choice
 from dofla.tasks.items import Item, Task
@@ -68,18 +65,8 @@ def _item(line: str, where: str, number: int) -> Item:
         raise DoflaError(f"{where}: choices is {choices!r}: give two texts or more")
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         raise DoflaError(f"{where}: answer is {answer!r}: give the index of the right choice, 0 to {len(choices) - 1}")
-    return Item(
-        question,
-        tuple(choices),
-        answer,
-        data.get("id", number),
-        _text(data, "context", where),
-        _text(data, "subject", where),
-    )
-
-
-def _text(data: dict[str, Any], key: str, where: str) -> str | None:
-    value = data.get(key)
-    if value is not None and not isinstance(value, str):
-        raise DoflaError(f"{where}: {key} is {value!r}: give a text")
-    return value
+    texts = data.get("context"), data.get("subject")
+    for key, value in zip(("context", "subject"), texts, strict=True):
+        if value is not None and not isinstance(value, str):
+            raise DoflaError(f"{where}: {key} is {value!r}: give a text")
+    return Item(question, tuple(choices), answer, data.get("id", number), *texts)

@@ -1,7 +1,5 @@
 """A converted model and its original on tasks, local or the harness's."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -35,7 +33,7 @@ def evaluate_tasks(
     progress: Callable[[int, int, str], None] | bool = True,
 ) -> TaskResults:
     """Compare a converted model with the softmax model it was on tasks: multiple choice, generation, or whatever
-    lm-evaluation-harness has.
+    lm-evaluation-harness has. ``print`` shows the figures as a table, ``to_dict()`` is for JSON.
 
     Args:
         model: a converted model; it is its own original.
@@ -48,9 +46,6 @@ def evaluate_tasks(
             [4096]}``. The harness opens that tokenizer by itself, with the code that it may come with.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (done, total, model) requests.
-
-    Returns:
-        Figures that are fields; ``print`` shows them as a table, ``to_dict()`` is for JSON.
 
     Raises:
         DoflaError: for a bad limit, two tasks of one name, and what loading, scoring or the harness refuse.

@@ -3,8 +3,6 @@
 The wordings are those of lm-evaluation-harness for the seven tasks of arXiv 2507.03340, so that figures compare.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Text for the bundled model: its own samples, and documents that need long-range recall."""
 
-from __future__ import annotations
-
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.runs.demo import WINDOWS

@@ -1,0 +1,53 @@
+"""The common steps of several verbs: the text they are given, cut; what they have written; and the next command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dofla.cli.verb import current_view
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from dofla.data import TokenWindows
+
+
+def windows_from(
+    source: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Mapping[str, Any],
+    split: str = "train",
+) -> TokenWindows:
+    """Windows of a source for a model, with what ``--set`` says of them."""
+    from dofla.runs.opening import windows_of
+    from dofla.runs.recipe import DataSpec
+
+    cut = {name: value for name, value in settings.items() if name != "seed"}
+    spec = DataSpec(source, split=split, **cut)
+    return windows_of(spec, model, tokenizer, seed=settings.get("seed", 0), view=current_view())
+
+
+def written(kind: str, path: Path) -> None:
+    """A line on a file or folder that is new, with its size on disk."""
+    from dofla.display import size
+
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    total = sum(file.stat().st_size for file in files)
+    current_view().show(f"\n{kind} written to {path} ({size(total)} on disk)")
+
+
+def held_out(made_by: Mapping[str, Any]) -> None:
+    """A line on the KL that calibration has measured on held-out windows, if it has."""
+    from dofla.compression.head_budgets import held_out_line
+
+    if "held_out" in made_by:
+        current_view().show(held_out_line(made_by["held_out"]))
+
+
+def following(*words: object) -> None:
+    """The next command, on one line whatever its length, so that it can be copied."""
+    current_view().console.print(f"next: {shlex.join(['dofla', *map(str, words)])}", soft_wrap=True)

@@ -1,0 +1,211 @@
+"""The verbs of compression: check, calibrate, compress and frontier."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dofla.cli.common import following, held_out, windows_from, written
+from dofla.cli.options import (
+    DATA,
+    IN_MEMORY,
+    ORIGINAL,
+    Device,
+    Given,
+    ModelArgument,
+    Ratio,
+    SelfData,
+    Size,
+    existing,
+    new_file,
+    new_folder,
+    source,
+    sources,
+    text_of,
+)
+from dofla.cli.settings import Function
+from dofla.cli.verb import current_view
+from dofla.errors import DoflaError
+
+
+def check(
+    model: ModelArgument,
+    size: Annotated[list[str] | None, typer.Option(help="Size of the compressed cache, as 1.5MiB; repeatable.")] = None,
+    ratio: Ratio = None,
+    settings: Given = Function("runs/check.py", "check", ("sizes",)),
+) -> dict[str, Any]:
+    """Say whether a model can be compressed, and what that saves.
+
+    Reads its config, not its weights.
+    """
+    from dofla.runs.check import check as look
+
+    found = look(model, size or (), ratio=ratio, **settings)
+    current_view().show(found)
+    if found.supported:
+        asked = ["--size", size[0]] if size else ["--ratio", f"{ratio or 16:g}"]
+        following("compress", model, *asked, "--out", "compressed")
+    return found.to_dict()
+
+
+def calibrate(
+    model: ModelArgument,
+    data: SelfData = "self",
+    out: Annotated[Path, typer.Option(help="File to write; it must be new.", callback=new_file)] = Path(
+        "calibration.safetensors"
+    ),
+    retrieval_heads: Annotated[
+        bool, typer.Option("--retrieval-heads", help="Rank retrieval heads as well: a minute more.")
+    ] = False,
+    device: Device = None,
+    opening: Given = ORIGINAL,
+    text: Given = text_of(windows=12),
+    settings: Given = Function("compression/calibrate.py", "calibrate", ("progress",)),
+) -> dict[str, Any]:
+    """Measure what compress needs to know of a model, for any size."""
+    from dofla import calibrate as measure
+    from dofla.runs.opening import open_original
+
+    view = current_view()
+    opened, tokenizer = open_original(model, device=device, **opening)
+    windows = windows_from(data, opened, tokenizer, text)
+    with view.progress("calibrate") as bar:
+        found = measure(
+            opened, windows, tokenizer=tokenizer if retrieval_heads else None, progress=bar.stage, **settings
+        )
+    found.save(out)
+    view.show(found)
+    written("calibration", out)
+    following("compress", model, "--calibration", out, "--ratio", 16, "--out", "compressed")
+    return {"calibration": out, "model": found.model, **found.made_by}
+
+
+def compress(
+    model: ModelArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the whole model, as from_pretrained opens it; new.", callback=new_folder),
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder for an adapter instead, which names its base; new.", callback=new_folder)
+    ] = None,
+    size: Size = None,
+    ratio: Ratio = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File from dofla calibrate.", callback=existing("a calibration"))
+    ] = None,
+    data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}; default: self.", callback=source)] = None,
+    device: Device = None,
+    opening: Given = ORIGINAL,
+    text: Given = text_of(windows=12),
+    settings: Given = Function("compression/compress.py", "compress", ("progress",)),
+) -> dict[str, Any]:
+    """Compress the cache of a model to a constant size; no training."""
+    from dofla import Calibration
+    from dofla import compress as make
+    from dofla.integration.checkpoint import warn_of_local_base, write_adapter
+    from dofla.integration.converted import Converted
+    from dofla.runs.opening import open_original
+    from dofla.storage.files import new_folder
+
+    if out is None and adapter is None:
+        raise DoflaError("nowhere to write: give --out FOLDER for a whole model, or --adapter FOLDER")
+    if calibration is not None and data is not None:
+        raise DoflaError(f"--calibration {calibration} and --data {data} are both given: give one of them")
+    view, kinds = current_view(), {"compressed model": out, "adapter": adapter}
+    measured = None if calibration is None else Calibration.load(calibration)
+    with ExitStack() as stack:
+        folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
+        compressed, tokenizer = open_original(model, device=device, **opening)
+        windows = None if measured else windows_from(data or "self", compressed, tokenizer, text)
+        options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
+        with view.progress("compress") as bar:
+            make(compressed, windows, size, progress=bar.stage, **options)
+        for kind, folder in folders.items():
+            if kind == "adapter":
+                write_adapter(compressed, folder)
+            else:
+                compressed.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    if adapter is not None:
+        warn_of_local_base(compressed, adapter)
+    plan = Converted.of(compressed).plan
+    view.show(plan)
+    held_out(plan.made_by)
+    if heads := plan.made_by.get("retrieval_heads"):
+        view.show(f"retrieval heads: {', '.join(f'{name} {head}' for name, own in heads.items() for head in own)}")
+    for kind, path in kinds.items():
+        if path is not None:
+            written(kind, path)
+    following("evaluate", out or adapter, "--data", data or "sample")
+    return {"folder": out, "adapter": adapter, "state_bytes": plan.state_bytes(compressed.dtype), **plan.to_dict()}
+
+
+def frontier(
+    model: ModelArgument,
+    data: SelfData = "self",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Evaluation text, as --data; repeatable; default: the held-out part of --data.", callback=sources
+        ),
+    ] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option(help="Length of a window, in tokens; repeatable; default 512.")
+    ] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option(help="Cache size to try, as 1.5MiB; repeatable; default: five sizes.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Largest acceptable loss increase, in nats per token; default: none.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write adapters, figures and the report to; it must be new.", callback=new_folder),
+    ] = None,
+    device: Device = None,
+    opening: Given = IN_MEMORY,
+    cutting: Given = text_of(("length",), windows=12),
+    settings: Given = Function("runs/frontier.py", "frontier", ("progress",)),
+) -> dict[str, Any]:
+    """Find the smallest cache that keeps the quality on your text."""
+    from dofla.compression.config import WINDOWS
+    from dofla.report import write_page_beside
+    from dofla.runs.frontier import ADAPTERS, FRONTIER
+    from dofla.runs.frontier import frontier as measure
+    from dofla.runs.opening import open_original
+
+    view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
+    opened, tokenizer = open_original(model, device=device, **opening)
+    windows = windows_from(data, opened, tokenizer, {**cutting, "windows": WINDOWS})
+    texts = {}
+    for name, other in _named(text or [data]).items():
+        # Calibration reads another part of the data, and nothing of other texts.
+        split = "validation" if Path(other).resolve() == Path(data).resolve() else "all"
+        cuts = [{**cutting, "length": length} for length in lengths]
+        texts[name] = [windows_from(other, opened, tokenizer, cut, split) for cut in cuts]
+    with view.progress("frontier") as bar:
+        options = {"sizes": sizes, "target": target, "tokenizer": tokenizer, "out": out, **settings}
+        found = measure(opened, windows, texts, progress=bar.stage, **options)
+    view.show(found)
+    if out is not None:
+        written("frontier", out / FRONTIER)
+        for size in found.kept:
+            written("adapter", out / ADAPTERS / str(size))
+        write_page_beside(out, view)
+        if found.kept:
+            following("chat", out / ADAPTERS / str(found.kept[0]))
+    elif target is not None:
+        given = {**opening, **cutting, **settings}
+        common = ["seed", "dtype", "context", "retrieval_heads"]
+        changes = [word for name in common if name in given for word in ("--set", f"{name}={given[name]}")]
+        for size in found.kept:
+            following("compress", model, "--size", size, "--data", data, *changes, "--out", f"compressed-{size}")
+    return found.to_dict()
+
+
+def _named(texts: list[str]) -> dict[str, str]:
+    """The texts by the names of their files, or by themselves if two of the names are equal."""
+    names = [Path(text).name.partition(".")[0] or text for text in texts]
+    return dict(zip(names if len(set(names)) == len(set(texts)) else texts, texts, strict=True))
