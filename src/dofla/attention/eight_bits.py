@@ -20,7 +20,7 @@ _LARGEST = 127
 _EXPONENTS = (-120, 120)
 """Powers of two whose reciprocals float32 has too."""
 _OF_HEADS = ("key", "key_exponent", "value", "value_exponent")
-"""What heads do not have in common of a :class:`PackedTokens`."""
+"""The fields of :class:`PackedTokens` that each head has for itself."""
 
 
 def pack(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,7 @@ features::Map map_of(std::size_t which, const std::vector<at::Tensor>& maps, con
 }
 
 // The exact part of a hybrid layer: query [B, H, L, d]; key and value [B, Hkv, L + window - 1, .] and log_weight
-// [B, L + window - 1] of the near tokens; s sinks [B, Hkv, s, .] with log-weights [B, s], each seen from row
-// visible_from [B, s] on.
+// [B, L + window - 1] of near tokens; s sinks [B, Hkv, s, .], their log-weights and the row they are seen from [B, s].
 struct Exact {
   const at::Tensor &query, &key, &value, &log_weight, &sink_key, &sink_value, &sink_log_weight, &visible_from;
   std::int64_t window;

@@ -85,7 +85,7 @@ class Compiled(Backend):
 
 
 def _of_layer(heads: Compressed, call: Call) -> tuple[Any, ...]:
-    """What operators are told of a layer: constants of its coders of keys and of values, tables, the scaling of scores,
+    """The arguments of operators for a layer: constants of its coders of keys and of values, tables, scaling of scores,
     its heads by group, and the groups' numbers."""
     # As an attribute it takes ten times as long to find.
     sides = ([tier.key for tier in heads.tiers], [tier.value for tier in heads.tiers])
