@@ -23,17 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dofla.attention import Coder, CompressedHeads, FeatureState, HeadSizes, gpu
-from dofla.attention.coding.heavy_hitters import WEIGHTS
+from dofla.attention import Call, CodedTokens, Coder, CompressedHeads, FeatureState, HeadSizes, gpu
 from dofla.attention.drawn import Line
-from dofla.attention.gpu.codes import CodedVectors
 from dofla.attention.gpu.drawn import drawn
 from dofla.attention.gpu.encode import encode
 from dofla.attention.gpu.heavy_hitters import select_survivors
 from dofla.attention.gpu.rotate_query import rotate_queries
-from dofla.attention.gpu.tier import attend
+from dofla.attention.gpu.tier import attend, unrotated
 from dofla.attention.gpu.token import Decoder
-from dofla.attention.gpu.unrotate import unrotated
 
 
 class _Absent:
@@ -81,10 +78,9 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     coder = Coder(1, dim, 3.0)
     coder.reset()
     line = torch.zeros(1, 1, tokens + length, dim)
-    codes = CodedVectors.of(coder, *coder.encode(line))
-    rotated, log_weight = torch.zeros(1, groups, length, dim + 1), torch.zeros(1, 1, tokens + length)
-    score, evicted_at = log_weight.to(torch.int16), log_weight.int()
-    prompt = Line(line.bfloat16(), line.bfloat16(), log_weight == 0, padded=False)
+    codes, rotated = coder.encode(line), torch.zeros(1, groups, length, dim + 1)
+    score = torch.zeros(1, 1, tokens + length, dtype=torch.int16)
+    coded, prompt = CodedTokens(*codes, *codes, score), Line(line.bfloat16(), line.bfloat16(), score == 0, padded=False)
     if length == 1:  # all that a decoded token of a compressed cache takes
         newest = tokens // 4
         heads = CompressedHeads([HeadSizes(31, 2, newest, n - newest) for n in (tokens, tokens // 2)], dim, dim, 3.0)
@@ -92,12 +88,13 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         states, decoder = heads.layout.empty(1, a.device).rows, Decoder(heads, [0, 1])
         query, new = torch.zeros(1, 2 * groups, 1, dim), torch.zeros(1, 2, 1, dim)
         out, pages = torch.zeros_like(query), torch.tensor([0])
-        padding = torch.zeros(1, 1)
+        call = Call(query, new, new, 1.0)
+        padded = call._replace(log_weight=torch.zeros(1, 1))
         return [
             lambda: gpu.linear_attention(a, b, value, state=features),
-            lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS),
-            lambda: decoder(query, new, new, None, states, out, 1.0, 1.0, WEIGHTS, pages),
-            lambda: decoder(query, new, new, padding, states, out, 1.0, 1.0, WEIGHTS),
+            lambda: decoder(call, states, out),
+            lambda: decoder(call, states, out, pages),
+            lambda: decoder(padded, states, out),
         ]
     return [
         lambda: gpu.linear_attention(a, b, value, state=features),
@@ -105,9 +102,9 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         lambda: encode(coder, b),
         lambda: rotate_queries(coder, a, groups),
         lambda: select_survivors(
-            coder.rotate_query_integer(a), torch.ones(1, length) > 0, codes, score, tokens // 4, 1.0, WEIGHTS
+            coder, coder.rotate_query_integer(a), torch.ones(1, length) > 0, coded, tokens // 4, 1.0
         ),
-        lambda: attend(rotated, codes, codes, log_weight, evicted_at, 1.0),
+        lambda: attend(coder, coder, rotated, coded, score.int(), 1.0),
         lambda: drawn(a.bfloat16(), prompt, rotated[..., 0], 31, 2, 1.0),
         lambda: unrotated(coder, codes),
     ]

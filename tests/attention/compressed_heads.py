@@ -140,7 +140,7 @@ def error_of(heads, query, key, value):
         scores = max(scores, size * (back * longest + key.double().norm(dim=-1).max().item()))
         unrotated = max(unrotated, 2 * values.double().norm(dim=-1).max().item())
         asked, _ = tier.key.rotate_query(query.unflatten(1, (-1, share))[:, own].flatten(1, 2).double())
-        coded = tier.key.rotate(keys.double()).repeat_interleave(share, 1)
+        coded = (rotated.mT - tier.key.middle.double().unsqueeze(1)).repeat_interleave(share, 1)
         spread = max(spread, SCALING * _pairs(asked, coded))
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019), of which
     # weights have those of scores, and averages those of weights twice and their own.

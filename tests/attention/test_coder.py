@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
-from dofla.attention.coding.levels import distortion, levels, scale_code, scale_of
+from dofla.attention.coding.levels import DISTORTION, levels, scale_code, scale_of
 from dofla.attention.coding.trellis import search, windows
 from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
@@ -58,9 +58,9 @@ def test_codes_lose_what_is_said(bits):
     cosine = (x * found).sum(1) / (x.square().sum(1) * found.square().sum(1)).sqrt()
     lost = 2 - 2 * cosine
     # Five standard errors of the mean over these blocks and over those that the figure is from, five times as many.
-    assert (lost.mean() - distortion(bits)).abs() < 5 * lost.std() * (1 / 4000 + 1 / 20000) ** 0.5
+    assert (lost.mean() - DISTORTION[bits]).abs() < 5 * lost.std() * (1 / 4000 + 1 / 20000) ** 0.5
     # Max (1960), table 1: mean squared errors of 2, 4, 8, 16 and 32 levels, of least squares as here.
-    assert distortion(bits) < [0.3634, 0.1175, 0.03454, 0.009497, 0.002499][bits - 1]
+    assert DISTORTION[bits] < [0.3634, 0.1175, 0.03454, 0.009497, 0.002499][bits - 1]
 
 
 def test_levels_are_bytes_and_turn_round():
@@ -103,7 +103,7 @@ def test_normal_numbers_are_kept_as_well(bits):
     numbers, unit = decode(*encode(*whole(x), bits), bits)
     found = (numbers * unit - x).square().mean() / x.square().mean()
     # A scale in steps of 4.4 % loses at most (2.2 %)²; half a unit of 128 or more for rounding; 64,000 draws.
-    assert 0.95 * distortion(bits) < found < 1.05 * distortion(bits) + 0.022**2 + 1 / (12 * 40**2)
+    assert 0.95 * DISTORTION[bits] < found < 1.05 * DISTORTION[bits] + 0.022**2 + 1 / (12 * 40**2)
 
 
 @settings(max_examples=50, deadline=None)
@@ -119,7 +119,9 @@ def test_blocks_keep_their_length(bits, seed, exponent):
 
 def test_calibrated_blocks_have_size_1():
     x = 1e-3 * vectors(dim=64, length=2048, fall=1e9)
-    rotated = calibrated(x).rotate(x).unflatten(-1, (-1, 16))
+    coder = calibrated(x)
+    rotated = x @ (coder.rotation * coder.fineness.unsqueeze(-1)).mT - coder.middle.unsqueeze(1)
+    rotated = rotated.unflatten(-1, (-1, 16))
     # The rows of the rotation are rounded to 16 bits, or less where their sums must stay below 2²⁴ / 127.
     torch.testing.assert_close(rotated.square().mean((0, 2, 4)), torch.ones(2, 4), rtol=2e-3, atol=0)
 

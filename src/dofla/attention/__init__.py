@@ -1,5 +1,4 @@
-"""The arithmetic of attention: compressed caches, and linear attention through features. Knows vectors and states, and
-nothing of transformers.
+"""The arithmetic of attention: compressed caches, and linear attention through features. Knows nothing of transformers.
 
 Symbols used throughout: B batch, H query heads, Hkv key-value heads (H a multiple of Hkv), L tokens, M features,
 d head size of queries and keys, dv head size of values.
@@ -16,7 +15,7 @@ and attention is the average of the values under those weights, normalized over 
 from dofla.attention.affine import Affine
 from dofla.attention.attend import HybridState, attend, packed, unpacked
 from dofla.attention.call import Call
-from dofla.attention.chunked import chunked
+from dofla.attention.chunked import chunked, recurrent
 from dofla.attention.coding import CodedTokens, Coder, KeySmoothing, Moments, Tier, tier_bytes
 from dofla.attention.compressed import CompressedHeads
 from dofla.attention.constants import LOG_ZERO
@@ -25,7 +24,6 @@ from dofla.attention.group import HeadGroup
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.layout import CompressedState, HeadSizes, Layout
 from dofla.attention.naive import naive_attention
-from dofla.attention.recurrent import recurrent
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable, log_weights, side_by_side
 
 __all__ = [

@@ -15,8 +15,7 @@ from dofla.attention.call import Call
 from dofla.attention.chunked import chunked
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens
-from dofla.attention.exact import ExactPart, exact_attention, merge
-from dofla.attention.sinks import sink_slots, take_sinks
+from dofla.attention.exact import ExactPart, exact_attention, merge, sink_slots, take_sinks
 from dofla.attention.state import FeatureState, Tensors, TokenBuffer, accumulable, known_full, masked
 
 _Exact = TypeVar("_Exact", bound=TokenBuffer | PackedTokens, covariant=True)
@@ -45,7 +44,6 @@ def attend(
     *,
     window: int = 0,
     sinks: int = 0,
-    backend: Backend | None = None,
 ) -> tuple[Tensor, HybridState[TokenBuffer] | None]:
     """Linear attention of new tokens to themselves and to the past held in ``state``.
 
@@ -56,14 +54,13 @@ def attend(
         state: the past, or None at the beginning of a sequence.
         window: the last ``window`` keys, the query's own included, have exact scores.
         sinks: so do the first ``sinks`` real keys.
-        backend: default the one of the table that takes these.
 
     Returns:
         Output [B, H, L, dv] in the dtype of the values, and the state after the last token (None unless causal).
     """
     if not call.causal:
         return _attend_both_ways(call, features, window, sinks).to(call.value.dtype), None
-    backend = backend or backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
+    backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
     length, pieces = call.query.shape[-2], []
     size = _segment(call.query.shape[0] * call.query.shape[1] * features.features, call.query)
     for start in range(0, length, size):

@@ -9,14 +9,13 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from dofla.attention.call import Call
-from dofla.attention.chunked import chunked
+from dofla.attention.chunked import chunked, recurrent
 from dofla.attention.coding import Tier
 from dofla.attention.coding.operations import CodeOperations
-from dofla.attention.drawn import Drawn, Line, exact_causal
+from dofla.attention.drawn import exact_causal
 from dofla.attention.exact import ExactPart, merge
 from dofla.attention.layout import CompressedState, Layout
 from dofla.attention.modules import ModuleList
-from dofla.attention.recurrent import recurrent
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
 
@@ -49,13 +48,14 @@ REGISTERED: WeakValueDictionary[int, Compressed] = WeakValueDictionary()
 class Backend(CodeOperations):
     """Plain torch, for any device, with gradients."""
 
+    exact_causal = staticmethod(exact_causal)
+
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         """True if the backend does calls with these queries, keys and values, and these other inputs."""
         return True
 
     def traceable(self, tokens: int, compressed: bool) -> bool:
-        """True if torch.compile can take a call with so many new tokens into its graph, of a compressed cache or of
-        feature maps."""
+        """True if torch.compile can take a call with so many tokens, compressed or with features, into its graph."""
         return False
 
     def read_compressed(
@@ -77,8 +77,7 @@ class Backend(CodeOperations):
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        """:meth:`read_compressed` of n sequences of different lengths, whose states are pages of a pool, and are
-        updated there.
+        """:meth:`read_compressed` of n sequences of different lengths, whose states are updated in pages of a pool.
 
         Args:
             heads: of the layer.
@@ -118,10 +117,6 @@ class Backend(CodeOperations):
         form = recurrent if a.shape[-2] == 1 else chunked
         out, normalizer, after = form(a, b, accumulable(tokens.value), state=state)
         return merge_exact(out, normalizer, exact), after
-
-    def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
-        """:func:`dofla.attention.drawn.exact_causal`."""
-        return exact_causal(query, line, window, sinks, scaling)
 
 
 def merge_exact(out: Tensor, normalizer: Tensor, exact: ExactPart | None) -> Tensor:

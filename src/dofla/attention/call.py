@@ -43,6 +43,10 @@ class Call(NamedTuple):
     def vectors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
 
+    def new_output(self) -> Tensor:
+        """An output [B, H, L, dv], to be filled."""
+        return self.value.new_empty(*self.query.shape[:-1], self.value.shape[-1])
+
     def of_heads(self, heads: Sequence[int]) -> Call:
         """The same of some KV heads and their queries, in this order."""
         if list(heads) == list(range(self.key.shape[1])):

@@ -1,4 +1,4 @@
-"""Linear attention over many tokens at once: prefill and training, O(L)."""
+"""Linear attention over many tokens at once: prefill and training, O(L); and token by token: decoding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from torch import Tensor
 
 from dofla.attention.constants import SMALLEST_TRUSTED_MASS
 from dofla.attention.state import FeatureState
-
-"""A row's normalizer is a sum of products that are at most 1; above this, what underflowed is below 1e-6 of it."""
 
 
 def chunked(
@@ -69,3 +67,14 @@ def _one_chunk(a: Tensor, b: Tensor, value: Tensor, state: FeatureState) -> tupl
     normalizer = best.squeeze(-1) + mass.log()
     state = state.absorb_levelled(top, keys, value)
     return out.view(batch, heads, length, -1), normalizer.view(batch, heads, length), state
+
+
+def recurrent(a: Tensor, b: Tensor, value: Tensor, *, state: FeatureState) -> tuple[Tensor, Tensor, FeatureState]:
+    """:func:`chunked`, causal, one token after the other; made for L = 1, right for any L."""
+    outputs, normalizers = [], []
+    for i in range(a.shape[-2]):
+        state = state.absorb(b[:, :, i : i + 1], value[:, :, i : i + 1])
+        out, normalizer = state.read(a[:, :, i : i + 1])
+        outputs.append(out)
+        normalizers.append(normalizer)
+    return torch.cat(outputs, dim=-2), torch.cat(normalizers, dim=-1), state

@@ -13,14 +13,13 @@ from dofla.attention.call import Call
 from dofla.attention.coding import Tier
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens, rounded
-from dofla.attention.exact import ExactPart, merge
+from dofla.attention.exact import ExactPart, merge, take_sinks
 from dofla.attention.group import HeadGroup
 from dofla.attention.heads import query_heads, write
 from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout
 from dofla.attention.modules import ModuleList
 from dofla.attention.prefill import exact_prefill
-from dofla.attention.sinks import take_sinks
-from dofla.attention.state import TokenBuffer, masked
+from dofla.attention.state import masked
 from dofla.errors import DoflaError
 
 
@@ -83,7 +82,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         self, call: Call, state: CompressedState, fresh: bool, backend: Backend
     ) -> tuple[Tensor, CompressedState]:
         """An exact call: heads with one local window at once."""
-        out, held = _output(call), self.layout.open(state)
+        out, held = call.new_output(), self.layout.open(state)
         for window in dict.fromkeys(size[:2] for size in self.layout.sizes):
             groups = [n for n, size in enumerate(self.layout.sizes) if size[:2] == window]
             heads = [head for n in groups for head in self.layout.heads[n]]
@@ -96,7 +95,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
 
     def _read(self, call: Call, state: CompressedState, backend: Backend) -> tuple[Tensor, CompressedState]:
         """A call in plain torch, group by group."""
-        out, after = _output(call), []
+        out, after = call.new_output(), []
         groups = zip(self.layout.heads, self.layout.sizes, self.tiers, self.layout.open(state), strict=True)
         for heads, size, tier, contents in groups:
             piece, kept = _attend(call.of_heads(heads), size.window, tier, contents, backend)
@@ -105,19 +104,14 @@ class CompressedHeads(HeadGroup[CompressedState]):
         return out, self.layout.close(after)
 
 
-def _output(call: Call) -> Tensor:
-    return call.value.new_empty(*call.query.shape[:-1], call.value.shape[-1])
-
-
 def _attend(call: Call, window: int, tier: Tier, held: Contents, backend: Backend) -> tuple[Tensor, Contents]:
     """Output [B, H, L, dv] of one group, and its tokens after the call."""
     length, dtype = call.query.shape[-2], torch.promote_types(call.key.dtype, torch.float32)
     # All keys and values are rounded as they enter, so that it does not matter where a call ends.
     line = held.window.unpacked(dtype).then(masked(rounded(call.key), rounded(call.value), call.log_weight))
     real = line.log_weight[:, -length:] > LOG_ZERO
-    sinks = TokenBuffer.empty(line.key, line.value, 0) if held.sinks is None else held.sinks.unpacked(dtype)
-    entering, sinks, visible_from = take_sinks(sinks, line[:length])
+    entering, sinks, visible_from = take_sinks(held.sinks.unpacked(dtype), line[:length])
     near = ExactPart(call.query, line[1:], window, sinks, visible_from, call.scaling).widened().attend()
     far, tokens = tier.attend(call.query, entering, held.tier, call.scaling, real, backend)
-    kept = None if held.sinks is None else PackedTokens.of(sinks, backend.pack)
-    return merge(far, near)[0], Contents(PackedTokens.of(line[length:], backend.pack), kept, tokens)
+    exact = [PackedTokens.of(own, backend.pack) for own in (line[length:], sinks)]
+    return merge(far, near)[0], Contents(exact[0], exact[1], tokens)

@@ -6,7 +6,8 @@ LOG_ZERO = -(2.0**100)
 precision, are 0 and not NaN; far enough down that adding any log-feature to it changes nothing, and that exp of its
 distance to any real weight is exactly 0."""
 SMALLEST_TRUSTED_MASS = 1e-28
-"""Sums of exponentials below this are computed again, token by token."""
+"""Sums of exponentials, of 1 at most, below this are computed again, token by token; above it, what underflowed
+is below 1e-6 of them."""
 
 ALIGNMENT = 16
 """Bytes to whose multiples each part of a row of bytes begins: any type can be read there, and no vector that the

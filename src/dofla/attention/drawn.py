@@ -53,8 +53,7 @@ class Drawn:
 
 
 def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
-    """Attention of queries [B, H, L, d], those of the last tokens of a line: output [B, H, L, dv], zeros for padding;
-    and what the tokens drew."""
+    """Output [B, H, L, dv] of queries [B, H, L, d] of a line's last tokens, zeros for padding; and what tokens drew."""
     key, value = accumulable(line.key), accumulable(line.value)
     before, length = len(line) - query.shape[2], query.shape[2]
     out = value.new_empty(*query.shape[:3], value.shape[-1])

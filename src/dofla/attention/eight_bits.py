@@ -8,8 +8,8 @@ where a token is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from dofla.attention.state import Tensors, TokenBuffer
 _LARGEST = 127
 _EXPONENTS = (-120, 120)
 """Powers of two whose reciprocals float32 has too."""
+_OF_HEADS = ("key", "key_exponent", "value", "value_exponent")
+"""The fields of :class:`PackedTokens` that each head has for itself."""
 
 
 def pack(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,11 +71,19 @@ class PackedTokens(Tensors):
 
     def shifted(self, later: PackedTokens) -> PackedTokens:
         """The same number of tokens, with ``later`` at the end and the oldest dropped."""
-        new = len(later)
+        new, parts = len(later), []
+        for field in fields(self):
+            old = getattr(self, field.name)
+            dim = min(old.ndim - 1, 2)
+            parts.append(torch.cat([old.narrow(dim, new, old.shape[dim] - new), getattr(later, field.name)], dim))
+        return PackedTokens(*parts)
 
-        def joined(name: str, dim: int) -> Tensor:
-            old = getattr(self, name)
-            return torch.cat([old.narrow(dim, new, old.shape[dim] - new), getattr(later, name)], dim)
+    def of_heads(self, heads: slice) -> PackedTokens:
+        """Tokens of some heads side by side."""
+        return replace(self, **{name: getattr(self, name)[:, heads] for name in _OF_HEADS})
 
-        vectors, numbers = ("key", "value"), ("key_exponent", "value_exponent")
-        return PackedTokens(**{n: joined(n, 2) for n in (*vectors, *numbers)}, log_weight=joined("log_weight", 1))
+    @staticmethod
+    def of_all(groups: Sequence[PackedTokens]) -> PackedTokens:
+        """Tokens of all heads of some groups, which have their log-weights in common."""
+        joined = {name: torch.cat([getattr(group, name) for group in groups], 1) for name in _OF_HEADS}
+        return replace(groups[0], **joined)

@@ -40,8 +40,7 @@ class HeadGroup(nn.Module, ABC, Generic[S]):
 
     @abstractmethod
     def traceable(self, call: Call, has_state: bool) -> bool:
-        """True if torch.compile can take such a call into its graph, where no shape and no branch depends on
-        numbers."""
+        """True if torch.compile can take such a call into its graph: no shape and no branch depends on numbers."""
 
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +17,26 @@ def query_heads(heads: Sequence[int], groups: int) -> list[int]:
 
 def select(x: Tensor, heads: Sequence[int]) -> Tensor:
     """Some heads of ``x`` [B, H, L, d]; a view if they stand side by side."""
-    return x[:, _run(heads)] if _is_run(heads) else x.index_select(1, _index(tuple(heads), x.device))
+    run = _run(heads)
+    return x.index_select(1, on_device(tuple(heads), x.device)) if run is None else x[:, run]
 
 
 def write(piece: Tensor, out: Tensor, heads: Sequence[int]) -> None:
     """Put ``piece`` into ``out`` [B, H, L, d] as the rows of some heads."""
-    if _is_run(heads):
-        out[:, _run(heads)] = piece
+    if (run := _run(heads)) is not None:
+        out[:, run] = piece
         return
     for n, head in enumerate(heads):  # whole rows each, much faster than an index
         out[:, head] = piece[:, n]
 
 
-def _is_run(heads: Sequence[int]) -> bool:
-    """True if heads stand side by side."""
-    return list(heads) == list(range(heads[0], heads[0] + len(heads)))
-
-
-def _run(heads: Sequence[int]) -> slice:
-    return slice(heads[0], heads[0] + len(heads))
+def _run(heads: Sequence[int]) -> slice | None:
+    """The heads as a slice, if they stand side by side."""
+    end = heads[0] + len(heads)
+    return slice(heads[0], end) if list(heads) == list(range(heads[0], end)) else None
 
 
 @lru_cache
-def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """Once, for the CPU waits for a GPU while it copies something there."""
-    return torch.tensor(heads, device=device)
+def on_device(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Whole numbers as a tensor. Once, for the CPU waits for a GPU while it copies something there."""
+    return torch.tensor(numbers, dtype=dtype, device=device)

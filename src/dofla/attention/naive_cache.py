@@ -33,8 +33,7 @@ class Retention(Protocol):
         """Scores [R, n] of tokens before a query, by the time it comes."""
 
     def score(self, weights: Tensor) -> Tensor:
-        """The addition of a query [R, n], from the attention weights [R, G, n] of its G heads, normalized over the
-        tier."""
+        """The addition of a query [R, n], from its G heads' attention weights [R, G, n], normalized over the tier."""
 
 
 class HeavyHitters:
@@ -105,11 +104,8 @@ class NaiveCache:
         """The token with the lowest score goes, the oldest of several; the newest stay in any case."""
         old = self.scores.shape[1] - self.size.newest
         lowest = self.scores[:, :old].argmin(1, keepdim=True)
-        stay = (
-            torch.arange(self.scores.shape[1])
-            .expand_as(self.scores)[torch.arange(self.scores.shape[1]) != lowest]
-            .view(len(self.scores), -1)
-        )
+        order = torch.arange(self.scores.shape[1])
+        stay = order.expand_as(self.scores)[order != lowest].view(len(self.scores), -1)
         assert self.codes is not None
         self.codes = tuple(  # type: ignore[assignment]
             tuple(part.take_along_dim(stay.unsqueeze(-1), 1) for part in side) for side in self.codes
@@ -127,9 +123,8 @@ class NaiveCache:
         return _rows(keys), _rows(values)
 
     def _tier_weights(self, query: Tensor) -> Tensor:
-        """Attention weights [R, G, n] over the tier alone. The scores must not depend on the order of sums, so queries
-        and keys are integers, and weights powers of two in eighths of an octave, down to 13 octaves below the
-        largest."""
+        """Attention weights [R, G, n] over the tier. Scores must not depend on the order of sums: queries and keys are
+        integers, weights powers of two in eighths of octaves, down to 13 octaves below the largest."""
         coder, groups = self.coders[0], query.shape[1]
         assert self.codes is not None
         keys, key_unit = (_rows(x) for x in coder.numbers(*(_heads(x, coder) for x in self.codes[0])))

@@ -14,8 +14,7 @@ groups: on a GPU a prompt of some thousand tokens takes as long as its kernels a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -29,6 +28,7 @@ from dofla.attention.coding.tokens import gather_tokens
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
 from dofla.attention.drawn import NEIGHBORS, Drawn, Line
 from dofla.attention.eight_bits import PackedTokens
+from dofla.attention.heads import on_device
 from dofla.attention.layout import Contents
 from dofla.attention.state import TokenBuffer, accumulable, masked
 
@@ -57,7 +57,7 @@ def exact_prefill(
         Output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
     """
     (query, key, value), outs = call.vectors, []
-    window, sinks = len(held[0].window), 0 if held[0].sinks is None else len(held[0].sinks)
+    window, sinks = len(held[0].window), len(held[0].sinks)
     past = None if fresh else _Held.of(tiers, held, backend)
     for start in range(0, query.shape[2], MOST_TOKENS):
         part = slice(start, start + MOST_TOKENS)
@@ -79,14 +79,14 @@ class _Held:
 
     Attributes:
         contents: of each group.
-        sinks: attention sinks, or None.
+        sinks: attention sinks.
         window: the local window.
         key, value: [B, Hkv, S, d] and [B, Hkv, S, dv], of the tiers' tokens, decoded.
         score: [B, Hkv, S], of the tiers' tokens, :data:`FREE` for free slots.
     """
 
     contents: Sequence[Contents]
-    sinks: PackedTokens | None
+    sinks: PackedTokens
     window: PackedTokens
     key: Tensor
     value: Tensor
@@ -100,22 +100,15 @@ class _Held:
         values = [backend.decode(tier.value, (x.value, x.value_scale)) for tier, x in pairs]
         key, value = (torch.cat([F.pad(x, (0, 0, slots - x.shape[2], 0)) for x in side], 1) for side in (keys, values))
         score = torch.cat([F.pad(x.score, (slots - len(x), 0), value=FREE) for _, x in pairs], 1)
-        sinks = [own.sinks for own in contents if own.sinks is not None]
-        window = _all_heads([own.window for own in contents])
-        return cls(contents, _all_heads(sinks) if sinks else None, window, key, value, score)
+        sinks = PackedTokens.of_all([own.sinks for own in contents])
+        return cls(contents, sinks, PackedTokens.of_all([own.window for own in contents]), key, value, score)
 
     @property
     def real(self) -> Tensor:
         """Which slots have a token [B, Hkv, sinks + S + window]."""
-        parts = [x if x is None else x.log_weight > LOG_ZERO for x in (self.sinks, self.window)]
-        sinks, window = (x if x is None else x.unsqueeze(1).expand(-1, self.score.shape[1], -1) for x in parts)
-        return torch.cat([x for x in (sinks, self.score != FREE, window) if x is not None], 2)
-
-
-def _all_heads(groups: Sequence[PackedTokens]) -> PackedTokens:
-    vectors = [field.name for field in fields(PackedTokens) if field.name != "log_weight"]
-    joined = {name: torch.cat([getattr(group, name) for group in groups], 1) for name in vectors}
-    return PackedTokens(**joined, log_weight=groups[0].log_weight)
+        parts = (x.log_weight > LOG_ZERO for x in (self.sinks, self.window))
+        sinks, window = (x.unsqueeze(1).expand(-1, self.score.shape[1], -1) for x in parts)
+        return torch.cat([sinks, self.score != FREE, window], 2)
 
 
 def _line(held: _Held | None, new: TokenBuffer, *, padded: bool) -> Line:
@@ -123,8 +116,8 @@ def _line(held: _Held | None, new: TokenBuffer, *, padded: bool) -> Line:
     if held is None:
         return Line(new.key, new.value, real, padded)
     dtype = accumulable(new.key).dtype
-    sinks, window = (None if x is None else x.unpacked(dtype) for x in (held.sinks, held.window))
-    parts = [(x.key, x.value) for x in (sinks, held, window, new) if x is not None]
+    sinks, window = (x.unpacked(dtype) for x in (held.sinks, held.window))
+    parts = [(x.key, x.value) for x in (sinks, held, window, new)]
     key, value = (torch.cat([x.to(dtype) for x in side], 2) for side in zip(*parts, strict=True))
     return Line(key, value, torch.cat([held.real, real], 2), padded)
 
@@ -140,67 +133,48 @@ def _retained(
 ) -> list[Contents]:
     """The contents after the call: the first tokens as attention sinks, the last in the window, and in the tier,
     besides the newest that leave the window, those with the highest scores."""
-    window_size, sinks = len(before[0].window), before[0].sinks
+    window_size, count = len(before[0].window), len(before[0].sinks)
     age = line.real.flip(2).cumsum(2).flip(2) - 1
     rank = line.real.cumsum(2) - 1
     left = line.real & (age >= window_size)
-    if sinks is not None:
-        count = len(sinks)
-        slots = torch.arange(count, device=rank.device)
-        arrives = left.unsqueeze(2) & (rank.unsqueeze(2) == slots.unsqueeze(-1))  # [B, Hkv, s, P]
-        filled, at = arrives.max(-1)
-        key, value = (gather_tokens(x, at).masked_fill(~filled.unsqueeze(-1), 0) for x in (line.key, line.value))
-        log_weight = torch.zeros_like(filled[:, 0], dtype=torch.float32).masked_fill(~filled[:, 0], LOG_ZERO)
-        sinks = PackedTokens.of(TokenBuffer(key, value, log_weight), backend.pack)
-        left = left & (rank >= count)
+    slots = torch.arange(count, device=rank.device)
+    arrives = left.unsqueeze(2) & (rank.unsqueeze(2) == slots.unsqueeze(-1))  # [B, Hkv, s, P]
+    filled, at = arrives.max(-1)
+    key, value = (gather_tokens(x, at).masked_fill(~filled.unsqueeze(-1), 0) for x in (line.key, line.value))
+    log_weight = torch.zeros_like(filled[:, 0], dtype=torch.float32).masked_fill(~filled[:, 0], LOG_ZERO)
+    sinks = PackedTokens.of(TokenBuffer(key, value, log_weight), backend.pack)
     window = PackedTokens.of(new[-window_size:], backend.pack)
     if len(new) < window_size:
-        window = _all_heads([own.window for own in before]).shifted(window)
-    coded = _select(tiers, past, line, drawn, left, age, window_size, len(new), backend)
+        window = PackedTokens.of_all([own.window for own in before]).shifted(window)
+    behind = torch.where(left & (rank >= count), age - window_size, -1)
+    coded = _select(tiers, past, line, drawn, behind, len(new), backend)
     return [
-        Contents(_heads(window, *own), None if sinks is None else _heads(sinks, *own), tokens)
-        for tokens, own in zip(coded, _borders(tiers), strict=True)
+        Contents(window.of_heads(own), sinks.of_heads(own), tokens)
+        for tokens, own in zip(coded, _spans(tiers), strict=True)
     ]
 
 
-def _borders(tiers: Sequence[Tier]) -> list[tuple[int, int]]:
-    """The first and the end of the heads of each group."""
-    return list(pairwise(accumulate((tier.key.heads for tier in tiers), initial=0)))
-
-
-def _heads(tokens: PackedTokens, first: int, end: int) -> PackedTokens:
-    """Tokens of some heads side by side."""
-    vectors = {x.name: getattr(tokens, x.name)[:, first:end] for x in fields(tokens) if x.name != "log_weight"}
-    return PackedTokens(**vectors, log_weight=tokens.log_weight)
+def _spans(tiers: Sequence[Tier]) -> list[slice]:
+    """The heads of each group."""
+    return [slice(*ends) for ends in pairwise(accumulate((tier.key.heads for tier in tiers), initial=0))]
 
 
 def _select(
-    tiers: Sequence[Tier],
-    past: _Held | None,
-    line: Line,
-    drawn: Drawn,
-    left: Tensor,
-    age: Tensor,
-    window: int,
-    new: int,
-    backend: Backend,
+    tiers: Sequence[Tier], past: _Held | None, line: Line, drawn: Drawn, behind: Tensor, new: int, backend: Backend
 ) -> list[CodedTokens]:
-    """Tokens of each group's tier after the call, from the tokens that have ``left`` the window [B, Hkv, P], of which
-    ``new`` are this call's."""
-    slots, device = [tier.slots for tier in tiers], left.device
-    newest, room = (
-        _per_head(tuple((n, tier.key.heads) for n, tier in zip(own, tiers, strict=True)), device)
-        for own in ([tier.newest for tier in tiers], slots)
-    )
+    """Tokens of each group's tier after the call, of which ``new`` are the call's. ``behind`` [B, Hkv, P] is how many
+    tokens left the window after each that did, and negative of those that did not."""
+    slots, device, left = [tier.slots for tier in tiers], behind.device, behind >= 0
+    per_head = [(tier.newest, tier.slots) for tier in tiers for _ in range(tier.key.heads)]
+    newest, room = (on_device(own, device).unsqueeze(-1) for own in zip(*per_head, strict=True))
     position = torch.arange(len(line), device=device)
     queries = (len(line) - NEIGHBORS - position).clamp(1, new)
     score, later = drawn.total + drawn.lately + _LATER * position, GAIN * _REMEMBERED * drawn.total / queries
     if past is not None:
-        first = 0 if past.sinks is None else len(past.sinks)
-        before = slice(first, first + past.score.shape[2])
+        before = slice(len(past.sinks), len(past.sinks) + past.score.shape[2])
         score[:, :, before] += past.score.clamp_min(0) / GAIN
         later[:, :, before] += past.score.clamp_min(0) * (1 - 1 / DECAY) ** new
-    score = score.masked_fill(left & (age < window + newest), torch.inf).masked_fill(~left, -1.0)
+    score = score.masked_fill(left & (behind < newest), torch.inf).masked_fill(~left, -1.0)
     best = score.topk(min(max(slots), len(line)), -1)
     fits = (best.values >= 0) & (torch.arange(best.values.shape[2], device=device) < room)
     # In their order, behind the free slots.
@@ -209,8 +183,8 @@ def _select(
     index, free = order % len(line), order < 0
     after = gather_tokens(later, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
     k, v = (accumulable(gather_tokens(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
-    spans = zip(_borders(tiers), slots, strict=True)
-    own = [(slice(None), slice(first, end), slice(max(slots) - n, None)) for (first, end), n in spans]
+    spans = zip(_spans(tiers), slots, strict=True)
+    own = [(slice(None), heads, slice(max(slots) - n, None)) for heads, n in spans]
     coders = [coder for tier in tiers for coder in (tier.key, tier.value)]
     codes = iter(backend.encode(coders, [x[place] for place in own for x in (k, v)]))
     found = [CodedTokens(*next(codes), *next(codes), after[place]) for place in own]
@@ -231,9 +205,3 @@ def _with_codes_of(held: CodedTokens, tokens: CodedTokens, index: Tensor, free: 
         for name in ("key", "key_scale", "value", "value_scale")
     }
     return CodedTokens(**codes, score=tokens.score)
-
-
-@lru_cache
-def _per_head(numbers: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Numbers [Hkv, 1], each of so many heads."""
-    return torch.tensor([n for n, heads in numbers for _ in range(heads)], device=device).unsqueeze(-1)

@@ -13,7 +13,7 @@ from dofla.attention.constants import ALIGNMENT
 
 
 class Rows:
-    """Where the parts of a row stand.
+    """Where the parts of a row stand; each begins at a multiple of :data:`ALIGNMENT` bytes.
 
     Args:
         parts: shape and type of each, without the dimensions of the rows.
@@ -37,11 +37,12 @@ class Rows:
         return [self.part(rows, n) for n in range(len(self.parts))]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Rows [..., bytes], uint8, of parts [..., shape], with zeros between them."""
+        """Rows [..., bytes], uint8, of parts [..., shape], with zeros between them, by one operation: a GPU takes as
+        long for each of many copies."""
         batch = parts[0].shape[: parts[0].ndim - len(self.parts[0][0])]
         zeros = torch.zeros(*batch, ALIGNMENT, dtype=torch.uint8, device=parts[0].device)
         pieces: list[Tensor] = []
         for part, start, end in zip(parts, self.starts, [*self.starts[1:], self.bytes], strict=True):
-            pieces.append(part.reshape(*batch, -1).view(torch.uint8))
+            pieces.append(part.flatten(len(batch)).view(torch.uint8))
             pieces.append(zeros[..., : end - start - pieces[-1].shape[-1]])
         return torch.cat(pieces, -1)

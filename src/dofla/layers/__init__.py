@@ -1,5 +1,4 @@
-"""The attention of one module: groups of KV heads, with compressed caches or with feature maps, and how a plan makes
-it.
+"""The attention of one module, made by a plan: groups of KV heads, with compressed caches or with feature maps.
 
 Knows the arithmetic, feature maps and plans; nothing of transformers.
 """

@@ -116,7 +116,7 @@ class AttentionLayer(nn.Module):
         if len(self.groups) == 1:
             out, after = self.groups[0].step(call, states[0] if states else None)
             return out, [] if after is None else [after]
-        out, found = value.new_empty(*query.shape[:-1], value.shape[-1]), []
+        out, found = call.new_output(), []
         for n, group in enumerate(self.groups):
             piece, after = group.step(call.of_heads(group.heads), states[n] if states else None)
             write(piece, out, query_heads(group.heads, call.groups))

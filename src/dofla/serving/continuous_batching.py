@@ -1,5 +1,4 @@
-"""Continuous batching: calls of ``generate`` from several threads write their tokens together, one pass of the model
-for a token of each."""
+"""Continuous batching: calls of ``generate`` from several threads share passes, each of which reads a token of all."""
 
 from __future__ import annotations
 

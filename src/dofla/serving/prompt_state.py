@@ -100,20 +100,16 @@ def _tensors(part: Any, where: str) -> dict[str, Tensor]:
         return {where: part}
     if part is None:
         return {}
-    parts = enumerate(part) if isinstance(part, tuple) else ((x.name, getattr(part, x.name)) for x in fields(part))
-    return {name: t for key, inner in parts for name, t in _tensors(inner, f"{where}.{key}").items()}
+    return {name: t for x in fields(part) for name, t in _tensors(getattr(part, x.name), f"{where}.{x.name}").items()}
 
 
 def _filled(part: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """The state, or the part of one, with the tensors of these names in place of its own; ValueError unless they have
-    the same form."""
+    """The state, or a part of one, with the tensors of these names as its own; ValueError if they have other forms."""
     if isinstance(part, Tensor):
         found = tensors.get(where)
         if found is None or (found.dtype, found.shape) != (part.dtype, part.shape):
             raise ValueError(f"{where} has another form")
         return found
-    if isinstance(part, tuple):
-        return tuple(_filled(inner, f"{where}.{n}", tensors) for n, inner in enumerate(part))
     if part is None:
         return None
     return replace(part, **{x.name: _filled(getattr(part, x.name), f"{where}.{x.name}", tensors) for x in fields(part)})

@@ -88,8 +88,7 @@ class Session:
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """The result of ``model.generate`` for one text, up to the order of sums in a prompt read in several calls, and
-        without the cache.
+        """The result of ``model.generate`` for one text, without the cache, up to the order of sums in its prompt.
 
         Args:
             input_ids: the whole conversation [1, L].
@@ -123,8 +122,7 @@ class Session:
         return result
 
     def _before(self, known: OrderedDict, input_ids: Tensor, room: int) -> tuple[int, Cache]:
-        """Where a cache with ``room`` for more begins in a prompt [1, L], and the cache before its last token, of one's
-        own."""
+        """Where a cache with ``room`` for more begins in a prompt [1, L], and a copy of that up to its last token."""
         tokens = tuple(input_ids[0, :-1].tolist())
         with self._lock:
             prefix = max((key for key in known if tokens[: len(key)] == key), key=len, default=())

@@ -26,8 +26,7 @@ class Stream:
 
     Args:
         model: a causal language model.
-        overlap: tokens read again into each new cache; default a quarter of the positions, which makes reading cost a
-            third more.
+        overlap: tokens read again into each new cache; default a quarter of the positions, which costs a third more.
         positions: that may be used; default those that the cache was made for, all that the model has if not fewer.
 
     Attributes:
@@ -56,8 +55,7 @@ class Stream:
 
     @torch.inference_mode()
     def read(self, ids: Tensor) -> Tensor:
-        """Logits [B, T, V] of the tokens after each of the next ones [B, T]; of a long text, give a few hundred at a
-        time.
+        """Logits [B, T, V] of the tokens after each of the next ones [B, T]; give a few hundred at a time.
 
         Raises:
             DoflaError: no tokens, such as the model does not know, or of another number of sequences than before.

@@ -1,5 +1,4 @@
-"""Checkpoints of dofla as vLLM reads them: the plan is the ``quantization_config`` of config.json, and nothing is
-quantized."""
+"""Checkpoints of dofla as vLLM reads them: the plan is the ``quantization_config``, and nothing is quantized."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from dofla.attention.coding.coder import check_coders
 from dofla.layers import layer_of, read_pages
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
-from dofla.vllm.metadata import CompressedCacheMetadata
-from dofla.vllm.pages import StateSpec
+from dofla.vllm.metadata import CompressedCacheMetadata, StateSpec
 
 
 class CompressedAttention(nn.Module, MambaBase):

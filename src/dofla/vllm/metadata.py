@@ -1,4 +1,4 @@
-"""Which rows of a batch belong to which request, and which page holds the request's state."""
+"""Which rows of a batch belong to which request, and which page of vLLM's cache holds the request's state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+
+@dataclass(frozen=True)
+class StateSpec(MambaSpec):
+    """A page per sequence, like that of Mamba, but for its size, which differs between layers: all compressed layers
+    are one group of vLLM's, and none is padded to the largest state."""
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(isinstance(spec, StateSpec) for spec in kv_cache_specs.values())
 
 
 @dataclass

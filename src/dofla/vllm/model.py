@@ -71,8 +71,7 @@ class DoflaForCausalLM(_Compressed, IsAttentionFree):
 
 
 class DoflaHybridForCausalLM(_Compressed, IsHybrid):
-    """A decoder some of whose attention layers have a compressed cache; others stay softmax, or have a sliding
-    window."""
+    """A decoder whose attention layers have compressed caches, but for some: softmax, or with a sliding window."""
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         super()._create_attention_instances(prefix)

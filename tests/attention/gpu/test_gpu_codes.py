@@ -10,7 +10,6 @@ from arithmetic import sum_error
 from device import DEVICE, needs_device
 
 from dofla.attention import Coder, Moments
-from dofla.attention.gpu.codes import CodedVectors
 
 pytestmark = needs_device
 
@@ -72,14 +71,14 @@ def test_codes_in_several_launches(monkeypatch):
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("dim", "bits"), [(64, 3.0), (40, 2.0), (128, 3.5)])
 def test_vectors_of_codes(dim, bits):
-    from dofla.attention.gpu.unrotate import unrotated
+    from dofla.attention.gpu.tier import unrotated
 
     coder, fall = coder_of(dim, bits)
     codes = coder.encode(torch.randn(2, 2, 45, dim, generator=torch.Generator().manual_seed(0)) * fall + 0.5)
     numbers = coder.decode(*codes)
     wanted = coder.unrotate(numbers.double())
     coder.to(DEVICE)
-    found = unrotated(coder, CodedVectors.of(coder, *(part.to(DEVICE) for part in codes))).cpu()
+    found = unrotated(coder, tuple(part.to(DEVICE) for part in codes)).cpu()
     # The sum of the absolute products, of which a vector adds up as many as it has numbers.
     size = (
         coder.back.cpu().abs().max() * coder.decode(*(x.to(DEVICE) for x in codes)).cpu().abs().sum(-1).max()
@@ -110,7 +109,7 @@ def test_queries(dim, groups):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vectors_in_int8(dim, dtype):
     from dofla.attention import eight_bits
-    from dofla.attention.gpu.pack import pack
+    from dofla.attention.gpu.encode import pack
 
     x = torch.randn(2, 3, 50, dim, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-25, 25)[:, None]
     x[0, 0, 0], x = 0.0, x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)

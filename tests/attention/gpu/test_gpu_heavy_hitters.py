@@ -11,9 +11,9 @@ import torch
 from device import DEVICE, calls_of_kernels, needs_device
 from gpu_caches import SCALING, check, heads_of, moved, read, text_of
 
-from dofla.attention.coding.heavy_hitters import WEIGHTS, _select_survivors, _steps
+from dofla.attention import CodedTokens
+from dofla.attention.coding import heavy_hitters
 from dofla.attention.constants import FREE, MOST_SCORE, OCTAVE
-from dofla.attention.gpu.codes import CodedVectors
 
 pytestmark = needs_device
 
@@ -42,14 +42,17 @@ def test_logarithms_and_choice_are_those_of_plain_torch(dim, bits, scale, groups
     score[0, 0, 3], score[1, :, :5], score[:, :, places:] = MOST_SCORE, FREE, 0
     real = torch.rand(2, length, generator=generator) < 0.8
     score[:, :, places:][~real.unsqueeze(1).expand(-1, 2, -1)] = FREE
-    steps = _steps(query_integers, coder.numbers(*codes), PER_STEP)
+    steps = heavy_hitters._steps(query_integers, coder.numbers(*codes), PER_STEP)
 
-    own, (numbers, unit) = copy.deepcopy(coder).to(DEVICE), moved(list(query_integers))
-    keys = CodedVectors.of(own, *moved(list(codes)))
-    assert torch.equal(logarithms((numbers, unit), keys, PER_STEP).cpu(), steps)
-    found = select_survivors((numbers, unit), moved(real), keys, moved(score), newest, PER_STEP, moved(WEIGHTS))
-    for mine, plain in zip(found, _select_survivors(steps, real, score, newest), strict=True):
-        assert torch.equal(mine.cpu().to(plain.dtype), plain)
+    line = CodedTokens(*codes, *codes, score)
+    own, integers = copy.deepcopy(coder).to(DEVICE), tuple(moved(list(query_integers)))
+    there = line.map(lambda x: x.to(DEVICE))
+    assert torch.equal(logarithms(own, integers, there, PER_STEP).cpu(), steps)
+    found, evicted_at = select_survivors(own, integers, moved(real), there, newest, SCALING)
+    wanted, when = heavy_hitters.select_survivors(coder, query_integers, real, line, newest, SCALING)
+    assert torch.equal(evicted_at.cpu().long(), when)
+    for mine, plain in zip(vars(found).values(), vars(wanted).values(), strict=True):
+        assert torch.equal(mine.cpu(), plain)
 
 
 @pytest.mark.parametrize("left", [0, 7])

@@ -12,7 +12,6 @@ from device import DEVICE, needs_device
 from dofla.attention import LOG_ZERO, CodedTokens, Moments, Tier
 from dofla.attention.coding.operations import PLAIN
 from dofla.attention.constants import FREE, NEVER
-from dofla.attention.gpu.codes import CodedVectors
 
 pytestmark = needs_device
 
@@ -52,10 +51,9 @@ def check(tier, line, rotated, evicted_at):
     from dofla.attention.gpu.tier import attend
 
     found, own = copy.deepcopy(tier).to(DEVICE), line.map(lambda x: x.to(DEVICE))
-    key = CodedVectors.of(found.key, own.key, own.key_scale)
-    value = CodedVectors.of(found.value, own.value, own.value_scale)
     going = evicted_at.to(DEVICE, torch.int32).contiguous()
-    out, normalizer = (x.cpu().double() for x in attend(rotated.to(DEVICE), key, value, own.log_weight, going, SCALING))
+    attended = attend(found.key, found.value, rotated.to(DEVICE), own, going, SCALING)
+    out, normalizer = (x.cpu().double() for x in attended)
     wanted, wanted_normalizer = PLAIN.attend(tier.key, tier.value, rotated.double(), line, evicted_at, SCALING)
     nobody = wanted_normalizer < LOG_ZERO / 2
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019). Three

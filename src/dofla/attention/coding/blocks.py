@@ -47,8 +47,7 @@ _PLACES = constant([2**n for n in range(8)], torch.int64)
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] of a few bits as bytes [..., bits · n / 8], the last code first: so a code has those before it in
-    the bits above its own."""
+    """Codes [..., n] of a few bits as bytes [..., bits · n / 8], the last one lowest: above each are those before."""
     digits = codes.flip(-1).unsqueeze(-1) >> torch.arange(bits, device=codes.device, dtype=torch.uint8) & 1
     return (digits.flatten(-2).unflatten(-1, (-1, 8)) * placed(_PLACES, codes.device)).sum(-1).to(torch.uint8)
 

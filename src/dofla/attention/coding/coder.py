@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
-from dofla.attention.coding.levels import distortion
+from dofla.attention.coding.levels import DISTORTION
 from dofla.attention.constants import MOST_BITS
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.rows import Rows
@@ -23,8 +23,7 @@ _REGULAR = 1e-3
 """The least weight of a direction, as a fraction of the mean eigenvalue of the quadratic form that weighs errors."""
 
 Numbers = tuple[Tensor, Tensor]
-"""Vectors in blocks: integers [B, Hkv, L, blocks, block], and what one is worth in each block
-[B, Hkv, L, blocks, 1]."""
+"""Vectors in blocks: integers [B, Hkv, L, blocks, block], and what one is worth in each [B, Hkv, L, blocks, 1]."""
 Codes = tuple[Tensor, Tensor]
 """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks] of vectors, uint8."""
 
@@ -72,11 +71,21 @@ class Moments:
         return self.second - self.mean.unsqueeze(-1) * self.mean.unsqueeze(-2)
 
 
+class _Constant:
+    """A part of a coder's row of constants."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, coder: Coder, _: object = None) -> Tensor:
+        return coder._rows.part(coder.constants, self.place)
+
+
 class Coder(nn.Module):
     """Codes of vectors of ``dim`` numbers.
 
     The constants are undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, sets them. They are one row
-    of bytes, which the kernels take as it is, and of which the tensors below are views.
+    of bytes, which the kernels take as it is, and of which the tensors that follow it below are views.
 
     Args:
         heads: KV heads.
@@ -84,26 +93,27 @@ class Coder(nn.Module):
         bits: per number, in the mean over blocks, scales not counted; 1 to 5.
 
     Attributes:
-        constants: [bytes], uint8.
         bytes_per_token: of the codes and scales of one vector of one head.
+        constants: [bytes], uint8.
+        rotation: the rotation of vectors, in rows of integers [Hkv, d, d], int16.
+        fineness: the unit of the integers in each row of the rotation [Hkv, d]: powers of two.
+        back: the inverse of the rotation [Hkv, d, d].
+        mean: what is subtracted from vectors before the rotation [Hkv, d].
+        middle: the mean, rotated [Hkv, d].
+        bits: of each number of a block [blocks], uint8.
     """
 
     constants: Tensor
+    rotation, fineness, back, mean, middle, bits = map(_Constant, range(6))
 
     def __init__(self, heads: int, dim: int, bits: float) -> None:
         super().__init__()
         self.heads, self.dim, self.mean_bits = heads, dim, bits
         self.block, self.bytes_per_token = block_size(dim), token_bytes(dim, bits)
-        self._rows = Rows(  # in the order of the properties
-            [
-                ((heads, dim, dim), torch.int16),
-                ((heads, dim), torch.float32),
-                ((heads, dim, dim), torch.float32),
-                ((heads, dim), torch.float32),
-                ((heads, dim), torch.float32),
-                ((dim // self.block,), torch.uint8),
-            ]
-        )
+        turn, vector = (heads, dim, dim), (heads, dim)
+        numbers = [(turn, torch.float32), (vector, torch.float32), (vector, torch.float32)]
+        bits_of_blocks = (dim // self.block,), torch.uint8
+        self._rows = Rows([(turn, torch.int16), (vector, torch.float32), *numbers, bits_of_blocks])
         self.register_buffer("constants", torch.zeros(self._rows.bytes, dtype=torch.uint8))
 
     @torch.no_grad()
@@ -149,44 +159,8 @@ class Coder(nn.Module):
 
     @property
     def starts(self) -> list[int]:
-        """Where :attr:`rotation`, :attr:`fineness`, :attr:`back`, :attr:`mean`, :attr:`middle` and :attr:`bits`
-        begin."""
+        """Where the constants begin in their row, from :attr:`rotation` to :attr:`bits`."""
         return self._rows.starts
-
-    @property
-    def rotation(self) -> Tensor:
-        """The rotation of vectors, in rows of integers [Hkv, d, d], int16."""
-        return self._rows.part(self.constants, 0)
-
-    @property
-    def fineness(self) -> Tensor:
-        """The unit of the integers in each row of :attr:`rotation` [Hkv, d]: powers of two."""
-        return self._rows.part(self.constants, 1)
-
-    @property
-    def back(self) -> Tensor:
-        """The inverse of the rotation [Hkv, d, d]."""
-        return self._rows.part(self.constants, 2)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean that is subtracted from vectors before the rotation [Hkv, d]."""
-        return self._rows.part(self.constants, 3)
-
-    @property
-    def middle(self) -> Tensor:
-        """The mean, rotated [Hkv, d]."""
-        return self._rows.part(self.constants, 4)
-
-    @property
-    def bits(self) -> Tensor:
-        """The bits of each number of a block [blocks], uint8."""
-        return self._rows.part(self.constants, 5)
-
-    @property
-    def is_calibrated(self) -> bool:
-        """True if directions were measured, and with them the mean, which otherwise is 0."""
-        return bool(self.mean.any())
 
     def fault(self) -> str | None:
         """A description of the first invalid one of the constants, as a file has them; None if all are valid."""
@@ -214,11 +188,6 @@ class Coder(nn.Module):
         numbers, unit = self.numbers(codes, scales)
         return (numbers * unit).flatten(-2)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Vectors [B, Hkv, L, d] as :meth:`decode` would give them if nothing were rounded."""
-        rotation = (self.rotation * self.fineness.unsqueeze(-1)).to(x.dtype)
-        return x @ rotation.mT - self.middle.to(x.dtype).unsqueeze(1)
-
     def unrotate(self, rotated: Tensor) -> Tensor:
         """Vectors [B, H, L, d] that :meth:`decode` gave, or averages of such, as they were before rotation."""
         share = rotated.shape[1] // self.heads
@@ -226,8 +195,7 @@ class Coder(nn.Module):
         return rotated @ back + self.mean.to(rotated.dtype).repeat_interleave(share, 0).unsqueeze(1)
 
     def rotate_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, L, d] rotated, so that their products with rotated keys, and [B, H, L] added, are those with
-        the keys."""
+        """Queries [B, H, L, d] rotated: their products with rotated keys, [B, H, L] added, are those with the keys."""
         share = query.shape[1] // self.heads
         back = self.back.to(query.dtype).repeat_interleave(share, 0)
         mean = self.mean.to(query.dtype).repeat_interleave(share, 0)
@@ -298,7 +266,7 @@ def spread(variance: Sequence[float], bits: float) -> list[int]:
     found = [1] * len(variance)
     for _ in range(whole_bits(len(variance), bits) - len(variance)):
         gains = [
-            size * (distortion(n) - distortion(n + 1)) if n < MOST_BITS else -1.0
+            size * (DISTORTION[n] - DISTORTION[n + 1]) if n < MOST_BITS else -1.0
             for size, n in zip(variance, found, strict=True)
         ]
         found[max(range(len(found)), key=lambda n: (gains[n], variance[n]))] += 1  # products round to 0

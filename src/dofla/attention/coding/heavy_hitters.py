@@ -22,48 +22,39 @@ from dofla.attention.constants import DECAY, GAIN, LEAST_STEPS, MOST_SCORE, MOST
 
 WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(LEAST_STEPS)] + [0.0])
 """Weights by how many steps they are below the largest; beyond the last a weight is 0."""
-_PIECE = 256
 
 
 @torch.no_grad()
 def select_survivors(
-    query_integers: Numbers,
-    real: Tensor,
-    line: CodedTokens,
-    newest: int,
-    coder: Coder,
-    scaling: float,
-) -> tuple[CodedTokens, Tensor, Tensor]:
+    coder: Coder, query_integers: Numbers, real: Tensor, line: CodedTokens, newest: int, scaling: float
+) -> tuple[CodedTokens, Tensor]:
     """Let tokens enter a tier one by one, and evict the one with the lowest score each time.
 
     Args:
+        coder: of the keys.
         query_integers: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.rotate_query_integer` gives them; query
             i attends once token i has entered.
         real: [B, L], which queries are not padding.
         line: the tokens that are there, and the L that enter: S tokens.
         newest: how many tokens cannot be evicted.
-        coder: of the keys.
         scaling: of the scores of attention.
 
     Returns:
-        The tier after; the index in the line of the L evicted tokens, in that order [B, Hkv, L]; and for each token
-        of the line the first query that sees it no more [B, Hkv, S], :data:`NEVER` of the survivors.
+        The tier after; and the first query that sees each token of the line no more [B, Hkv, S], or :data:`NEVER`.
     """
     per_step, _ = weight_steps(scaling, real.device)
     steps = _steps(query_integers, coder.numbers(line.key, line.key_scale), per_step)
-    index, score, evicted, evicted_at = _select_survivors(steps, real, line.score, newest)
-    return replace(line.take(index), score=score), evicted, evicted_at
+    index, score, evicted_at = _select_survivors(steps, real, line.score, newest)
+    return replace(line.take(index), score=score), evicted_at
 
 
 def weight_steps(scaling: float, device: torch.device) -> tuple[float, Tensor]:
-    """Steps of the logarithm of a weight to one of a product of a query and a key, and weights by steps below the
-    largest."""
+    """Steps of a weight's logarithm per unit of a product of query and key; and weights by steps below the largest."""
     return scaling * math.log2(math.e) * OCTAVE, placed(WEIGHTS, device)
 
 
 def visible(line: CodedTokens, evicted_at: Tensor, length: int) -> Tensor:
-    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], by the evictions of
-    :func:`select_survivors`."""
+    """Which tokens of a line each of ``length`` queries sees [B, Hkv, L, S], as :func:`select_survivors` evicts."""
     rows = torch.arange(length, device=evicted_at.device).unsqueeze(-1)
     entered = torch.arange(length - len(line), length, device=evicted_at.device)
     return (entered <= rows) & (rows < evicted_at.unsqueeze(-2)) & (line.score >= 0).unsqueeze(-2)
@@ -80,26 +71,23 @@ def _steps(query_integers: Numbers, key_integers: Numbers, per_step: float) -> T
     return (scores * per_step).round().clamp(-MOST_STEPS, MOST_STEPS)
 
 
-def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Index in the line of the survivors, and their scores; then as :func:`select_survivors` returns them,
-    ``evicted`` and ``evicted_at``."""
+def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Index in the line of the survivors, their scores, and which query sees each token of the line no more."""
     heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
     weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)
     evicted_at = torch.full_like(score, NEVER, dtype=torch.int64)
     index, entering, score = order[:-1].expand(*heads, -1), score[:, :, places:], score[:, :, :places].int()
-    evicted = []
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
         score = torch.cat([score, entering[:, :, n : n + 1].int()], -1)
         rank = score.long() * (places + 1) + order  # no two alike
         least = rank[:, :, : places + 1 - newest].argmin(-1, keepdim=True)
         leaving = index.gather(-1, least)
-        evicted.append(leaving)
         evicted_at.scatter_(-1, leaving, n)
         stay = order[:-1] + (order[:-1] >= least)
         index, score = index.gather(-1, stay), score.gather(-1, stay)
         score = torch.where(real[:, None, n : n + 1], _drawn(score, steps[:, :, :, n], index, weights), score)
-    return index, score.to(torch.int16), torch.cat(evicted, -1), evicted_at
+    return index, score.to(torch.int16), evicted_at
 
 
 def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -112,8 +100,3 @@ def _drawn(score: Tensor, steps: Tensor, index: Tensor, weights: Tensor) -> Tens
     gain = (share * share * GAIN).round().sum(2).int()
     decayed = score - (score + DECAY - 1) // DECAY
     return torch.where(score < 0, score, (decayed + gain).clamp(max=MOST_SCORE))
-
-
-def query_blocks(length: int) -> list[slice]:
-    """Some tokens at a time, so that memory does not grow with the square of a call."""
-    return [slice(start, min(start + _PIECE, length)) for start in range(0, length, _PIECE)]

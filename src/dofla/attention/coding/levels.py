@@ -38,9 +38,9 @@ _HALF = [
      0, 4, 7, 11, 15, 19, 23, 28, 32, 38, 43, 50, 58, 68, 82, 104],
 ]
 # fmt: on
-"""Levels of the windows whose first bit is 0, by bits (scripts/trellis_levels.py). The other windows have their
-negatives."""
-_DISTORTION = (1.0, 0.34632, 0.08024, 0.02100, 0.00533, 0.00159)
+"""Levels of the windows whose first bit is 0, by bits (scripts/trellis_levels.py); the others have their negatives."""
+DISTORTION = (1.0, 0.34632, 0.08024, 0.02100, 0.00533, 0.00159)
+"""Mean squared error of normal numbers of variance 1, coded in blocks of sixteen, by bits."""
 
 
 @cache
@@ -48,11 +48,6 @@ def levels(bits: int) -> Tensor:
     """The levels that windows of codes of ``bits`` bits stand for [2 ** WINDOW], float32, in units of ``1 / UNIT``."""
     half = constant(_HALF[bits - 1])
     return torch.cat([half, -half.flip(0)])
-
-
-def distortion(bits: int) -> float:
-    """Mean squared error of normal numbers of variance 1, coded in blocks of sixteen."""
-    return _DISTORTION[bits]
 
 
 def _tables() -> Tensor:

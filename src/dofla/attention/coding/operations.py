@@ -17,12 +17,10 @@ from dofla.attention.state import accumulable
 
 
 class CodeOperations:
-    """Operations on codes. A backend overrides what it has kernels for, with the same results bit for bit but for
-    the sums of attention."""
+    """Operations on codes. Kernels of a backend give the same results, bit for bit but for the sums of attention."""
 
-    def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """:func:`dofla.attention.eight_bits.pack`."""
-        return pack(x)
+    pack = staticmethod(pack)
+    select_survivors = staticmethod(select_survivors)
 
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Codes]:
         """Codes of vectors [B, Hkv, L, d], for each coder."""
@@ -37,10 +35,8 @@ class CodeOperations:
         with the mean of the keys; and what gives those of some tokens as integers, as :meth:`select_survivors` takes
         them."""
         rotated, beside = coder.rotate_query(accumulable(query))
-        return (
-            torch.cat([rotated, beside.unsqueeze(-1)], -1),
-            lambda part: coder.rotate_query_integer(query[:, :, part]),
-        )
+        rotated = torch.cat([rotated, beside.unsqueeze(-1)], -1)
+        return rotated, lambda part: coder.rotate_query_integer(query[:, :, part])
 
     def attend(
         self, key: Coder, value: Coder, rotated: Tensor, line: CodedTokens, evicted_at: Tensor, scaling: float
@@ -65,12 +61,6 @@ class CodeOperations:
         scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~seen.unsqueeze(2), LOG_ZERO)
         out = scores.softmax(-1) @ values.unsqueeze(2) * seen.any(-1)[:, :, None, :, None]
         return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
-
-    def select_survivors(
-        self, coder: Coder, query_integers: Numbers, real: Tensor, line: CodedTokens, newest: int, scaling: float
-    ) -> tuple[CodedTokens, Tensor, Tensor]:
-        """:func:`dofla.attention.coding.heavy_hitters.select_survivors`."""
-        return select_survivors(query_integers, real, line, newest, coder, scaling)
 
 
 PLAIN = CodeOperations()

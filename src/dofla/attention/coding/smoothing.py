@@ -19,8 +19,7 @@ class KeySmoothing(nn.Module):
 
     Softmax attention stays the same. What is subtracted from all keys adds one number to all scores of a query, and the
     scales cancel in the product (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438). But a vector in int8 has one
-    scale, and without this a large key bias or an outlier channel takes all of its levels. Scales are powers of two,
-    which round nothing.
+    scale, and without this a large key bias or an outlier channel takes all of its levels. Powers of two round nothing.
 
     The mean and scale are undefined until :meth:`reset` or :meth:`calibrate`, or a checkpoint, sets them.
 

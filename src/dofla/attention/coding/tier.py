@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.coding.coder import Coder, token_bytes
-from dofla.attention.coding.heavy_hitters import query_blocks
 from dofla.attention.coding.operations import PLAIN, CodeOperations
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.constants import FREE, LOG_ZERO
 from dofla.attention.state import TokenBuffer
+
+_PIECE = 256
+"""Tokens that enter at a time, so that memory does not grow with the square of a call."""
 
 
 class Tier(nn.Module):
@@ -64,11 +66,11 @@ class Tier(nn.Module):
         """
         rotated, query_integers = operations.rotate_queries(self.key, query)
         outputs, new = [], self.encode(entering, operations)
-        for part in query_blocks(len(new)):
+        for start in range(0, len(new), _PIECE):
+            part = slice(start, start + _PIECE)
             line = held.then(new[part])
-            integers = query_integers(part)
-            held, _, evicted_at = operations.select_survivors(
-                self.key, integers, real[:, part], line, self.newest, scaling
+            held, evicted_at = operations.select_survivors(
+                self.key, query_integers(part), real[:, part], line, self.newest, scaling
             )
             outputs.append(operations.attend(self.key, self.value, rotated[:, :, part], line, evicted_at, scaling))
         out, normalizer = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))

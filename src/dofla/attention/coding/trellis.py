@@ -23,8 +23,7 @@ def windows(codes: Tensor, bits: int) -> Tensor:
 
 
 def search(x: Tensor, levels: Tensor, bits: int) -> Tensor:
-    """Codes [..., n], uint8, whose ``levels`` [2 ** WINDOW], integers, are close to ``x`` [..., n], integers
-    in 1 / ``FINE``.
+    """Codes [..., n], uint8, whose ``levels`` [2 ** WINDOW], integers, are close to integers ``x`` in 1 / ``FINE``.
 
     First a path from anywhere, begun half a block before, says in which state the block begins and ends; then it is the
     path of least squared error of those that do. (At two bits, that leaves 2 % more error than to try all states.)

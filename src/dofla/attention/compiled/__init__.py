@@ -63,8 +63,7 @@ def linear_attention(
     maps: tuple[Affine, Affine] | None = None,
     exact: ExactPart | None = None,
 ) -> tuple[Tensor, Tensor, FeatureState]:
-    """:func:`dofla.attention.chunked`, causal, of log-features or of vectors with affine maps; with an exact part, the
-    output is that of both.
+    """:func:`dofla.attention.chunked`, causal, of log-features or of vectors with maps, and attention to an exact part.
 
     Args:
         query: [B, H, L, d], or log-features [B, H, L, M] without ``maps``.
@@ -76,19 +75,13 @@ def linear_attention(
     Returns:
         Output [B, H, L, dv], the log-normalizer [B, H, L] of the features alone, and the state after the last token.
     """
-    affine = [part for m in maps or (None, None) for part in _parts(m)]
+    tensors = [t.contiguous() for m in maps or () for t in (m.weight, m.bias)]
+    numbers = [x for m in maps or () for x in (m.scale, m.curvature)]
     others, window, scaling = [], 0, 1.0
     if exact is not None:
         near, sinks, window, scaling = exact.near, exact.sinks, exact.window, exact.scaling
         others = [exact.query, near.key, near.value, near.log_weight]
         others += [t.contiguous() for t in (sinks.key, sinks.value, sinks.log_weight, exact.visible_from)]
-    out, normalizer, mean, log_mass = torch.ops.dofla.linear_attention(
-        query, tokens.key, tokens.value, tokens.log_weight, state.mean, state.log_mass, *affine, others, window, scaling
-    )
-    return out, normalizer, FeatureState(mean, log_mass)
-
-
-def _parts(affine: Affine | None) -> tuple[Tensor | None, Tensor | None, float, float]:
-    if affine is None:
-        return None, None, 1.0, 0.0
-    return affine.weight.contiguous(), affine.bias.contiguous(), affine.scale, affine.curvature
+    inputs = query, tokens.key, tokens.value, tokens.log_weight, state.mean, state.log_mass, tensors, numbers
+    out, normalizer, *after = torch.ops.dofla.linear_attention(*inputs, others, window, scaling)
+    return out, normalizer, FeatureState(*after)

@@ -24,18 +24,17 @@ const float* start(const at::Tensor& t, std::int64_t n, std::int64_t h) {
   return t.const_data_ptr<float>() + n * t.stride(0) + h * t.stride(1);
 }
 
-// An affine map as tensors: weight [Hkv, M, d] and bias [Hkv, M].
-features::Map map_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double scale,
-                     double curvature) {
-  if (!weight) return {nullptr, nullptr, 1.0f, 0.0f};
-  TORCH_CHECK(weight->is_contiguous() && bias->is_contiguous(), "maps must be contiguous");
-  return {weight->const_data_ptr<float>(), bias->const_data_ptr<float>(), static_cast<float>(scale),
-          static_cast<float>(curvature)};
+// One of two affine maps, if there are any: weight [Hkv, M, d] and bias [Hkv, M] of each; scale and curvature of each.
+features::Map map_of(std::size_t which, const std::vector<at::Tensor>& maps, const std::vector<double>& numbers) {
+  if (maps.empty()) return {nullptr, nullptr, 1.0f, 0.0f};
+  const at::Tensor &weight = maps[2 * which], &bias = maps[2 * which + 1];
+  TORCH_CHECK(weight.is_contiguous() && bias.is_contiguous(), "maps must be contiguous");
+  return {weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(numbers[2 * which]),
+          static_cast<float>(numbers[2 * which + 1])};
 }
 
 // The exact part of a hybrid layer: query [B, H, L, d]; key and value [B, Hkv, L + window - 1, .] and log_weight
-// [B, L + window - 1] of the near tokens; s sinks [B, Hkv, s, .] with log-weights [B, s], each seen from row
-// visible_from [B, s] on.
+// [B, L + window - 1] of near tokens; s sinks [B, Hkv, s, .], their log-weights and the row they are seen from [B, s].
 struct Exact {
   const at::Tensor &query, &key, &value, &log_weight, &sink_key, &sink_value, &sink_log_weight, &visible_from;
   std::int64_t window;
@@ -73,52 +72,26 @@ struct Exact {
 };
 
 // One thread's part of the work.
-class Worker {
- public:
-  Worker(const features::Sizes& sizes, const std::optional<Exact>& exact) : features_(sizes), sizes_(sizes), exact_(exact) {
-    if (exact) windows_.emplace(exact->sizes());
+struct Worker {
+  features::Worker features;
+  std::optional<exact::Worker> windows;
+
+  Worker(const features::Sizes& sizes, const std::optional<Exact>& exact) : features(sizes) {
+    if (exact) windows.emplace(exact->sizes());
   }
-
-  void attend_and_absorb(const features::Tokens& tokens, const features::State& state, const exact::Head& head,
-                         std::int64_t first) {
-    features_.attend_and_absorb(tokens, state);
-    add_exact(tokens, head, first);
-  }
-
-  void absorb(const features::Tokens& tokens, const features::State& state) { features_.absorb(tokens, state); }
-
-  void attend(const features::Tokens& tokens, const features::State& state, const exact::Head& head, std::int64_t first) {
-    features_.attend(tokens, state);
-    add_exact(tokens, head, first);
-  }
-
- private:
-  void add_exact(const features::Tokens& tokens, const exact::Head& head, std::int64_t first) {
-    if (!windows_) return;
-    const exact::Seen seen{tokens.out, tokens.normalizer, tokens.out_head, tokens.normalizer_head};
-    windows_->attend(head, seen, first, sizes_.groups, exact_->scaling);
-  }
-
-  features::Worker features_;
-  std::optional<exact::Worker> windows_;
-  features::Sizes sizes_;
-  const std::optional<Exact>& exact_;
 };
 
 // query [B, H, L, M or d], key [B, Hkv, L, M or d], value [B, Hkv, L, dv], log_weight [B, L] and mean [B, Hkv, M, dv] in
 // float32, log_mass [B, Hkv, M] in float64. The log-normalizer is that of the features alone.
 Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                         const at::Tensor& log_weight, const at::Tensor& mean, const at::Tensor& log_mass,
-                        const std::optional<at::Tensor>& query_weight, const std::optional<at::Tensor>& query_bias,
-                        double query_scale, double query_curvature, const std::optional<at::Tensor>& key_weight,
-                        const std::optional<at::Tensor>& key_bias, double key_scale, double key_curvature,
+                        const std::vector<at::Tensor>& maps, const std::vector<double>& map_numbers,
                         const std::vector<at::Tensor>& exact_part, std::int64_t window, double scaling) {
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight),
               "rows must be contiguous");
   const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), kv_heads = key.size(1);
   const features::Sizes sizes{mean.size(2), query.size(3), value.size(3), heads / kv_heads};
-  const features::Map query_map = map_of(query_weight, query_bias, query_scale, query_curvature);
-  const features::Map key_map = map_of(key_weight, key_bias, key_scale, key_curvature);
+  const features::Map query_map = map_of(0, maps, map_numbers), key_map = map_of(1, maps, map_numbers);
   std::optional<Exact> exact;
   if (!exact_part.empty()) exact.emplace(exact_part, window, scaling);
   const at::Tensor out = at::empty({batch, heads, length, sizes.value_dim}, query.options());
@@ -151,8 +124,11 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
     return features::State{mean_after.mutable_data_ptr<float>() + unit * mean_size,
                            log_mass_after.mutable_data_ptr<double>() + unit * sizes.features};
   };
-  const auto head = [&](std::int64_t unit) {
-    return exact ? exact->head(unit / kv_heads, unit % kv_heads, sizes.groups) : exact::Head{};
+  const auto add_exact = [&](Worker& worker, const features::Tokens& seen, std::int64_t unit, std::int64_t chunk) {
+    if (!exact) return;
+    worker.windows->attend(exact->head(unit / kv_heads, unit % kv_heads, sizes.groups),
+                           {seen.out, seen.normalizer, seen.out_head, seen.normalizer_head}, chunk * kChunk, sizes.groups,
+                           exact->scaling);
   };
 
   const std::int64_t threads = at::get_num_threads();
@@ -161,7 +137,9 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
       Worker worker(sizes, exact);
       for (std::int64_t unit = begin; unit < end; ++unit) {
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-          worker.attend_and_absorb(tokens(unit, chunk), state(unit), head(unit), chunk * kChunk);
+          const features::Tokens own = tokens(unit, chunk);
+          worker.features.attend_and_absorb(own, state(unit));
+          add_exact(worker, own, unit, chunk);
         }
       }
     });
@@ -182,7 +160,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
         const features::State before = state_before(unit * chunks + chunk), running = state(unit);
         std::copy_n(running.mean, mean_size, before.mean);
         std::copy_n(running.log_mass, sizes.features, before.log_mass);
-        worker.absorb(tokens(unit, chunk), running);
+        worker.features.absorb(tokens(unit, chunk), running);
       }
     }
   });
@@ -190,7 +168,9 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
     Worker worker(sizes, exact);
     for (std::int64_t place = begin; place < end; ++place) {
       const std::int64_t unit = place / chunks, chunk = place % chunks;
-      worker.attend(tokens(unit, chunk), state_before(place), head(unit), chunk * kChunk);
+      const features::Tokens own = tokens(unit, chunk);
+      worker.features.attend(own, state_before(place));
+      add_exact(worker, own, unit, chunk);
     }
   });
   return {out, normalizer, mean_after, log_mass_after};
@@ -212,9 +192,8 @@ bool supported() {
 TORCH_LIBRARY(dofla, library) {
   library.def(
       "linear_attention(Tensor query, Tensor key, Tensor value, Tensor log_weight, Tensor mean, Tensor log_mass, "
-      "Tensor? query_weight, Tensor? query_bias, float query_scale, float query_curvature, Tensor? key_weight, "
-      "Tensor? key_bias, float key_scale, float key_curvature, Tensor[] exact_part, int window, float scaling) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor[] maps, float[] map_numbers, Tensor[] exact_part, int window, float scaling) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
   library.impl("linear_attention", c10::DispatchKey::CPU, &linear_attention);
   library.def("supported() -> bool");
   library.impl("supported", c10::DispatchKey::CompositeExplicitAutograd, &supported);

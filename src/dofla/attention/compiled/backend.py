@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from dofla.attention import compiled
 from dofla.attention.backend import Backend, Compressed, Features
 from dofla.attention.call import Call
-from dofla.attention.coding import Coder, Tier
+from dofla.attention.coding import Coder
 from dofla.attention.coding.coder import Codes
 from dofla.attention.coding.levels import TABLES
 from dofla.attention.eight_bits import pack
@@ -38,25 +39,21 @@ class Compiled(Backend):
             return None
         # As `.default`, which torch finds sooner.
         out, rows = torch.ops.dofla.read_compressed.default(
-            *call.vectors, call.log_weight, state.rows, *_constants(heads.tiers), TABLES, call.scaling, *_sizes(heads)
+            *call.vectors, call.log_weight, state.rows, *_of_layer(heads, call)
         )
         return out, CompressedState(rows)
 
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        return torch.ops.dofla.read_pages.default(
-            *call.vectors, pool, pages, starts, *_constants(heads.tiers), TABLES, call.scaling, *_sizes(heads)
-        )
+        return torch.ops.dofla.read_pages.default(*call.vectors, pool, pages, starts, *_of_layer(heads, call))
 
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Codes]:
         if not compiled.usable(vectors, (), DTYPES):
             return super().encode(coders, vectors)
-        found = []
-        for coder, x in zip(coders, vectors, strict=True):
-            integers, exponents = (part.contiguous() for part in pack(x))
-            found.append(torch.ops.dofla.encode.default(integers, exponents, coder.constants, TABLES))
-        return found
+        packed = [[part.contiguous() for part in pack(x)] for x in vectors]
+        pairs = zip(coders, packed, strict=True)
+        return [torch.ops.dofla.encode.default(*own, coder.constants, TABLES) for coder, own in pairs]
 
     def through_features(
         self,
@@ -87,16 +84,13 @@ class Compiled(Backend):
         return out, after
 
 
-def _constants(tiers: Iterable[Tier]) -> tuple[list[Tensor], list[Tensor]]:
-    """Constants of the coders of keys and of values, of the groups of a layer."""
-    # As an attribute it takes ten times as long to find; torch's type says that a buffer may be None.
-    sides = ([tier.key for tier in tiers], [tier.value for tier in tiers])
+def _of_layer(heads: Compressed, call: Call) -> tuple[Any, ...]:
+    """The arguments of operators for a layer: constants of its coders of keys and of values, tables, scaling of scores,
+    its heads by group, and the groups' numbers."""
+    # As an attribute it takes ten times as long to find.
+    sides = ([tier.key for tier in heads.tiers], [tier.value for tier in heads.tiers])
     keys, values = ([coder._buffers["constants"] for coder in side] for side in sides)
-    return keys, values  # type: ignore[return-value]
-
-
-def _sizes(heads: Compressed) -> tuple[list[int], list[int]]:
-    return heads.layout.order, heads.layout.numbers
+    return keys, values, TABLES, call.scaling, heads.layout.order, heads.layout.numbers
 
 
 def _usable(vectors: list[Tensor], others: list[Tensor], state: FeatureState, exact: ExactPart | None) -> bool:

@@ -21,10 +21,7 @@ from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
 _COMMON = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-FLAGS = {
-    "x86_64": (*_COMMON, "-march=native", "-mprefer-vector-width=512"),
-    "aarch64": (*_COMMON, "-mcpu=native"),
-}
+FLAGS = {"x86_64": (*_COMMON, "-march=native", "-mprefer-vector-width=512"), "aarch64": (*_COMMON, "-mcpu=native")}
 """Compiler flags, by machine."""
 _LIBRARY = "dofla_kernels"
 
@@ -66,8 +63,8 @@ def constants_header() -> str:
     lines = []
     for name, value in vars(constants).items():
         if name.isupper():
-            number = f"int {_cpp(name)} = {value}" if isinstance(value, int) else f"float {_cpp(name)} = {value.hex()}f"
-            lines.append(f"constexpr {number};\n")
+            kind, number = ("int", value) if isinstance(value, int) else ("float", f"{value.hex()}f")
+            lines.append(f"constexpr {kind} k{name.title().replace('_', '')} = {number};\n")
     return f"#pragma once\n\nnamespace dofla {{\n{''.join(lines)}}}\n"
 
 
@@ -79,10 +76,6 @@ def write_headers(folder: Path) -> None:
 
 def _generated() -> dict[str, str]:
     return {"constants.h": constants_header(), "layout.h": layout_header()}
-
-
-def _cpp(name: str) -> str:
-    return "k" + name.title().replace("_", "")
 
 
 def _sources() -> list[Path]:

@@ -15,8 +15,7 @@ inline Lanes sums(Lanes* rows) {
   return total;
 }
 
-// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(t, g, sum)` adds up those of vector t.
-// A tile is written whole.
+// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t], in whole tiles; `of(t, sum)` adds up those of t.
 template <int N, int G, typename Of>
 inline void products(std::int64_t count, float* to, std::int64_t stride, const Of& of) {
   for (std::int64_t first = 0; first < count; first += kTile) {

@@ -47,8 +47,7 @@ at::Tensor output(const at::Tensor& query, const at::Tensor& value) {
 
 // query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv], the state before [B, bytes]. Returns the output [B, H, L, dv]
 // and the state after. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
-// a query its own row, of a key or a value those of its head from its token on. Shapes are said once more in shapes.py, for
-// torch.compile.
+// a query its own row, of a key or a value those of its head from its token on. For torch.compile, shapes.py says shapes again.
 std::tuple<at::Tensor, at::Tensor> read_compressed(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                                    const std::optional<at::Tensor>& log_weight, const at::Tensor& state,
                                                    const Tensors& keys, const Tensors& values, const at::Tensor& tables,

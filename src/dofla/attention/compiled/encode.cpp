@@ -11,8 +11,7 @@
 namespace dofla::cache {
 namespace {
 
-// Codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8, of vectors in eight bits [B, Hkv, n, d] and their exponents
-// [B, Hkv, n], both int8.
+// Codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8, of vectors [B, Hkv, n, d] and exponents [B, Hkv, n], int8.
 std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& integers, const at::Tensor& exponents, const at::Tensor& constants,
                                           const at::Tensor& tables) {
   TORCH_CHECK(integers.is_contiguous() && integers.scalar_type() == at::kChar && integers.dim() == 4, "integers must be int8");

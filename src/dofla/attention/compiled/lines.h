@@ -57,8 +57,7 @@ inline void enter_together(const Group& group, const Tokens& from, std::int64_t 
   }
 }
 
-// The lines, and window and sinks after; and of each KV head, how many tokens come before the first whose key or value holds
-// NaN or infinity.
+// The lines, and window and sinks after; and of each KV head, how many tokens come before the first with NaN or infinity.
 inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
   const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kChunk - 1) / kChunk;
   const std::int64_t wide = std::max(group.keys.dim, group.values.dim), window = group.window.count, held = group.tier.count;

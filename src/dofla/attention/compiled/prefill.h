@@ -19,8 +19,7 @@ struct Prompt {
 };
 
 // What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its tier one
-// after the other before blocks of its queries can be read. Whoever is free takes what comes next: all of the former, then the
-// latter.
+// after the other before blocks of its queries can be read. Whoever is free takes what comes next: first all of the former.
 class Work {
  public:
   explicit Work(const std::vector<Job>& jobs)

@@ -134,8 +134,7 @@ class Reader {
     return t < band.count ? evictions_.held_before(n * group_.keys.heads + h, first)[t] : first + t;
   }
 
-  // Keys (or values, part 2) of a band as vectors_ [columns, dim], as far as the line goes, zeros behind it. Those of
-  // the tier are rotated.
+  // Keys (or values, part 2) of a band as vectors_ [columns, dim], zeros behind the line. Those of the tier are rotated.
   void unpack(std::int64_t n, std::int64_t h, std::int64_t first, const Band& band, std::int64_t part) {
     const coding::Coder coder = (part == 0 ? group_.keys : group_.values).head(h);
     const std::int64_t there = this->there(band, first);

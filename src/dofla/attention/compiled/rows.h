@@ -56,8 +56,7 @@ class Coders {
   std::int64_t rotation_, fineness_, back_, mean_, middle_, bits_;
 };
 
-// Where the five parts of a kind of tokens begin in a row: key and what scales it, value and what scales that, and the
-// log-weights or scores.
+// Where the five parts of a kind of tokens begin in a row: key, what scales it, value, what scales that, log-weights or scores.
 using Starts = std::array<std::int64_t, 5>;
 // Bytes of a token in the first four.
 using Widths = std::array<std::int64_t, 4>;

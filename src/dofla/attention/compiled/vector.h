@@ -158,8 +158,7 @@ inline void transpose_tile(Lanes* rows, std::integer_sequence<int, Lane...> lane
   if constexpr (S > 1) transpose_tile<S / 2>(rows, lanes);
 }
 
-// to [columns, to_stride] = from [rows, columns] transposed; zeros may be written behind each row, less
-// than a vector of them.
+// to [columns, to_stride] = from [rows, columns] transposed; behind each row less than a vector of zeros may be written.
 inline void transpose(const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns, float* to,
                       std::int64_t to_stride) {
   const std::int64_t whole = columns / kLanes * kLanes;
@@ -218,7 +217,6 @@ struct Floats {
     for (Part& part : parts) part *= x;
     return *this;
   }
-  friend Floats operator+(Floats a, const Floats& b) { return a += b; }
   friend Floats operator*(Floats a, const Floats& b) { return a *= b; }
   friend Floats operator*(Floats a, float x) { return a *= x; }
 };

@@ -11,8 +11,7 @@ namespace dofla {
 
 inline Integers lesser(const Integers& a, const Integers& b) { return a < b ? a : b; }
 
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)) || (defined(__SSE2__) && !defined(__AVX__))
-#define DOFLA_PAIRS
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 
 // sum + x * y of both numbers in a lane.
 inline Integers plus_products(const Integers& sum, const Integers& x, const Integers& y) {
@@ -21,10 +20,8 @@ inline Integers plus_products(const Integers& sum, const Integers& x, const Inte
                                                         reinterpret_cast<__m512i>(y)));
 #elif defined(__AVX512F__)
   return sum + reinterpret_cast<Integers>(_mm512_madd_epi16(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(y)));
-#elif defined(__AVX2__)
-  return sum + reinterpret_cast<Integers>(_mm256_madd_epi16(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(y)));
 #else
-  return sum + reinterpret_cast<Integers>(_mm_madd_epi16(reinterpret_cast<__m128i>(x), reinterpret_cast<__m128i>(y)));
+  return sum + reinterpret_cast<Integers>(_mm256_madd_epi16(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(y)));
 #endif
 }
 

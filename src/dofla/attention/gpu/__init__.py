@@ -1,4 +1,4 @@
-"""Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py and recurrent.py for CUDA tensors.
+"""Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py for CUDA tensors.
 And of a compressed cache what in plain torch is hundreds of small operations: to write codes (encode.py), to rotate
 queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a tier from its codes (tier.py;
 codes.py, decode.py); and all of a decoded token, in two kernels (token.py: token_encode.py and token_attend.py, both
@@ -20,7 +20,7 @@ real models reach hundreds, where those sums overflow. Here the state is a mean 
 are taken of differences that are at most 0 (but for rounding), in float32 or better whatever the type of the values. No
 adapter to kernels of that form could be exact, and there is none.
 
-Triton comes with torch where there is a GPU to use; it is imported at the first call.
+Triton comes with torch where there is a GPU to use; modules of kernels need it, and are imported at the first call.
 """
 
 from __future__ import annotations
@@ -61,15 +61,12 @@ def obstacle() -> str | None:
 
 def usable(*tensors: Tensor) -> bool:
     """True if the kernels take these tensors: float32 or bfloat16 on one GPU, not empty, no gradient asked for."""
-    if not tensors[0].is_cuda:  # before anything else, as a CPU asks for every token
+    first, differentiable = tensors[0], torch.is_grad_enabled()
+    if not first.is_cuda:  # before anything else, as a CPU asks for every token
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if not all(t.device == first.device and t.numel() and t.dtype in (torch.float32, torch.bfloat16) for t in tensors):
         return False
-    if not all(t.is_cuda and t.device == tensors[0].device and t.numel() for t in tensors):
-        return False
-    if not all(t.dtype in (torch.float32, torch.bfloat16) for t in tensors):
-        return False
-    return _obstacle() is None
+    return not (differentiable and any(t.requires_grad for t in tensors)) and _obstacle() is None
 
 
 @torch.compiler.assume_constant_result
@@ -99,7 +96,10 @@ def linear_attention(
     normalizer = torch.empty(batch, heads, length, dtype=torch.float32, device=a.device)
     after = state.map(torch.empty_like)
     with torch.cuda.device_of(a):  # Triton launches on the current device
-        (_decode if length == 1 else _prefill)(a, b, value, state, out, normalizer, after)
+        if length == 1:
+            _token_by_token(a, b, value, state, out, normalizer, after, None)
+        else:
+            _prefill(a, b, value, state, out, normalizer, after)
     return out, normalizer, after
 
 
@@ -135,13 +135,6 @@ def _prefill(
         num_stages=1,  # its loop is short; several stages would take more shared memory than most GPUs have
     )
     _token_by_token(a, b, value, FeatureState(means, log_masses), out, normalizer, None, untrusted)
-
-
-def _decode(
-    a: Tensor, b: Tensor, value: Tensor, state: FeatureState, out: Tensor, normalizer: Tensor, after: FeatureState
-) -> None:
-    """:func:`_prefill` of one token."""
-    _token_by_token(a, b, value, state, out, normalizer, after, None)
 
 
 def _token_by_token(

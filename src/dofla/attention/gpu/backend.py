@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,10 +12,8 @@ from dofla.attention.backend import Backend, Compressed, merge_exact
 from dofla.attention.call import Call
 from dofla.attention.coding import CodedTokens, Coder
 from dofla.attention.coding.coder import Codes, Numbers
-from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.drawn import Drawn, Line
 from dofla.attention.exact import ExactPart
-from dofla.attention.gpu.codes import CodedVectors
 from dofla.attention.gpu.operators import decode, decode_token, prepare
 from dofla.attention.layout import CompressedState
 from dofla.attention.state import FeatureState, TokenBuffer
@@ -50,13 +47,12 @@ class Triton(Backend):
     ) -> Tensor | None:
         if starts != list(range(len(pages) + 1)):
             return None  # kernels are for a token of each sequence
-        tokens = call._replace(
-            query=call.query.transpose(0, 2), key=call.key.transpose(0, 2), value=call.value.transpose(0, 2)
-        )
+        query, key, value = (x.transpose(0, 2) for x in call.vectors)
+        tokens = call._replace(query=query, key=key, value=value)
         return decode(heads, tokens, pool, pages).transpose(0, 2)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        from dofla.attention.gpu.pack import pack
+        from dofla.attention.gpu.encode import pack
 
         return pack(x)
 
@@ -66,9 +62,9 @@ class Triton(Backend):
         return [encode(coder, x) for coder, x in zip(coders, vectors, strict=True)]
 
     def decode(self, coder: Coder, codes: Codes) -> Tensor:
-        from dofla.attention.gpu.unrotate import unrotated
+        from dofla.attention.gpu.tier import unrotated
 
-        return unrotated(coder, CodedVectors.of(coder, *codes))
+        return unrotated(coder, codes)
 
     def rotate_queries(self, coder: Coder, query: Tensor) -> tuple[Tensor, Callable[[slice], Numbers]]:
         from dofla.attention.gpu.rotate_query import rotate_queries
@@ -81,20 +77,14 @@ class Triton(Backend):
     ) -> tuple[Tensor, Tensor]:
         from dofla.attention.gpu.tier import attend
 
-        keys = CodedVectors.of(key, line.key, line.key_scale)
-        values = CodedVectors.of(value, line.value, line.value_scale)
-        return attend(rotated, keys, values, line.log_weight, evicted_at, scaling)
+        return attend(key, value, rotated, line, evicted_at, scaling)
 
     def select_survivors(
         self, coder: Coder, query_integers: Numbers, real: Tensor, line: CodedTokens, newest: int, scaling: float
-    ) -> tuple[CodedTokens, Tensor, Tensor]:
+    ) -> tuple[CodedTokens, Tensor]:
         from dofla.attention.gpu.heavy_hitters import select_survivors
 
-        keys = CodedVectors.of(coder, line.key, line.key_scale)
-        index, score, evicted, evicted_at = select_survivors(
-            query_integers, real, keys, line.score, newest, *weight_steps(scaling, real.device)
-        )
-        return replace(line.take(index), score=score), evicted, evicted_at
+        return select_survivors(coder, query_integers, real, line, newest, scaling)
 
     def linear_attention(
         self, a: Tensor, b: Tensor, tokens: TokenBuffer, state: FeatureState, exact: ExactPart | None
@@ -108,8 +98,7 @@ class Triton(Backend):
     def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
         if query.dtype != torch.bfloat16 or line.padded:
             return super().exact_causal(query, line, window, sinks, scaling)
-        from dofla.attention.gpu.drawn import drawn
-        from dofla.attention.gpu.flash import flash_attention
+        from dofla.attention.gpu.drawn import drawn, flash_attention
 
         out, normalizer = flash_attention(query, line, scaling)
         return out, drawn(query, line, normalizer, window, sinks, scaling)

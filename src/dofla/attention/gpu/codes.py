@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,30 +50,9 @@ class Coding(NamedTuple):
         return cls(coder.dim, padded, coder.block, blocks, padded_blocks, size, *coder.starts)
 
 
-@dataclass(frozen=True)
-class CodedVectors:
-    """n vectors in codes, and what the codes stand for.
-
-    Attributes:
-        codes: [B, Hkv, n, bytes], uint8.
-        scales: [B, Hkv, n, blocks], uint8.
-        constants: of their coder.
-        coding: likewise.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    constants: Tensor
-    coding: Coding
-
-    @classmethod
-    def of(cls, coder: Coder, codes: Tensor, scales: Tensor) -> CodedVectors:
-        """Codes and scales of a coder."""
-        return cls(codes, scales, coder.constants, Coding.of(coder))
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and scales in one piece, and the constants."""
-        return self.codes.contiguous(), self.scales.contiguous(), self.constants
+def coded(coder: Coder, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks] in one piece, and the constants of their coder."""
+    return codes.contiguous(), scales.contiguous(), coder.constants
 
 
 def tables_on(device: torch.device) -> Tensor:

@@ -1,5 +1,4 @@
 """Numbers from their codes, as Triton kernels read them: coding/blocks.py and the windows of coding/trellis.py.
-Importing this file needs triton.
 
 The bits of a block are a ring, the last number's the lowest. So the window of a number, its own code with those before
 it in higher bits, is six neighboring bits, from where its own code begins: two bytes have them, whatever the bits.

@@ -1,5 +1,5 @@
-"""Codes of a compressed cache as a Triton kernel: vectors are rotated exactly (coding/coder.py), codes searched for by
-Viterbi's algorithm (coding/trellis.py) and packed (coding/blocks.py). Importing this file needs triton.
+"""Vectors in int8 (eight_bits.py) and codes of a compressed cache as Triton kernels: vectors are rotated exactly
+(coding/coder.py), codes searched for by Viterbi's algorithm (coding/trellis.py) and packed (coding/blocks.py).
 
 All arithmetic is that of plain torch, bit for bit: integers below 2²⁴, powers of two, and single operations, each
 rounded by itself; so none may be fused with another. How many bits a block has stands on the GPU and is read there.
@@ -17,8 +17,10 @@ from dofla.attention.coding.levels import SCALES_AT
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.gpu import block_count
 from dofla.attention.gpu.codes import Coding, tables_on
-from dofla.attention.gpu.numbers import at, power_of_two, rounded, whole
-from dofla.attention.gpu.pack import pack
+from dofla.attention.gpu.numbers import at, exponent_of, power_of_two, rounded, whole
+
+VECTORS = 32
+"""Vectors of a program that packs them."""
 
 RINGS = 16
 """Vectors of a program at most, of each one block: they walk side by side."""
@@ -35,6 +37,39 @@ WAYS = tl.constexpr(2 ** (WINDOW - 1) + 5)
 _FINE = tl.constexpr(FINE)
 _SCALE = tl.constexpr(float(FINE * UNIT))
 """Code of a number as large as its block: units of a level, :data:`_FINE` to one."""
+
+
+def pack(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors [B, H, L, d], float32 or bfloat16, as integers [B, H, L, d] and exponents [B, H, L], both int8."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, length, dim = x.shape
+    integers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    exponents = torch.empty(x.shape[:-1], dtype=torch.int8, device=x.device)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _pack[(batch * heads, triton.cdiv(length, VECTORS))](
+            *(x, integers, exponents, *x.stride()[:3], heads, length, dim),
+            DIM=triton.next_power_of_2(dim),
+            VECTORS=VECTORS,
+            enable_fp_fusion=False,
+        )
+    return integers, exponents
+
+
+@triton.jit
+def _pack(
+    x, integers, exponents, of_batch, of_head, of_token, heads, length, dim, DIM: tl.constexpr, VECTORS: tl.constexpr
+):
+    unit, n = tl.program_id(0).to(tl.int64), tl.arange(0, DIM)
+    token = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)
+    mask = (token < length)[:, None] & (n < dim)[None, :]
+    place = (unit // heads) * of_batch + (unit % heads) * of_head + token[:, None] * of_token + n[None, :]
+    own = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    exponent = exponent_of(tl.max(tl.abs(own), axis=1)) - 7
+    exponent = tl.minimum(tl.maximum(exponent, -120), 120)
+    found = tl.minimum(tl.maximum(rounded(own * power_of_two(-exponent)[:, None]), -127.0), 127.0)
+    row = unit * length + token
+    tl.store(integers + row[:, None] * dim + n[None, :], found.to(tl.int8), mask=mask)
+    tl.store(exponents + row, exponent.to(tl.int8), mask=token < length)
 
 
 def encode(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,8 +260,7 @@ def _search(
 
 @triton.jit
 def _step(cost, own, RINGS: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr):
-    """Costs of paths [RINGS, STATES] one number on, and which way they came; ``own`` [RINGS, STATES << BITS] is what
-    windows cost."""
+    """Costs of paths [RINGS, STATES] one number on, and their ways; ``own`` [RINGS, STATES << BITS]: of windows."""
     begun = tl.broadcast_to(cost[:, :, None], [RINGS, STATES, 1 << BITS])
     total = tl.reshape(begun, [RINGS, STATES << BITS]) + own
     least = tl.min(tl.reshape(total, [RINGS, 1 << BITS, STATES]), axis=1)

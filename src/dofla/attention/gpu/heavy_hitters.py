@@ -1,5 +1,4 @@
-"""Which tokens stay because they draw attention (coding/heavy_hitters.py), as Triton kernels. Importing this file needs
-triton.
+"""Which tokens stay because they draw attention (coding/heavy_hitters.py), as Triton kernels.
 
 All arithmetic is that of plain torch, bit for bit: products of integers, up to 256 and so exact in float16, that
 sum to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
@@ -7,14 +6,19 @@ sum to less than 2²⁴, and single operations, each rounded by itself; so none 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.coding import CodedTokens, Coder
+from dofla.attention.coding.coder import Numbers
+from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.constants import DECAY, GAIN, LEAST_STEPS, MOST_SCORE, MOST_STEPS, NEVER
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import CodedVectors, tables_on
+from dofla.attention.gpu.codes import Coding, coded, tables_on
 from dofla.attention.gpu.decode import LEAST, keys_of, units_of
 from dofla.attention.gpu.numbers import at, rounded
 
@@ -30,66 +34,42 @@ _LAST = tl.constexpr(2**62)
 
 
 def select_survivors(
-    query_integers: tuple[Tensor, Tensor],
-    real: Tensor,
-    key: CodedVectors,
-    score: Tensor,
-    newest: int,
-    per_step: float,
-    weights: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let the last L of a line of S tokens enter a tier one by one, and each time one go.
-
-    Args:
-        query_integers: queries as integers [B, H, L, blocks, block] and the unit of each block [B, H, L, blocks, 1].
-        real: [B, L], which queries are not padding.
-        key: the keys of the line.
-        score: of its tokens [B, Hkv, S], int16.
-        newest: how many tokens cannot go.
-        per_step: steps of the logarithm of a weight to one of a product of a query and a key.
-        weights: by steps below the largest [steps], float32; the last is that of all below.
-
-    Returns:
-        Places in the line of the tokens that stay [B, Hkv, S - L], int64, and their scores, int16; places of those that
-        left [B, Hkv, L], int64; and the query with which each token of the line left [B, Hkv, S], int32.
-    """
-    steps = logarithms(query_integers, key, per_step)
-    batch, kv_heads, tokens = score.shape
-    length = steps.shape[3]
-    index, left = (score.new_empty(batch, kv_heads, n, dtype=torch.int64) for n in (tokens - length, length))
-    after, evicted_at = torch.empty_like(index, dtype=torch.int16), torch.empty_like(score, dtype=torch.int32)
-    groups, lanes = steps.shape[2], triton.next_power_of_2(tokens)
+    coder: Coder, query_integers: Numbers, real: Tensor, line: CodedTokens, newest: int, scaling: float
+) -> tuple[CodedTokens, Tensor]:
+    """:func:`dofla.attention.coding.heavy_hitters.select_survivors`; which query sees a token no more is int32."""
+    per_step, weights = weight_steps(scaling, real.device)
+    steps = logarithms(coder, query_integers, line, per_step)
+    batch, kv_heads, groups, length, tokens = steps.shape
+    index = line.score.new_empty(batch, kv_heads, tokens - length, dtype=torch.int64)
+    after, evicted_at = torch.empty_like(index, dtype=torch.int16), torch.empty_like(line.score, dtype=torch.int32)
+    lanes = triton.next_power_of_2(tokens)
     tile = triton.next_power_of_2(groups) * lanes
-    with torch.cuda.device_of(score):  # Triton launches on the current device
+    with torch.cuda.device_of(steps):  # Triton launches on the current device
         _select_survivors[(batch * kv_heads,)](
-            *(steps, real.contiguous(), score.contiguous(), weights, index, after, left, evicted_at),
+            *(steps, real.contiguous(), line.score.contiguous(), weights, index, after, evicted_at),
             *(kv_heads, groups, length, tokens, newest),
             GROUPS=triton.next_power_of_2(groups),
             TOKENS=lanes,
             enable_fp_fusion=False,
             num_warps=min(16, max(1, tile // 512)),
         )
-    return index, after, left, evicted_at
+    return replace(line.take(index), score=after), evicted_at
 
 
-def logarithms(query_integers: tuple[Tensor, Tensor], key: CodedVectors, per_step: float) -> Tensor:
-    """Logarithms of the attention weights of all pairs of query and key, in integer steps [B, Hkv, G, L, S], float32.
-
-    Args:
-        query_integers: integers [B, H, L, blocks, block], and their units [B, H, L, blocks, 1].
-        key: the codes of S tokens.
-        per_step: steps per unit of a product of query and key.
-    """
+def logarithms(coder: Coder, query_integers: Numbers, line: CodedTokens, per_step: float) -> Tensor:
+    """Logarithms of the attention weights of all pairs of a query and a token of a line, in integer steps
+    [B, Hkv, G, L, S], float32; ``per_step`` are steps per unit of a product of query and key."""
     numbers, unit = (x.contiguous() for x in query_integers)
     batch, heads, length = numbers.shape[:3]
-    kv_heads, tokens = key.codes.shape[1:3]
+    kv_heads, tokens = line.score.shape[1:]
     groups = heads // kv_heads
     steps = numbers.new_empty(batch, kv_heads, groups, length, tokens)
     rows, columns = block_size(length * groups, 64), 64
     with torch.cuda.device_of(steps):
         _logarithms[(batch * kv_heads, block_count(length * groups, rows), block_count(tokens, columns))](
-            *(numbers, unit, *key.tensors(), tables_on(steps.device), steps, groups * length, tokens, per_step),
-            CODER=key.coding,
+            *(numbers, unit, *coded(coder, line.key, line.key_scale), tables_on(steps.device), steps),
+            *(groups * length, tokens, per_step),
+            CODER=Coding.of(coder),
             ROWS=rows,
             TOKENS=columns,
             enable_fp_fusion=False,
@@ -151,7 +131,6 @@ def _select_survivors(
     weights,
     index,  # [units, S - L], to be filled, as all below
     after,  # [units, S - L]
-    left,  # [units, L]
     evicted_at,  # [units, S]
     kv_heads,
     groups,
@@ -161,8 +140,7 @@ def _select_survivors(
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program per unit walks from query to query. The newest that are there are the last of the line, for none of
-    them may go."""
+    """One program per unit walks from query to query. The newest are the last that are there: none of them may go."""
     unit = tl.program_id(0).to(tl.int64)
     g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
     is_token, is_head, places = t < tokens, g < groups, tokens - length
@@ -171,7 +149,6 @@ def _select_survivors(
     goes = tl.full([TOKENS], _NEVER, tl.int32)
     for n in range(0, length):
         leaving = lowest(drawn, is_token & (t <= places + n - newest) & (goes == _NEVER), TOKENS)
-        tl.store(left + unit * length + n, leaving.to(tl.int64))
         goes = tl.where(t == leaving, n, goes)
         if tl.load(real + unit // kv_heads * length + n):
             there = (t <= places + n) & (goes == _NEVER) & (drawn >= 0)

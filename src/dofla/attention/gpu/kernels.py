@@ -1,4 +1,4 @@
-"""The Triton kernels; the host code and the algorithm are in __init__.py. Importing this file needs triton.
+"""The Triton kernels; the host code and the algorithm are in __init__.py.
 
 A unit is one KV head of one batch row. Tensors are contiguous. Masked places hold numbers that keep everything finite:
 a missing token is a key of log-feature -inf, a missing feature one that no query has.

@@ -1,5 +1,4 @@
-"""Arithmetic that gives the same bits everywhere, as the Triton kernels do it: eight_bits.py and coding/blocks.py.
-Importing this file needs triton."""
+"""Arithmetic that gives the same bits everywhere, as the Triton kernels do it: eight_bits.py and coding/blocks.py."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def exponent_of(x):
 
 @triton.jit
 def packed(x):
-    """A vector in int8: integers from -127 to 127, and the exponent of what one is worth
-    (eight_bits.pack)."""
+    """A vector in int8: integers from -127 to 127, and the exponent of what one is worth (eight_bits.pack)."""
     exponent = exponent_of(tl.max(tl.abs(x), axis=0)) - 7
     exponent = tl.minimum(tl.maximum(exponent, -120), 120)
     numbers = rounded(x * power_of_two(-exponent))

@@ -66,10 +66,9 @@ def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = N
     Returns:
         Output [B, H, 1, dv].
     """
-    out = call.value.new_empty(*call.query.shape[:-1], call.value.shape[-1])
-    steps = weight_steps(call.scaling, call.query.device)
+    out = call.new_output()
     for decoder in decoders_of(heads):
-        decoder(*call.vectors, call.log_weight, rows, out, call.scaling, *steps, pages)
+        decoder(call, rows, out, pages)
     return out
 
 
@@ -82,8 +81,7 @@ def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = N
 def decode_token(
     query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor | None, rows: Tensor, known: int, scaling: float
 ) -> Tensor:
-    """:func:`decode` for graphs, which hold no heads but their id
-    (:meth:`dofla.attention.CompressedHeads.register`)."""
+    """:func:`decode` for graphs, which hold no heads but their id (:meth:`.CompressedHeads.register`)."""
     return decode(REGISTERED[known], Call(query, key, value, scaling, log_weight), rows)
 
 

@@ -1,5 +1,4 @@
-"""Queries rotated to where the codes of keys stand (coding/coder.py), as a Triton kernel. Importing this file needs
-triton."""
+"""Queries rotated to where the codes of keys stand (coding/coder.py), as a Triton kernel."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def rotate_query(
     units,  # [blocks]
     CODER: tl.constexpr,
 ):
-    """Write a block of a rotated query, in float32 and as integers; and with the first what is to be added to its
-    products."""
+    """Write a block of a rotated query, in float32 and as integers; with the first, what is added to its products."""
     DIM: tl.constexpr = CODER.dim
     PADDED: tl.constexpr = CODER.padded
     BLOCK: tl.constexpr = CODER.block

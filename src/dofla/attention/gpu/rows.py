@@ -1,8 +1,5 @@
 """The rows of bytes that a compressed cache is kept in (layout.py), as the kernels of a decoded token read and update
-them. Importing this file needs triton.
-
-Where the parts of a head begin in a row, its description says (head_numbers.py); NEAR is the window.
-"""
+them. Where the parts of a head begin in a row, its description says."""
 
 from __future__ import annotations
 
@@ -10,29 +7,50 @@ import triton
 import triton.language as tl
 
 from dofla.attention.constants import FREE, LOG_ZERO
-from dofla.attention.gpu.head_numbers import (
-    FIRST,
-    SINK_KEY,
-    SINK_KEY_EXPONENT,
-    SINK_LOG_WEIGHT,
-    SINK_VALUE,
-    SINK_VALUE_EXPONENT,
-    TIER_KEY,
-    TIER_KEY_SCALE,
-    TIER_SCORE,
-    TIER_VALUE,
-    TIER_VALUE_SCALE,
-    WINDOW_KEY,
-    WINDOW_KEY_EXPONENT,
-    WINDOW_LOG_WEIGHT,
-    WINDOW_VALUE,
-    WINDOW_VALUE_EXPONENT,
-    number,
-)
 from dofla.attention.gpu.numbers import at, packed, power_of_two
+from dofla.attention.layout import HEAD_NUMBERS
 
+WINDOW, SINKS, TIER = (tl.constexpr(HEAD_NUMBERS.index(name)) for name in ("window_key", "sink_key", "tier_key"))
+"""The first of five parts: keys and what scales them, values and what scales those, and log-weights or scores."""
+SLOTS, HEAD, FIRST = (tl.constexpr(HEAD_NUMBERS.index(name)) for name in ("slots", "head", "first"))
+_COUNT = tl.constexpr(len(HEAD_NUMBERS))
 NOTHING = tl.constexpr(LOG_ZERO)
 _FREE = tl.constexpr(FREE)
+
+
+@triton.jit
+def described(heads, head):
+    """The numbers of a head (:data:`dofla.attention.layout.HEAD_NUMBERS`)."""
+    return heads + head * _COUNT
+
+
+@triton.jit
+def number(own, NAME: tl.constexpr):
+    """One of the numbers of a head."""
+    return tl.load(own + NAME).to(tl.int64)
+
+
+@triton.jit
+def vectors_of(state, own, TOKENS: tl.constexpr):
+    """Where keys of some tokens, what scales them, values and what scales those begin."""
+    return (
+        state + number(own, TOKENS),
+        state + number(own, TOKENS + 1),
+        state + number(own, TOKENS + 2),
+        state + number(own, TOKENS + 3),
+    )
+
+
+@triton.jit
+def log_weights_of(state, own, TOKENS: tl.constexpr):
+    """Where the log-weights of the window or of sinks begin."""
+    return at(state + number(own, TOKENS + 4), 0, tl.float32)
+
+
+@triton.jit
+def tier_scores(state, own):
+    """Where the scores of the tier begin."""
+    return at(state + number(own, TIER + 4), 0, tl.int16)
 
 
 @triton.jit
@@ -57,14 +75,14 @@ def weight_of(log_weight, batch):
 def leaving_window(weights, SHAPE: tl.constexpr):
     """Three integers about the token that leaves the window, by the ``weights`` of window and sinks: 1 if it is real
     and no padding, the number of sinks before it, and 1 if it becomes the next sink."""
-    SINKS: tl.constexpr = SHAPE.sinks
+    COUNT: tl.constexpr = SHAPE.sinks
     real = (tl.load(weights) > NOTHING).to(tl.int32)
     held = 0 * real
-    if SINKS > 0:
-        t = tl.arange(0, triton.next_power_of_2(SINKS))
-        weight = tl.load(weights + SHAPE.window + t, mask=t < SINKS, other=NOTHING)
+    if COUNT > 0:
+        t = tl.arange(0, triton.next_power_of_2(COUNT))
+        weight = tl.load(weights + SHAPE.window + t, mask=t < COUNT, other=NOTHING)
         held = tl.sum((weight > NOTHING).to(tl.int32), axis=0)
-    return real, held, real * (held < SINKS).to(tl.int32)
+    return real, held, real * (held < COUNT).to(tl.int32)
 
 
 @triton.jit
@@ -77,8 +95,8 @@ def score_on_entry(weights, SHAPE: tl.constexpr):
 @triton.jit
 def scores_of(state, own, slots, on_entry, t):
     """Scores of the tokens at ``t`` of a tier, the one that enters behind them included."""
-    score = at(state + number(own, TIER_SCORE), 0, tl.int16)
-    return tl.where(t == slots, on_entry, tl.load(score + t, mask=t < slots, other=_FREE).to(tl.int32))
+    score = tl.load(tier_scores(state, own) + t, mask=t < slots, other=_FREE).to(tl.int32)
+    return tl.where(t == slots, on_entry, score)
 
 
 @triton.jit
@@ -112,8 +130,7 @@ def update_tier(
 ):
     """The tokens behind the one that leaves move up, and one enters."""
     MOVED: tl.constexpr = SHAPE.moved_up
-    codes, scales = state + number(own, TIER_KEY), state + number(own, TIER_KEY_SCALE)
-    value_codes, value_scales = state + number(own, TIER_VALUE), state + number(own, TIER_VALUE_SCALE)
+    codes, scales, value_codes, value_scales = vectors_of(state, own, TIER)
     scale = entering + KEY.size
     value = scale + KEY.blocks
     value_scale = value + VALUE.size
@@ -147,23 +164,20 @@ def update_window(
 ):
     """The first token of the window becomes a sink or has evicted, the others move up, and the new one is the last."""
     MOVED: tl.constexpr = SHAPE.moved
-    SINKS: tl.constexpr = SHAPE.sinks
     LAST: tl.constexpr = SHAPE.window - 1
-    near_key, near_key_unit = state + number(own, WINDOW_KEY), state + number(own, WINDOW_KEY_EXPONENT)
-    near_value, near_value_unit = state + number(own, WINDOW_VALUE), state + number(own, WINDOW_VALUE_EXPONENT)
-    near_weight, is_first = at(state + number(own, WINDOW_LOG_WEIGHT), 0, tl.float32), number(own, FIRST) == 1
-    if SINKS > 0:
+    near_key, near_key_unit, near_value, near_value_unit = vectors_of(state, own, WINDOW)
+    near_weight, is_first = log_weights_of(state, own, WINDOW), number(own, FIRST) == 1
+    if SHAPE.sinks > 0:
+        sink_key, sink_key_unit, sink_value, sink_value_unit = vectors_of(state, own, SINKS)
         _, held, becomes_sink = leaving_window(weights, SHAPE)
         first = tl.arange(0, 1)
         goes, to = first < becomes_sink, first + held
-        _put(state + number(own, SINK_KEY) + to * KEY.dim, _taken(near_key + first, goes, KEY.dim), goes, KEY.dim)
-        _put(state + number(own, SINK_KEY_EXPONENT) + to, _taken(near_key_unit + first, goes, 1), goes, 1)
-        sink_value = state + number(own, SINK_VALUE) + to * VALUE.dim
-        _put(sink_value, _taken(near_value + first, goes, VALUE.dim), goes, VALUE.dim)
-        _put(state + number(own, SINK_VALUE_EXPONENT) + to, _taken(near_value_unit + first, goes, 1), goes, 1)
+        _put(sink_key + to * KEY.dim, _taken(near_key + first, goes, KEY.dim), goes, KEY.dim)
+        _put(sink_key_unit + to, _taken(near_key_unit + first, goes, 1), goes, 1)
+        _put(sink_value + to * VALUE.dim, _taken(near_value + first, goes, VALUE.dim), goes, VALUE.dim)
+        _put(sink_value_unit + to, _taken(near_value_unit + first, goes, 1), goes, 1)
         if is_first:
-            sink_weight = at(state + number(own, SINK_LOG_WEIGHT), 0, tl.float32)
-            tl.store(sink_weight + to, tl.load(weights + first), mask=goes)
+            tl.store(log_weights_of(state, own, SINKS) + to, tl.load(weights + first), mask=goes)
     for begin in range(0, LAST, MOVED):
         t = begin + tl.arange(0, MOVED)
         here = t < LAST

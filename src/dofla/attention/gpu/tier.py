@@ -1,5 +1,5 @@
-"""Attention to the tier of a compressed cache from its codes (coding/tier.py) as a Triton kernel. Importing this file
-needs triton.
+"""Attention to the tier of a compressed cache from its codes (coding/tier.py), and vectors of codes rotated back
+(coding/coder.py), as Triton kernels.
 
 Codes become numbers in registers, some tokens at a time, and are forgotten as soon as all queries of the program have
 seen them (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dofla.attention.coding import CodedTokens, Coder
+from dofla.attention.coding.coder import Codes
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import CodedVectors, tables_on
+from dofla.attention.gpu.codes import Coding, coded, tables_on
 from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
 from dofla.attention.gpu.numbers import at
 
@@ -24,6 +26,9 @@ ROWS = 64
 VALUES = 64
 """Numbers of a value of a program at most: what fits into its registers."""
 
+_VECTORS = 32
+"""Vectors of a program that rotates them back."""
+
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 """Input precision of float32 products: three in TF32, on the matrix units, are as accurate as one in float32."""
 
@@ -32,42 +37,22 @@ _NOTHING = tl.constexpr(LOG_ZERO)
 
 
 def attend(
-    rotated: Tensor, key: CodedVectors, value: CodedVectors, log_weight: Tensor, evicted_at: Tensor, scaling: float
+    key: Coder, value: Coder, rotated: Tensor, line: CodedTokens, evicted_at: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of L queries to a line of S tokens, of which the last L enter with one query each.
-
-    Args:
-        rotated: queries [B, H, L, d + 1], float32; the last number is added to their products with keys.
-        key, value: of the line, codes [B, Hkv, S, ...].
-        log_weight: [B, Hkv, S].
-        evicted_at: [B, Hkv, S], int32, the first query that sees a token no more.
-        scaling: of the scores.
-
-    Returns:
-        Output [B, H, L, dv], rotated like the values, and log-normalizer [B, H, L], float32.
-    """
+    """:meth:`dofla.attention.coding.operations.CodeOperations.attend`, in float32; ``evicted_at`` is int32."""
     batch, heads, length, _ = rotated.shape
-    kv_heads, tokens = key.codes.shape[1:3]
+    kv_heads, tokens = line.score.shape[1:]
     groups = heads // kv_heads
-    rotated, log_weight = rotated.contiguous(), log_weight.contiguous()
-    out = rotated.new_empty(batch, heads, length, value.coding.dim)
+    out = rotated.new_empty(batch, heads, length, value.dim)
     normalizer = rotated.new_empty(batch, heads, length)
-    rows, values = block_size(length * groups, ROWS), block_size(value.coding.dim, VALUES)
+    rows, values = block_size(length * groups, ROWS), block_size(value.dim, VALUES)
     with torch.cuda.device_of(rotated):  # Triton launches on the current device
-        _attend[(batch * kv_heads, block_count(length * groups, rows), block_count(value.coding.dim, values))](
-            *(
-                rotated,
-                *key.tensors(),
-                *value.tensors(),
-                tables_on(out.device),
-                log_weight,
-                evicted_at,
-                out,
-                normalizer,
-            ),
+        _attend[(batch * kv_heads, block_count(length * groups, rows), block_count(value.dim, values))](
+            *(rotated.contiguous(), *coded(key, line.key, line.key_scale), *coded(value, line.value, line.value_scale)),
+            *(tables_on(out.device), line.log_weight.contiguous(), evicted_at, out, normalizer),
             *(kv_heads, groups, length, tokens, scaling),
-            KEY=key.coding,
-            VALUE=value.coding,
+            KEY=Coding.of(key),
+            VALUE=Coding.of(value),
             VALUES=values,
             ROWS=rows,
             TOKENS=32,
@@ -101,8 +86,7 @@ def _attend(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program per unit, a KV head of a batch row, block of rows and block of values; rows are the queries of the
-    group, token by token."""
+    """One program per unit, block of rows (the queries of its group, token by token) and block of values."""
     KEY_DIM: tl.constexpr = KEY.dim
     KEY_BLOCK: tl.constexpr = KEY.block
     KEY_BLOCKS: tl.constexpr = KEY.blocks
@@ -170,3 +154,51 @@ def online_softmax(best, mass, total, scores, values):
     left, shares = tl.exp(best - top), tl.exp(scores - top[:, None])
     total = left[:, None] * total + tl.dot(shares, values, input_precision=_PRECISION)
     return top, left * mass + tl.sum(shares, axis=1), total
+
+
+def unrotated(coder: Coder, codes: Codes) -> Tensor:
+    """Vectors [B, Hkv, n, d], float32, of codes."""
+    (batch, heads, tokens), coding = codes[0].shape[:3], Coding.of(coder)
+    out = torch.empty(batch, heads, tokens, coder.dim, dtype=torch.float32, device=codes[0].device)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        _unrotated[(batch * heads, triton.cdiv(tokens, _VECTORS))](
+            *(*coded(coder, *codes), tables_on(out.device), out, heads, tokens),
+            CODER=coding,
+            CHUNK=min(32, coding.padded),
+            TOKENS=_VECTORS,
+        )
+    return out
+
+
+@triton.jit
+def _unrotated(
+    codes,  # [units, n, bytes]
+    scales,  # [units, n, blocks]
+    constants,  # of the coder
+    tables,
+    out,  # [units, n, dim], to be filled
+    heads,
+    tokens,
+    CODER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program per KV head of a batch row and some of its vectors."""
+    DIM: tl.constexpr = CODER.dim
+    PADDED: tl.constexpr = CODER.padded
+    unit = tl.program_id(0).to(tl.int64)
+    token, v = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
+    is_token, is_number = token < tokens, v < DIM
+    place, row = unit * tokens + token, unit % heads * DIM + v
+    codes, scales = codes + place * CODER.size, scales + place * CODER.blocks
+    widths = at(constants, CODER.bits, tl.uint8)
+    mean = tl.load(at(constants, CODER.mean, tl.float32) + row, mask=is_number, other=0.0)
+    found = tl.zeros([TOKENS, PADDED], tl.float32) + mean[None, :]
+    for begin in range(0, DIM, CHUNK):  # rotated @ back.mT
+        n = begin + tl.arange(0, CHUNK)
+        before, bits = starts_of(n, widths, CODER)
+        rotated = values_of(codes, scales, n, before, bits, tables, is_token, CODER)
+        back = at(constants, CODER.back, tl.float32) + row[None, :] * DIM + n[:, None]
+        back = tl.load(back, mask=(n < DIM)[:, None] & is_number[None, :], other=0.0)
+        found += tl.dot(rotated, back, input_precision=_PRECISION)
+    tl.store(out + place[:, None] * DIM + v[None, :], found, mask=is_token[:, None] & is_number[None, :])

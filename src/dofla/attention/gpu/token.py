@@ -1,15 +1,12 @@
 """A decoded token of compressed caches, as two Triton kernels: in plain torch it is some four hundred small operations.
-Importing this file needs triton.
 
 The first kernel encodes what leaves the window and rotates queries (token_encode.py). The second attends and updates
-the states in place (token_attend.py). Heads of all sizes with one local window are done at once. Nothing waits for the
-GPU.
+the states in place (token_attend.py). Heads with one local window are done at once. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,12 +14,15 @@ import triton
 from torch import Tensor
 
 from dofla.attention.backend import Compressed
+from dofla.attention.call import Call
+from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.gpu import block_count, block_size
 from dofla.attention.gpu.codes import Coding, tables_on
 from dofla.attention.gpu.encode import WAYS
 from dofla.attention.gpu.joint_coder import JointCoder
 from dofla.attention.gpu.token_attend import attend_and_update
 from dofla.attention.gpu.token_encode import encode_and_rotate
+from dofla.attention.heads import on_device
 from dofla.attention.layout import Group
 from dofla.attention.rows import Rows
 
@@ -98,7 +98,7 @@ class Decoder:
         first = layout.groups[groups[0]]
         self.window, self.sinks, self.newest = first.window, first.sinks, first.newest
         tiers = [heads.tiers[n] for n in groups]
-        self._sides = [tier.key for tier in tiers], [tier.value for tier in tiers]
+        self._coders = JointCoder([tier.key for tier in tiers]), JointCoder([tier.value for tier in tiers])
         own = {head for n in groups for head in layout.heads[n]}
         self.descriptions = tuple(
             tuple(numbers) for head, numbers in zip(layout.order, layout.head_numbers(), strict=True) if head in own
@@ -106,12 +106,9 @@ class Decoder:
         self.places = max(layout.groups[n].slots for n in groups)
         self.parts = min(PARTS, block_count(self.places + 1, TILE))
         self._known: dict[int, tuple[Coding, Coding, Shape]] = {}
-        self._coders: tuple[JointCoder, JointCoder] | None = None
 
     def coders(self) -> tuple[JointCoder, JointCoder]:
         """Coders of keys and of values, of all heads; as they are now, if one was calibrated, loaded or moved."""
-        if self._coders is None:
-            self._coders = JointCoder(self._sides[0]), JointCoder(self._sides[1])
         for side in self._coders:
             side.update()
         return self._coders
@@ -119,35 +116,20 @@ class Decoder:
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All that kernels look up: descriptions of the heads, the coders' constants, and tables."""
         keys, values = self.coders()
-        return on_device(self.descriptions, device), keys.constants, values.constants, tables_on(device)
+        return on_device(self.descriptions, device, torch.int32), keys.constants, values.constants, tables_on(device)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_weight: Tensor | None,
-        states: Tensor,
-        out: Tensor,
-        scaling: float,
-        per_step: float,
-        weights: Tensor,
-        pages: Tensor | None = None,
-    ) -> None:
+    def __call__(self, call: Call, states: Tensor, out: Tensor, pages: Tensor | None = None) -> None:
         """Attention of a token, and the states after it.
 
         Args:
-            query: of all heads of the layer, [B, H, 1, d].
-            key, value: likewise [B, Hkv, 1, d] and [B, Hkv, 1, dv].
-            log_weight: of the token [B, 1], LOG_ZERO for padding; None where there is none.
+            call: the token of all heads of the layer, [B, H, 1, d].
             states: rows [B, bytes], uint8, or a pool of such rows; updated in place.
             out: [B, H, 1, dv], in one piece, whose rows of these heads are to be filled.
-            scaling: of the scores.
-            per_step, weights: as :func:`dofla.attention.gpu.heavy_hitters.select_survivors` takes them.
             pages: row in the pool of each sequence [B]; None where ``states`` are no pool.
         """
-        device, batch, groups = query.device, len(query), query.shape[1] // key.shape[1]
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in call.vectors)
+        device, batch, groups = query.device, len(query), call.groups
+        per_step, weights = weight_steps(call.scaling, device)
         heads, constants = len(self.descriptions), self.constants(device)
         if groups not in self._known:
             of_keys, of_values = map(Coding.of, self.coders())
@@ -163,9 +145,9 @@ class Decoder:
             )
             parts = max(1, min(self.parts, PROGRAMS // (batch * heads)))
             attend_and_update[(batch * heads, parts + 1, block_count(groups, shape.rows))](
-                *(query, key, value, log_weight, states, pages, *constants, weights, scratch, out),
+                *(query, key, value, call.log_weight, states, pages, *constants, weights, scratch, out),
                 *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], out.stride(0), states.stride(0)),
-                *(heads, scaling, per_step),
+                *(heads, call.scaling, per_step),
                 **known,
                 num_warps=8,  # with fewer, its numbers do not fit into registers
             )
@@ -188,9 +170,3 @@ class Decoder:
         sizes = groups, self.window, self.sinks, self.places, lanes, self.newest
         tiles = block_size(groups, ROWS), TILE, max(1, MOVED // window), max(1, min(lanes, MOVED // 2 // tier))
         return Shape(*sizes, *tiles, scratch.bytes, *scratch.starts)
-
-
-@cache
-def on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Once, for the CPU waits for a GPU while it copies something there."""
-    return torch.tensor(numbers, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The second of two kernels of a decoded token: attention, and the states after it. Importing this file needs triton.
+"""The second of two kernels of a decoded token: attention, and the states after it.
 
 Programs share the tokens of a head between them, and each leaves the weighted sum of its part behind. The last to
 arrive joins the sums and updates the state, in place, since all others have read it by then.
@@ -10,37 +10,27 @@ import triton
 import triton.language as tl
 
 from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
-from dofla.attention.gpu.head_numbers import (
-    HEAD,
-    SINK_KEY,
-    SINK_KEY_EXPONENT,
-    SINK_VALUE,
-    SINK_VALUE_EXPONENT,
-    SLOTS,
-    TIER_KEY,
-    TIER_KEY_SCALE,
-    TIER_SCORE,
-    TIER_VALUE,
-    TIER_VALUE_SCALE,
-    WINDOW_KEY,
-    WINDOW_KEY_EXPONENT,
-    WINDOW_VALUE,
-    WINDOW_VALUE_EXPONENT,
-    described,
-    number,
-)
 from dofla.attention.gpu.heavy_hitters import drawn_by, lowest, weight_step
 from dofla.attention.gpu.numbers import at, power_of_two
 from dofla.attention.gpu.rows import (
+    HEAD,
     NOTHING,
+    SINKS,
+    SLOTS,
+    TIER,
+    WINDOW,
     as_kept,
+    described,
     in_int8,
     leaving_window,
+    number,
     row_of,
     score_on_entry,
     scores_of,
+    tier_scores,
     update_tier,
     update_window,
+    vectors_of,
     weight_of,
 )
 from dofla.attention.gpu.tier import PRECISION as _PRECISION
@@ -79,11 +69,11 @@ def attend_and_update(
     VALUE: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """One program per head of a batch row, part of its tokens and block of queries; the last part is the window, the
-    sinks and the new token."""
+    """One program per head of a batch row, part of its tokens (the last: window, sinks, new token), queries."""
     GROUPS: tl.constexpr = SHAPE.groups
     ROWS: tl.constexpr = SHAPE.rows
     LANES: tl.constexpr = SHAPE.lanes
+    PADDED: tl.constexpr = KEY.padded
     VALUES: tl.constexpr = VALUE.padded
     unit, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head = unit // heads, unit % heads
@@ -113,10 +103,27 @@ def attend_and_update(
         )
     else:
         query += batch * query_batch + kv_head * GROUPS * query_head
-        best, mass, total = _see_near(
-            *(query, query_head, key, value, counts, weight, weights, state, own),
-            *(i, scaling, best, mass, total, KEY, VALUE, SHAPE),
+        d = tl.arange(0, PADDED)
+        in_query = (i < GROUPS)[:, None] & (d < KEY.dim)[None, :]
+        asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
+        _, _, becomes_sink = leaving_window(weights, SHAPE)
+        best, mass, total = _see(  # the window, whose first token leaves, unless it becomes a sink
+            *(asked, state, own, WINDOW, weights, 1 - becomes_sink, SHAPE.window),
+            *(scaling, best, mass, total, KEY, VALUE, SHAPE),
         )
+        best, mass, total = _see(
+            *(asked, state, own, SINKS, weights + SHAPE.window, 0, SHAPE.sinks),
+            *(scaling, best, mass, total, KEY, VALUE, SHAPE),
+        )
+        new, exponent = as_kept(key, counts, KEY)
+        scores = tl.sum(asked * new[None, :], axis=1) * power_of_two(exponent) * scaling + weight
+        new, exponent = as_kept(value, counts, VALUE)
+        # As a token of its own, without the matrix product of online_softmax.
+        scores = tl.where(counts > 0, scores, float("-inf"))
+        top = tl.maximum(best, scores)
+        left, share = tl.exp(best - top), tl.exp(scores - top)
+        total = left[:, None] * total + share[:, None] * (new * power_of_two(exponent))[None, :]
+        best, mass = top, left * mass + share
     place, v = part * GROUPS + i, tl.arange(0, VALUES)
     tl.store(sums + place, best, mask=i < GROUPS)
     tl.store(sums + parts * GROUPS + place, mass, mask=i < GROUPS)
@@ -133,7 +140,7 @@ def attend_and_update(
             g = tl.arange(0, triton.next_power_of_2(GROUPS))
             steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + lane[None, :]
             score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
-            after = at(state + number(own, TIER_SCORE), 0, tl.int16) + lane - (lane > evicted).to(tl.int32)
+            after = tier_scores(state, own) + lane - (lane > evicted).to(tl.int32)
             tl.debug_barrier()  # all have loaded what others overwrite
             tl.store(after, score.to(tl.int16), mask=there)
             update_tier(state, own, slots, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
@@ -174,6 +181,7 @@ def _see_tier(
     VALUES: tl.constexpr = VALUE.padded
     k, v, is_row = tl.arange(0, LEAST), tl.arange(0, VALUES), i < GROUPS
     here = is_row[:, None] & (k < BLOCK)[None, :]
+    key_codes, key_scales, value_codes, value_scales = vectors_of(state, own, TIER)
     entering = scratch + SHAPE.entering
     entering_value = entering + (KEY.size + BLOCKS)
     queries, steps = at(scratch, SHAPE.queries, tl.float32), at(scratch, SHAPE.steps, tl.float32)
@@ -184,8 +192,8 @@ def _see_tier(
     for begin in range(first, end, TILE):
         t = begin + tl.arange(0, TILE)
         is_token, enters = t < end, t == slots
-        codes = tl.where(enters, entering, state + number(own, TIER_KEY) + t * KEY.size)
-        scales = tl.where(enters, entering + KEY.size, state + number(own, TIER_KEY_SCALE) + t * BLOCKS)
+        codes = tl.where(enters, entering, key_codes + t * KEY.size)
+        scales = tl.where(enters, entering + KEY.size, key_scales + t * BLOCKS)
         scores = tl.zeros([ROWS, TILE], tl.float32)
         logarithms = tl.zeros([ROWS, TILE], tl.float32)
         for block in range(0, BLOCKS):
@@ -203,77 +211,19 @@ def _see_tier(
         tl.store(own_steps, weight_step(logarithms, per_step), mask=is_row[:, None] & is_token[None, :])
         seen = is_token & (t != evicted) & (scores_of(state, own, slots, on_entry, t) >= 0)
         scores = tl.where(seen[None, :], (scores + beside[:, None]) * scaling, float("-inf"))
-        codes = tl.where(enters, entering_value, state + number(own, TIER_VALUE) + t * VALUE.size)
-        scales = tl.where(enters, entering_value + VALUE.size, state + number(own, TIER_VALUE_SCALE) + t * VALUE.blocks)
+        codes = tl.where(enters, entering_value, value_codes + t * VALUE.size)
+        scales = tl.where(enters, entering_value + VALUE.size, value_scales + t * VALUE.blocks)
         values = values_of(codes, scales, v, before, bits_of_values, tables, is_token, VALUE)
         best, mass, total = online_softmax(best, mass, total, scores, values)
     return best, mass, total
 
 
 @triton.jit
-def _see_near(
-    query,
-    query_head,
-    key,  # of the new token
-    value,
-    counts,
-    weight,
-    weights,
-    state,
-    own,
-    i,  # [ROWS], queries of the group
-    scaling,
-    best,
-    mass,
-    total,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    SHAPE: tl.constexpr,
-):
-    """Attend to the window, the sinks and the new token."""
-    PADDED: tl.constexpr = KEY.padded
-    WINDOW: tl.constexpr = SHAPE.window
-    SINKS: tl.constexpr = SHAPE.sinks
-    d = tl.arange(0, PADDED)
-    in_query = (i < SHAPE.groups)[:, None] & (d < KEY.dim)[None, :]
-    asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
-    _, _, becomes_sink = leaving_window(weights, SHAPE)
-    best, mass, total = _see(  # the window, whose first token leaves, unless it becomes a sink
-        *(
-            asked,
-            state + number(own, WINDOW_KEY),
-            state + number(own, WINDOW_KEY_EXPONENT),
-            state + number(own, WINDOW_VALUE),
-        ),
-        *(state + number(own, WINDOW_VALUE_EXPONENT), weights, 1 - becomes_sink, WINDOW),
-        *(scaling, best, mass, total, KEY, VALUE, SHAPE),
-    )
-    best, mass, total = _see(
-        *(
-            asked,
-            state + number(own, SINK_KEY),
-            state + number(own, SINK_KEY_EXPONENT),
-            state + number(own, SINK_VALUE),
-        ),
-        *(state + number(own, SINK_VALUE_EXPONENT), weights + WINDOW, 0, SINKS),
-        *(scaling, best, mass, total, KEY, VALUE, SHAPE),
-    )
-    new, exponent = as_kept(key, counts, KEY)
-    scores = tl.sum(asked * new[None, :], axis=1) * power_of_two(exponent) * scaling + weight
-    scores = tl.where(counts > 0, scores, float("-inf"))
-    new, exponent = as_kept(value, counts, VALUE)
-    top = tl.maximum(best, scores)
-    left, share = tl.exp(best - top), tl.exp(scores - top)
-    return top, left * mass + share, left[:, None] * total + share[:, None] * (new * power_of_two(exponent))[None, :]
-
-
-@triton.jit
 def _see(
     asked,
-    keys,
-    key_units,
-    values,
-    value_units,
+    state,
+    own,
+    TOKENS: tl.constexpr,
     weights,
     first,
     COUNT: tl.constexpr,
@@ -287,6 +237,7 @@ def _see(
 ):
     """Attend to tokens in int8, of ``COUNT`` those from the ``first`` on."""
     TILE: tl.constexpr = SHAPE.tile
+    keys, key_units, values, value_units = vectors_of(state, own, TOKENS)
     for begin in range(0, COUNT, TILE):
         t = begin + tl.arange(0, TILE)
         here = (t < COUNT) & (t >= first)

@@ -1,5 +1,4 @@
-"""The first of two kernels of a decoded token: what of it needs no token of the tier. Importing this file needs
-triton."""
+"""The first of two kernels of a decoded token: what of it needs no token of the tier."""
 
 from __future__ import annotations
 
@@ -7,20 +6,9 @@ import triton
 import triton.language as tl
 
 from dofla.attention.gpu.encode import WAYS, encode_block, rotated_block
-from dofla.attention.gpu.head_numbers import (
-    HEAD,
-    SINK_LOG_WEIGHT,
-    WINDOW_KEY,
-    WINDOW_KEY_EXPONENT,
-    WINDOW_LOG_WEIGHT,
-    WINDOW_VALUE,
-    WINDOW_VALUE_EXPONENT,
-    described,
-    number,
-)
 from dofla.attention.gpu.numbers import at
 from dofla.attention.gpu.rotate_query import columns_of_block, rotate_query
-from dofla.attention.gpu.rows import row_of
+from dofla.attention.gpu.rows import HEAD, SINKS, WINDOW, described, log_weights_of, number, row_of, vectors_of
 
 
 @triton.jit
@@ -47,21 +35,17 @@ def encode_and_rotate(
     KEY_BLOCKS: tl.constexpr = KEY.blocks
     VALUE_BLOCKS: tl.constexpr = VALUE.blocks
     GROUPS: tl.constexpr = SHAPE.groups
-    WINDOW: tl.constexpr = SHAPE.window
-    SINKS: tl.constexpr = SHAPE.sinks
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = unit % heads
     own, state = described(descriptions, head), row_of(states, pages, unit // heads, row)
     scratch += unit * SHAPE.scratch
-    entering = scratch + SHAPE.entering
+    near_key, near_key_unit, near_value, near_value_unit = vectors_of(state, own, WINDOW)
+    entering, paths = scratch + SHAPE.entering, scratch + SHAPE.paths
     if part < KEY_BLOCKS:
-        near, unit_of_near = state + number(own, WINDOW_KEY), state + number(own, WINDOW_KEY_EXPONENT)
-        paths = scratch + SHAPE.paths
-        _encode_block(near, unit_of_near, key_constants, head, part, tables, paths, entering, KEY)
+        _encode_block(near_key, near_key_unit, key_constants, head, part, tables, paths, entering, KEY)
     elif part < KEY_BLOCKS + VALUE_BLOCKS:
-        near, unit_of_near = state + number(own, WINDOW_VALUE), state + number(own, WINDOW_VALUE_EXPONENT)
-        paths, entering = scratch + (SHAPE.paths + DIM * WAYS), entering + (KEY.size + KEY_BLOCKS)
-        _encode_block(near, unit_of_near, value_constants, head, part - KEY_BLOCKS, tables, paths, entering, VALUE)
+        block, paths, entering = part - KEY_BLOCKS, paths + DIM * WAYS, entering + (KEY.size + KEY_BLOCKS)
+        _encode_block(near_value, near_value_unit, value_constants, head, block, tables, paths, entering, VALUE)
     else:
         block = part - KEY_BLOCKS - VALUE_BLOCKS
         columns = columns_of_block(key_constants, head, block, KEY)
@@ -76,13 +60,16 @@ def encode_and_rotate(
             )
     if part == 0:  # the weights, which heads share, as they are before one of them writes there
         tl.store(at(scratch, SHAPE.arrived, tl.int32), 0)
-        weights, t = at(scratch, SHAPE.weights, tl.float32), tl.arange(0, triton.next_power_of_2(WINDOW))
-        near = at(state + number(own, WINDOW_LOG_WEIGHT), 0, tl.float32)
-        tl.store(weights + t, tl.load(near + t, mask=t < WINDOW), mask=t < WINDOW)
-        if SINKS > 0:
-            t = tl.arange(0, triton.next_power_of_2(SINKS))
-            sinks = at(state + number(own, SINK_LOG_WEIGHT), 0, tl.float32)
-            tl.store(weights + WINDOW + t, tl.load(sinks + t, mask=t < SINKS), mask=t < SINKS)
+        weights = at(scratch, SHAPE.weights, tl.float32)
+        _copy(log_weights_of(state, own, WINDOW), weights, SHAPE.window)
+        if SHAPE.sinks > 0:
+            _copy(log_weights_of(state, own, SINKS), weights + SHAPE.window, SHAPE.sinks)
+
+
+@triton.jit
+def _copy(given, to, COUNT: tl.constexpr):
+    t = tl.arange(0, triton.next_power_of_2(COUNT))
+    tl.store(to + t, tl.load(given + t, mask=t < COUNT), mask=t < COUNT)
 
 
 @triton.jit
