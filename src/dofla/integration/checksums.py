@@ -46,7 +46,7 @@ def checksums_of(path: Path, config: Mapping[str, Any]) -> dict[str, str] | None
     if checksums is None:
         return None
     if not isinstance(checksums, dict) or checksums.get(CONFIG_NAME) != _of_config(config):
-        raise _changed(path, path)
+        raise _changed(path)
     return checksums
 
 
@@ -64,7 +64,7 @@ def check_checksums(files: Sequence[str | Path]) -> None:
     indices = [path.with_name(name) for name in checksums if name.endswith(".index.json")]
     for file in [*filter(Path.exists, indices), *map(Path, files)]:
         if checksums.get(file.name) != checksum(file):
-            raise _changed(file, path)
+            raise _changed(file)
 
 
 def checksum(path: Path) -> str:
@@ -85,8 +85,8 @@ def _of_config(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps({**config, "quantization_config": ours}, sort_keys=True).encode()).hexdigest()
 
 
-def _changed(path: Path, config: Path) -> DoflaError:
+def _changed(path: Path) -> DoflaError:
     return DoflaError(
         f"{path} is damaged, edited or not written to its end (its checksum does not fit): copy or save it again; or, "
-        f"if it is to be so, remove {CHECKSUMS} from quantization_config in {config}"
+        f"to keep it so, remove {CHECKSUMS} from quantization_config in {CONFIG_NAME}"
     )

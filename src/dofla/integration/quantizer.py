@@ -50,6 +50,10 @@ class DoflaConfig(QuantizationConfigMixin):
     def from_plan(cls, plan: Plan) -> DoflaConfig:
         return cls(**plan.to_dict())
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, as of a dictionary: for that transformers takes what is in a config that it is handed."""
+        return self.to_dict().get(name, default)
+
     def to_dict(self) -> dict[str, Any]:
         fields = {"quant_method": self.quant_method, **self.plan.to_dict()}
         if record := self.record.to_dict():
