@@ -24,7 +24,7 @@ _PIECE = 2**24
 def write_checksums(folder: Path) -> None:
     """Put the checksums of config and weights, just written, into the config; nothing if they are there already."""
     config = read_json(folder / CONFIG_NAME, "a config")
-    if config.get("quantization_config", {}).get(CHECKSUMS) != {}:
+    if _found(config) != {}:
         return
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     if files:
@@ -42,7 +42,7 @@ def with_checksums(config: Mapping[str, Any], of_files: Mapping[str, str]) -> di
 
 def checksums_of(path: Path, config: Mapping[str, Any]) -> dict[str, str] | None:
     """The checksums that a config holds, if it does; DoflaError naming its ``path`` if its own is not among them."""
-    checksums = config.get("quantization_config", {}).get(CHECKSUMS)
+    checksums = _found(config)
     if checksums is None:
         return None
     if not isinstance(checksums, dict) or checksums.get(CONFIG_NAME) != _of_config(config):
@@ -61,8 +61,8 @@ def check_checksums(files: Sequence[str | Path]) -> None:
     checksums = checksums_of(path, read_json(path, "a config")) if path.exists() else None
     if checksums is None:
         return
-    indices = [path.with_name(name) for name in checksums if name.endswith(".index.json")]
-    for file in [*filter(Path.exists, indices), *map(Path, files)]:
+    indices = [file for file in path.parent.glob("*.index.json") if file.name in checksums]
+    for file in [*indices, *map(Path, files)]:
         if checksums.get(file.name) != checksum(file):
             raise _changed(file)
 
@@ -77,6 +77,11 @@ def checksum(path: Path) -> str:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return hashlib.sha256(b"".join(pool.map(of_piece, range(0, path.stat().st_size, _PIECE)))).hexdigest()
+
+
+def _found(config: Mapping[str, Any]) -> Any:
+    ours = config.get("quantization_config")
+    return ours.get(CHECKSUMS) if isinstance(ours, dict) else None
 
 
 def _of_config(config: Mapping[str, Any]) -> str:
