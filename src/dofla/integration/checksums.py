@@ -52,7 +52,7 @@ def checksums_of(path: Path, config: Mapping[str, Any]) -> dict[str, str] | None
 
 def check_checksums(files: Sequence[str | Path]) -> None:
     """See that the files of weights, and the config beside them, are what they were when they were saved, if that
-    config holds checksums. Weights are read once more, as fast as the disk gives them.
+    config holds checksums. Weights are read once more, by all cores at once.
 
     Raises:
         DoflaError: naming the first that is not.

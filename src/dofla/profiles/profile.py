@@ -142,7 +142,7 @@ class Profile(Result):
                 for n, error, s, h in zip(*rows, layer.spectra, layer.statistics, strict=True)
             ]
             layers.append(entry)
-        head = {"format": 2, "model": self.model, "source": self.source, "samples": self.samples}
+        head = {"format": _FORMAT, "model": self.model, "source": self.source, "samples": self.samples}
         head |= {"tokens": self.tokens, "seed": self.seed, "estimator": self.estimator}
         head["normalization"] = self.normalization
         head |= {"dtype": self.dtype, "positions": self.positions}
@@ -151,6 +151,8 @@ class Profile(Result):
 
     @classmethod
     def _from_json(cls, data: dict, tensors: dict[str, Tensor]) -> Profile:
+        if data.get("format", 1) not in (1, _FORMAT):
+            raise ValueError(f"format {data['format']!r}, this version of dofla reads {_FORMAT}")
         layers = [_layer(entry, tensors, f"layer {entry['name']}") for entry in data["layers"]]
         skipped = [build(SkippedLayer, entry, f"skipped[{n}]") for n, entry in enumerate(data["skipped"])]
         kept = {k: data[k] for k in ("model", "samples", "tokens", "source", "seed", "normalization")}
@@ -190,5 +192,6 @@ def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
     return layer
 
 
+_FORMAT = 2
 _SUBSAMPLES = "/subsamples"
 _LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")
