@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import typer
+from accelerate import cpu_offload, disk_offload
 from safetensors.torch import load_file, save_file
+from students import without_checksums
 from tiny_families import student, teacher, tokens
 from transformers.integrations import accelerate as placement
 
@@ -73,6 +75,33 @@ def test_it_is_compressed_and_saved_alike(folder, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+def on_disk(folder, tmp_path):
+    return load_any(folder / "model", device_map={"": "disk"}, offload_folder=tmp_path)
+
+
+def on_disk_afterwards(folder, tmp_path):
+    return disk_offload(load_any(folder / "model"), tmp_path, execution_device=torch.device("cpu"))
+
+
+def in_host_memory(folder, _):
+    return cpu_offload(load_any(folder / "model"), execution_device=torch.device("cpu"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("open_", [on_disk, on_disk_afterwards, in_host_memory])
+def test_a_model_of_which_nothing_is_in_memory_is_compressed_and_answers_alike(folder, tmp_path, open_):
+    model, whole, ids = compress(open_(folder, tmp_path)), load_any(folder / "compressed"), tokens(2, 40)
+    assert all(weight.is_meta for name, weight in model.named_parameters() if ".dofla." not in name)
+    right, found = feature_map_tensors(whole), feature_map_tensors(model)
+    assert all(torch.equal(found[name], value) for name, value in right.items())
+    assert torch.equal(model(ids).logits, whole(ids).logits)
+    assert torch.equal(*(x.generate(ids, max_new_tokens=8, do_sample=False) for x in (model, whole)))
+    assert dofla.evaluate(model, WINDOWS).loss == dofla.evaluate(whole, WINDOWS).loss
+    with dofla.original(model):
+        assert torch.equal(model(ids).logits, load_any(folder / "model")(ids).logits)
+    dofla.save_adapter(model, tmp_path / "adapter")
+
+
 def test_what_changes_weights_is_refused(folder, tmp_path):
     linearized = offloaded(folder / "linearized-adapter")
     for train in (dofla.linear.distill, dofla.linear.distill_end_to_end):
@@ -89,6 +118,7 @@ def test_what_changes_weights_is_refused(folder, tmp_path):
 
 def test_a_feature_map_that_is_missing_on_disk_is_named(tmp_path):
     student("llama", "ragged").save_pretrained(tmp_path)
+    without_checksums(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.self_attn.dofla.groups.0.map.z"
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(DoflaError, match=rf"does not fit its plan: {name} is missing"):

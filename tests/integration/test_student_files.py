@@ -7,6 +7,7 @@ import pytest
 import torch
 from arithmetic import LOGITS
 from safetensors.torch import load_file, save_file
+from students import without_checksums
 from tiny_families import CASES, CAUSAL, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
 from transformers import (
@@ -295,6 +296,14 @@ def test_an_adapter_of_which_a_file_has_changed_is_refused(adapter, name):
     assert_refused(adapter, rf"{name} is missing, damaged or edited \(its sha256 does not fit\): copy or make it again")
 
 
+@pytest.mark.parametrize("format", [1, 3, 99, "2", None])
+def test_an_adapter_of_another_format_is_refused(adapter, format):
+    describe(adapter, format=format)
+    assert_refused(
+        adapter, rf"{ADAPTER} has format {format!r}, this version of dofla reads 2: open it with the version"
+    )
+
+
 def test_an_adapter_without_a_checksum_is_refused(adapter):
     describe(adapter, sha256=None)
     assert_refused(adapter, rf"{ADAPTER} has no sha256: it is damaged, or of an earlier version: compress or distill")
@@ -336,7 +345,7 @@ def shorten_a_feature_map(tensors):
     ids=["cut", "no weights", "no config", "broken config", "other names", "missing feature map", "wrong shape"],
 )
 def test_a_damaged_standalone_student_is_refused(folder, tmp_path, damage, match):
-    copied = shutil.copytree(folder, tmp_path / "copy")
+    copied = without_checksums(shutil.copytree(folder, tmp_path / "copy"))
     damage(copied)
     assert_refused(copied, match)
 

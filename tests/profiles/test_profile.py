@@ -581,6 +581,7 @@ DAMAGES = {
     "no profile.json": (lambda folder: (folder / "profile.json").unlink(), "profile.json"),
     "half of profile.json": (truncate("profile.json"), "profile.json"),
     "profile.json is a list": (lambda folder: (folder / "profile.json").write_text("[]"), "profile.json"),
+    "a later format": (edit_json(lambda data: data.update(format=3)), "format 3, this version of dofla reads 2"),
     "no layers": (edit_json(lambda data: data.pop("layers")), "profile.json"),
     "layers of another kind": (edit_json(lambda data: data.update(layers=5)), "profile.json"),
     "a layer of another kind": (edit_json(lambda data: data["layers"].append("x")), "profile.json"),

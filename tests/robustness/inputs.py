@@ -217,6 +217,7 @@ def _tokenizer(folder: Path) -> Any:
     return load_tokenizer(folder / "model")("w1 w2", return_tensors="pt")["input_ids"]
 
 
+STANDALONE = ("standalone/model.safetensors", "standalone/config.json")
 ADAPTERS = tuple(f"adapter/{name}" for name in (WEIGHTS, LORA, "plan.json"))
 READERS: dict[str, Reader] = {
     "recipe": Reader(lambda folder: Recipe.load(folder / "recipe.yaml").to_dict(), ("recipe.yaml",)),
@@ -225,7 +226,7 @@ READERS: dict[str, Reader] = {
     "curves": Reader(_curves, ("curves.json",)),
     "calibration": Reader(_calibration, ("calibration.safetensors",)),
     "adapter": Reader(_adapter, (*ADAPTERS, f"adapter/{ADAPTER}", f"adapter/{RECORD}"), checked=ADAPTERS),
-    "standalone": Reader(_standalone, ("standalone/model.safetensors", "standalone/config.json")),
+    "standalone": Reader(_standalone, STANDALONE, checked=STANDALONE),
     "teacher": Reader(_teacher, ("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
     "prompt state": Reader(_prompt_state, ("document.safetensors",)),
     "distillation": Reader(_distillation, ("distilled/distill.safetensors",)),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from dofla.data import TokenWindows, batches, predicted
 from dofla.errors import DoflaError
 from dofla.evaluation.sides import counted, of_both
+from dofla.integration.offload import device_of
 from dofla.integration.recorder import fed
 
 _POSITIONS_AT_A_TIME = 8
@@ -46,7 +47,7 @@ def next_token_figures(
         raise DoflaError("windows of one token leave nothing to predict: give longer ones")
     rows = []
     for part in counted(batches(windows, batch_size), progress):
-        batch = {k: v.to(model.device) for k, v in windows.batch(part).items()}
+        batch = {k: v.to(device_of(model)) for k, v in windows.batch(part).items()}
         inputs = fed(model, batch)
         rows.append(_compare(*of_both(model, _logits, inputs), batch))
     sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, original, model, kl, agreement

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.data import TokenWindows
 from dofla.data.packing import separator_id
 from dofla.evaluation.sides import of_both
+from dofla.integration.offload import device_of
 
 
 class Prompt(NamedTuple):
@@ -73,7 +74,7 @@ def continuations(
 
 def _continuation(model: PreTrainedModel, ids: Tensor, new_tokens: int, padding: int) -> Tensor:
     """The likeliest tokens after ``ids`` [T], one by one."""
-    beginning = ids[None].to(model.device)
+    beginning = ids[None].to(device_of(model))
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": padding}
     whole = model.generate(  # type: ignore[operator] # of their GenerationMixin
         beginning, attention_mask=torch.ones_like(beginning), **options

@@ -7,20 +7,23 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
+from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_within
 from dofla.layers import AttentionLayer, parts_of
-from dofla.plans.layers import LayerPlan
+from dofla.plans.layers import MOST_TOKENS, LayerPlan
 from dofla.plans.plan import Plan
 
 SOFTMAX = "_dofla_softmax_implementation"
 """Attribute of a converted model: the attention it ran with before."""
+_HELD_ANYWAY = 2**16
+"""Tokens that a KV head may have even if the model has fewer positions."""
 
 
 class AttachedLayer(AttentionLayer):
@@ -61,18 +64,18 @@ def softmax_implementation(model: PreTrainedModel) -> str:
 
 
 def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
-    """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet."""
+    """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet.
+
+    Raises:
+        DoflaError: before anything is allocated, a layer that the model does not have, or that cannot be of its sizes.
+    """
     attached = []
     converted = plan.converted
     positions = positions_within(model, plan.context)
-    for layer in converted:
-        try:
-            module = model.get_submodule(layer.name)
-        except AttributeError:
-            raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
+    modules = [_module_of(model, layer, positions) for layer in converted]
+    for layer, module in zip(converted, modules, strict=True):
         own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
-        device = next(module.parameters()).device
-        own.to(model.device if device.type == "meta" else device)  # not where offloaded weights are
+        own.to(device_of(module))
         own.train(module.training)
         own.hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
         attached.append(own)
@@ -86,6 +89,27 @@ def with_own_configs(model: PreTrainedModel) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):
                 setattr(module, name, deepcopy(value, copies))
+
+
+def _module_of(model: PreTrainedModel, layer: LayerPlan, positions: int | None) -> nn.Module:
+    """The module that a layer is planned for; DoflaError unless it has so large heads, and the model so many tokens."""
+    try:
+        module = model.get_submodule(layer.name)
+    except AttributeError:
+        raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
+    width, most = layer.kv_heads * max(layer.head_dim, layer.value_dim), max(positions or MOST_TOKENS, _HELD_ANYWAY)
+    widest = max(side for weight in module.parameters() for side in weight.shape)
+    if width > widest:
+        raise DoflaError(
+            f"the plan is for another model: in it, {layer.name} has {layer.kv_heads} KV heads, together {width} wide, "
+            f"and no projection of the model's is wider than {widest}; compress the model again"
+        )
+    if layer.largest > most:
+        raise DoflaError(
+            f"the plan gives a KV head of {layer.name} {layer.largest} tokens or features, and the model, which has "
+            f"{positions or 'an unknown number of'} positions, may have {most}; compress the model again"
+        )
+    return module
 
 
 def switch_on(model: PreTrainedModel) -> None:

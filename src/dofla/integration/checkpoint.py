@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER, WEIGHTS = "dofla_adapter.json", "dofla.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
+_FORMAT = 2
 _GIVE_IT = "base_model=FOLDER_OR_NAME (behind --set on the command line) says where it is"
 _PLAN = "plan.json"
 _FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, _PLAN, RECORD]
@@ -94,7 +95,7 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     elif is_trained(model):
         write_tensors(folder / TRAINED, weights_of(model))
     write_json(folder / _PLAN, Converted.of(model).plan.to_dict())
-    description = {"format": 2, "base_model": base_of(model), "class": type(model).__name__}
+    description = {"format": _FORMAT, "base_model": base_of(model), "class": type(model).__name__}
     digests = {name: sha256(folder / name) for name in _CHECKED if (folder / name).exists()}
     write_json(folder / ADAPTER, description | {"sha256": digests})
     record = completed_record(model)
@@ -180,6 +181,11 @@ def load_any(
 def _description(folder: Path) -> dict[str, Any]:
     """The description of an adapter; DoflaError naming a file of it that has changed since it was written."""
     adapter = read_json(folder / ADAPTER, "a dofla adapter")
+    if adapter.get("format") != _FORMAT:
+        raise DoflaError(
+            f"{folder / ADAPTER} has format {adapter.get('format')!r}, this version of dofla reads {_FORMAT}: open it "
+            "with the version that made it, or compress or distill the model again"
+        )
     digests = adapter.get("sha256")
     if not isinstance(digests, dict):
         raise DoflaError(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
+from dofla.integration.offload import device_of
 from dofla.integration.recorder import evaluation_mode, fed
 from dofla.integration.sites import a_few_tokens
 
@@ -122,7 +123,7 @@ def _rows(model: PreTrainedModel, seed: int, padded: bool) -> Tensor:
     }
     plain = [n for n in range(min(config.vocab_size, 4 * TOKENS + len(special))) if n not in special] or [0]
     chosen = torch.randint(len(plain), (3 if padded else 1, TOKENS), generator=torch.Generator().manual_seed(seed))
-    return torch.tensor(plain)[chosen].to(model.device)
+    return torch.tensor(plain)[chosen].to(device_of(model))
 
 
 def _pieces(ids: Tensor, padded: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 
 from dofla.errors import DoflaError
@@ -15,6 +16,16 @@ from dofla.errors import DoflaError
 def is_offloaded(model: nn.Module) -> bool:
     """True if weights of the model come to the device that computes only when they are needed."""
     return any(weight.is_meta for weight in model.parameters())
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that computes: that of the first weight, or where accelerate brings it if it waits elsewhere."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = [vars(part)["_hf_hook"] for part in module.modules() if "_hf_hook" in vars(part)]
+    places = (getattr(own, "execution_device", None) for hook in hooks for own in getattr(hook, "hooks", [hook]))
+    return torch.device(next((place for place in places if place is not None), device))
 
 
 def check_in_memory(model: nn.Module, what: str) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from dofla.integration.offload import device_of
+
 _FIELDS = ("max_position_embeddings", "max_target_positions")
 """Fields of a config that hold the number of positions; the second is that of decoders that transcribe (Whisper)."""
 _TABLES = ("wpe", "embed_positions", "position_embeddings")
@@ -76,7 +78,7 @@ def text_positions(model: PreTrainedModel, length: int, batch: int = 1, first: i
     known = hasattr(model, "_prepare_position_ids_for_generation")  # not of a model without a head
     if not known or not any("rope_deltas" in vars(module) for module in model.modules()):
         return {}
-    ids = torch.zeros(batch, length, dtype=torch.int64, device=model.device)
+    ids = torch.zeros(batch, length, dtype=torch.int64, device=device_of(model))
     prepare = model._prepare_position_ids_for_generation
     places = prepare(ids, {"input_ids": ids})  # type: ignore[operator] # of their GenerationMixin
     return {"position_ids": places[..., first:]}

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 from transformers import PreTrainedModel
 
+from dofla.integration.offload import device_of
+
 logger = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
@@ -30,7 +32,7 @@ def half_is_slow() -> bool:
 
 def warn_of_slow_products(model: PreTrainedModel) -> None:
     """Say so, once, if a model of half precision stands on a processor without instructions for it."""
-    if model.device.type == "cpu" and is_slow(model.dtype):
+    if device_of(model).type == "cpu" and is_slow(model.dtype):
         _warn(model.dtype)
 
 

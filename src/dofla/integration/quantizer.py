@@ -7,8 +7,10 @@ folder loads with ``AutoModelForCausalLM.from_pretrained`` into the stock class.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,11 +18,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError
 from dofla.integration.attaching import SOFTMAX, attach, renamed, softmax_implementation, switch_on
+from dofla.integration.checksums import CHECKSUMS, check_checksums
 from dofla.integration.offload import keep_in_memory
 from dofla.integration.record import Record
 from dofla.plans.plan import Plan
 
 METHOD = "dofla"
+given_weights: ContextVar[dict[str, Tensor] | None] = ContextVar("dofla_given_weights", default=None)
+"""The ``state_dict`` that ``save_pretrained`` was given, for which transformers takes what the quantizer says."""
 
 
 @register_quantization_config(METHOD)
@@ -30,7 +35,10 @@ class DoflaConfig(QuantizationConfigMixin):
     Attributes:
         of_weights: what quantized the weights of a model that was converted afterwards, whose place this has taken; a
             model's body has the same config, and so knows it too. No file says it.
+        saving: whether the model is being written: its file then says that checksums are to follow.
     """
+
+    saving = False
 
     def __init__(self, quant_method: str = METHOD, record: dict[str, Any] | None = None, **plan: Any) -> None:
         self.quant_method = quant_method  # type: ignore[assignment] # registered: no member of their enumeration
@@ -42,9 +50,17 @@ class DoflaConfig(QuantizationConfigMixin):
     def from_plan(cls, plan: Plan) -> DoflaConfig:
         return cls(**plan.to_dict())
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, as of a dictionary: for that transformers takes what is in a config that it is handed."""
+        return self.to_dict().get(name, default)
+
     def to_dict(self) -> dict[str, Any]:
-        record = self.record.to_dict()
-        return {"quant_method": self.quant_method, **self.plan.to_dict(), **({"record": record} if record else {})}
+        fields = {"quant_method": self.quant_method, **self.plan.to_dict()}
+        if record := self.record.to_dict():
+            fields["record"] = record
+        if self.saving:
+            fields[CHECKSUMS] = {}
+        return fields
 
 
 @register_quantizer(METHOD)
@@ -57,6 +73,8 @@ class DoflaQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if files := kwargs.get("checkpoint_files"):
+            check_checksums(files)
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)
         self._attached = attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
@@ -65,11 +83,14 @@ class DoflaQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         # All that a checkpoint holds, buffers included: a fixed projection is as much part of a map as a trained one.
-        # Some versions of transformers take weights of any shape into models that have a quantizer.
         for name, tensor in model.state_dict(keep_vars=True).items():
-            missing = f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False))
-            if missing or tensor.shape != self._shapes[name]:
-                raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing or has another shape")
+            shape = self._shapes[name]
+            if f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
+                raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing")
+            if tensor.shape != shape:
+                raise DoflaError(
+                    f"the checkpoint does not fit its plan: {name} is {list(tensor.shape)}, not {list(shape)}"
+                )
         try:
             for layer in self._attached:
                 keep_in_memory(layer)
@@ -80,6 +101,13 @@ class DoflaQuantizer(HfQuantizer):
         # transformers forbids .half() and .to(dtype) on quantized models; this one is none.
         model.is_quantized = False  # type: ignore[assignment] # to torch, an attribute is a module
         model.config._is_quantized = False
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """True of our own parameters: transformers then leaves it to us to look at their shapes, and to say so."""
+        return f".{METHOD}." in param_name
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        return given_weights.get(), {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         raise DoflaError(

@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.errors import DoflaError
 from dofla.integration.interface import dofla_attention, is_causal, standard_scaling, visiting
+from dofla.integration.offload import device_of
 from dofla.integration.padding import run_padded
 from dofla.layers import AttentionLayer
 
@@ -149,7 +150,7 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput
 def fed(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The arguments with which the model reads a batch, on its device; in an encoder-decoder, the decoder reads the
     text as well."""
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    batch = {name: tensor.to(device_of(model)) for name, tensor in batch.items()}
     if not model.config.is_encoder_decoder:
         return batch
     ids = ("input_ids", "attention_mask", "position_ids")

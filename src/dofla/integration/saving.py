@@ -1,10 +1,10 @@
-"""``save_pretrained`` and ``push_to_hub`` of converted models: transformers' own, and a model card with them.
+"""``save_pretrained`` and ``push_to_hub`` of converted models: transformers' own, with a model card and checksums.
 
 transformers has no hook that knows the folder, and on a push puts an empty card over the one in it. So two methods of
-``PreTrainedModel`` are wrapped: for a converted model they see to README.md before and after the method, which does its
-work as ever; for any other model there is nothing but the method. (Attributes of each converted model would be less
-far-reaching, but make a circle of references: a deleted model would keep its memory until the garbage collector comes
-by.)
+``PreTrainedModel`` are wrapped: for a converted model they see to README.md and checksums before and after the method,
+which does its work as ever; for any other model there is nothing but the method. (Attributes of each converted model
+would be less far-reaching, but make a circle of references: a deleted model would keep its memory until the garbage
+collector comes by.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from dofla.errors import DoflaError
+from dofla.integration.checksums import write_checksums
 from dofla.integration.hub import has_own_card, license_of
 from dofla.integration.model_card import README, by_hand, write_card
-from dofla.integration.quantizer import DoflaConfig
+from dofla.integration.quantizer import DoflaConfig, given_weights
 from dofla.integration.record import Record
 from dofla.storage.files import replacing
 
@@ -40,13 +42,14 @@ def completed_record(model: PreTrainedModel) -> Record:
 
 
 def _with_card(save: Callable) -> Callable:
-    """``save_pretrained``; and README.md, unless a person has written it."""
+    """``save_pretrained`` of the weights it is given; and checksums, and README.md unless a person has written it."""
 
     @wraps(save)
-    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs) -> None:
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs) -> None:
         if not _is_student(self):
-            return save(self, save_directory, is_main_process, *args, **kwargs)
-        if (quantizer := self.config.quantization_config.of_weights) is not None:
+            return save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        config = self.config.quantization_config
+        if (quantizer := config.of_weights) is not None:
             method = quantizer.quantization_config.quant_method
             raise DoflaError(
                 f"the weights are quantized ({getattr(method, 'value', method)}), which a checkpoint cannot say beside "
@@ -56,12 +59,16 @@ def _with_card(save: Callable) -> Callable:
         completed_record(self)  # it goes into config.json
         card = Path(save_directory) / README
         own = card.read_bytes() if by_hand(card) else None
-        token = _own_card.set(own)
+        tokens = _own_card.set(own), given_weights.set(state_dict)
+        config.saving = True
         try:
-            save(self, save_directory, is_main_process, *args, **kwargs)
+            save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
-            _own_card.reset(token)
-        if is_main_process and (card.parent / "config.json").exists():
+            config.saving = False
+            _own_card.reset(tokens[0])
+            given_weights.reset(tokens[1])
+        if is_main_process and (card.parent / CONFIG_NAME).exists():
+            write_checksums(card.parent)
             if own is None:
                 _write(self, card.parent)
             elif card.read_bytes() != own:  # a push has put the repository's there
@@ -78,6 +85,8 @@ def _with_card_in_place(upload: Callable) -> Callable:
     @wraps(upload)
     def _upload_modified_files(self, working_dir, repo_id, *args, **kwargs) -> Any:
         card, own = Path(working_dir) / README, _own_card.get()
+        if _is_student(self):
+            write_checksums(card.parent)
         if _is_student(self) and own is not None:
             _put(card, own)
         elif _is_student(self) and not has_own_card(HfApi(token=kwargs.get("token")), repo_id):

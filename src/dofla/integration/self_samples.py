@@ -16,6 +16,7 @@ from dofla.data.documents import Source
 from dofla.data.packing import check_cut, membership, separator_id, stream_seed, text_windows
 from dofla.display import reports_progress
 from dofla.errors import DoflaError
+from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
@@ -131,7 +132,7 @@ def self_sample(
     settings = _sampling_settings(model, temperature, length)
     with as_teacher(model), evaluation_mode(model), settings, _seeded(model, seed):
         for begin in range(0, count, batch_size):
-            prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=model.device)
+            prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=device_of(model))
             # Of models that write, which transformers' types do not tell from others.
             drawn = model.generate(  # type: ignore[operator]
                 prompt, attention_mask=torch.ones_like(prompt), streamer=counter

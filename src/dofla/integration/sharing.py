@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from dofla.display import Result
 from dofla.errors import DoflaError, about
 from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, base_of, save_adapter
+from dofla.integration.checksums import checksums_of, with_checksums
 from dofla.integration.converted import Converted
 from dofla.integration.hub import hub_name, upload
 from dofla.integration.model_card import write_card
@@ -79,9 +80,10 @@ def note(
         ours = config.get("quantization_config")
         if not isinstance(ours, dict) or ours.get("quant_method") != METHOD:
             raise DoflaError(f"{model} is not a converted model: {path.name} has no quantization_config of {METHOD}")
-        plan_and_record = DoflaConfig(**ours)
+        plan_and_record, checksums = DoflaConfig(**ours), checksums_of(path, config)
         add(plan_and_record.record)
-        write_json(path, config | {"quantization_config": plan_and_record.to_dict()})
+        config["quantization_config"] = plan_and_record.to_dict()
+        write_json(path, config if checksums is None else with_checksums(config, checksums))
         write_card(path.parent, plan_and_record.plan, plan_and_record.record, adapter=False)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.interface import Visitor, is_causal, standard_scaling, unreachable, visiting
+from dofla.integration.offload import device_of
 from dofla.integration.recorder import evaluation_mode
 
 _SAME = 0.01
@@ -189,7 +190,7 @@ def _refusal(module: nn.Module, kwargs: dict[str, Any], pattern: bool, crossing:
 
 def a_few_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     """Something short for the model to read; DoflaError unless it takes text or images."""
-    config, device = model.config, model.device
+    config, device = model.config, device_of(model)
     if model.main_input_name == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         return {"pixel_values": torch.zeros(1, config.num_channels, *size, device=device, dtype=model.dtype)}

@@ -19,6 +19,7 @@ from dofla.plans.knapsack import lower_hull, spend
 from dofla.storage.fields import build
 from dofla.storage.files import read_json, write_json
 
+_FORMAT = 2
 _LEVELS = 20
 """Sizes between the smallest and the largest that was measured, at equal ratios, among which a head's is chosen."""
 
@@ -90,7 +91,7 @@ class Curves(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"format": 2, **asdict(self)}
+        return {"format": _FORMAT, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, replacing what was there."""
@@ -101,6 +102,8 @@ class Curves(Result):
         """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
         data = read_json(Path(path), "error curves")
         try:
+            if data.get("format", _FORMAT) != _FORMAT:
+                raise DoflaError(f"format {data['format']!r}, this version of dofla reads {_FORMAT}")
             found = build(cls, {key: value for key, value in data.items() if key != "format"}, "it")
             found.check()
         except DoflaError as error:

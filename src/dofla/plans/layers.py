@@ -10,7 +10,9 @@ from dofla.errors import DoflaError, about
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 
-_MOST = 2**31 - 1
+MOST_TOKENS = 2**24
+"""Tokens or features that a KV head has at most."""
+_MOST_DIM, _MOST_HEADS = 2**14, 2**12
 
 
 @dataclass
@@ -31,10 +33,10 @@ class LayerPlan:
     value_dim: int
 
     def __post_init__(self) -> None:
-        for what in ("kv_heads", "head_dim", "value_dim"):
+        for what, most in (("kv_heads", _MOST_HEADS), ("head_dim", _MOST_DIM), ("value_dim", _MOST_DIM)):
             value = getattr(self, what)
-            if not is_integer(value) or not 1 <= value <= _MOST:
-                raise self._error(f"{what} is {value!r}: give an integer, 1 or more, {_MOST} at most")
+            if not is_integer(value) or not 1 <= value <= most:
+                raise self._error(f"{what} is {value!r}: give an integer, 1 or more, {most} at most")
 
     def softmax_bytes(self, length: int, itemsize: int) -> int:
         """Bytes of the softmax key-value cache for ``length`` tokens, at ``itemsize`` bytes a number."""
@@ -42,6 +44,11 @@ class LayerPlan:
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of state per sequence that do not grow with it."""
+        return 0
+
+    @property
+    def largest(self) -> int:
+        """The most tokens, or features, that a KV head has."""
         return 0
 
     @property
@@ -63,8 +70,9 @@ class LayerPlan:
             raise self._error(
                 f"{what} has {len(numbers)} numbers for {self.kv_heads} KV heads: give one each, or an int"
             )
-        if not all(is_integer(number) and least <= number <= _MOST for number in numbers):
-            raise self._error(f"{what} is {value!r}: every KV head needs an integer, {least} or more, {_MOST} at most")
+        if not all(is_integer(number) and least <= number <= MOST_TOKENS for number in numbers):
+            bounds = f"{least} or more, {MOST_TOKENS} at most"
+            raise self._error(f"{what} is {value!r}: every KV head needs an integer, {bounds}")
         return numbers
 
     def _error(self, text: str) -> DoflaError:
@@ -116,6 +124,10 @@ class CompressedLayer(LayerPlan):
     def slots(self) -> list[int]:
         """Tokens that each KV head holds at most."""
         return [sum(size) for size in self.sizes]
+
+    @property
+    def largest(self) -> int:
+        return max(self.slots)
 
     @property
     def ranges(self) -> dict[str, str]:
@@ -177,6 +189,10 @@ class FeatureLayer(LayerPlan):
     def features_per_head(self) -> list[int]:
         """The number of features of each KV head."""
         return [features for features, _, _ in self.sizes]
+
+    @property
+    def largest(self) -> int:
+        return max(max(features, window + sinks) for features, window, sinks in self.sizes)
 
     @property
     def ranges(self) -> dict[str, str]:

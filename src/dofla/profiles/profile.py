@@ -142,12 +142,14 @@ class Profile(Result):
                 for n, error, s, h in zip(*rows, layer.spectra, layer.statistics, strict=True)
             ]
             layers.append(entry)
-        head = {"format": 2} | {name: getattr(self, name) for name in _FIELDS}
+        head = {"format": _FORMAT} | {name: getattr(self, name) for name in _FIELDS}
         skipped = [vars(x) for x in self.skipped]
         return head | {"lambda_of_dof_shown": DEFAULT_LAMBDA, "skipped": skipped, "layers": layers}
 
     @classmethod
     def _from_json(cls, data: dict, tensors: dict[str, Tensor]) -> Profile:
+        if data.get("format", 1) not in (1, _FORMAT):
+            raise ValueError(f"format {data['format']!r}, this version of dofla reads {_FORMAT}")
         layers = [_layer(entry, tensors, f"layer {entry['name']}") for entry in data["layers"]]
         # Profiles of version 0.1 say no dtype, nor do those of format 1 say an estimator, of which they knew one.
         kept = {"dtype": "float32", "estimator": "paper", "positions": None} | data
@@ -184,6 +186,7 @@ def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
     return layer
 
 
+_FORMAT = 2
 _SUBSAMPLES = "/subsamples"
 _FIELDS = ("model", "source", "samples", "tokens", "seed", "estimator", "normalization", "dtype", "positions")
 _LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")

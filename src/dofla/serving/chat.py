@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted, is_converted
+from dofla.integration.offload import device_of
 from dofla.integration.reading import keeps_states
 from dofla.integration.sites import attention_sites
 from dofla.serving.session import Session
@@ -110,7 +111,7 @@ class Conversation:
             known = [token for token in self._tokens if token != self.tokenizer.eos_token_id]
             new = self.tokenizer(f"\n{text}" if known else text, add_special_tokens=not known)["input_ids"]
             ids = torch.tensor([known + new], dtype=torch.int64)
-        return ids.to(self.model.device)
+        return ids.to(device_of(self.model))
 
 
 class _Written(TextStreamer):

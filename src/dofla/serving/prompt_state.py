@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.converted import Converted
+from dofla.integration.offload import device_of
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.storage.tensors import read_tensors, write_tensors
@@ -36,7 +37,7 @@ def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096,
     check_readable(model, input_ids, "the prompt")
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.inference_mode():
-        for piece in input_ids.to(model.device).split(chunk, dim=1):
+        for piece in input_ids.to(device_of(model)).split(chunk, dim=1):
             begun = int(cache.get_seq_length())
             places = text_positions(model, begun + piece.shape[1], len(piece), begun)
             model.base_model(piece, use_cache=True, **{CACHE_ARGUMENT: cache}, **places)
@@ -73,7 +74,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
     tensors, metadata = read_tensors(path, "read the prompt again", finite=False)
     if not _form(model).items() <= metadata.items():
         raise DoflaError(f"{path} is no state of this version and of a model of this plan: read the prompt again")
-    tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(device_of(model)) for name, tensor in tensors.items()}
     input_ids = tensors.get("input_ids")
     if input_ids is None or input_ids.dtype != torch.int64:
         raise DoflaError(f"{path} is damaged (it holds no tokens): read the prompt again")

@@ -8,6 +8,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT
+from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of, read_again, restart_index, text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.serving.models import usable_positions
@@ -61,7 +62,7 @@ class Stream:
             DoflaError: no tokens, such as the model does not know, or of another number of sequences than before.
         """
         check_readable(self.model, ids[..., :1], "the stream")
-        pieces = ids.to(self.model.device).split(self.positions - self.overlap, dim=1)
+        pieces = ids.to(device_of(self.model)).split(self.positions - self.overlap, dim=1)
         for piece in pieces:
             check_readable(self.model, piece, "the stream")
         if self.ids is not None and len(ids) != len(self.ids):
