@@ -19,7 +19,7 @@ SHORT = ["--size", "102KiB", "--set", "windows=2", "--set", "length=32"]
 def calibration(tmp_path_factory):
     """A file, with ranked retrieval heads."""
     path = tmp_path_factory.mktemp("calibrated") / "calibration.safetensors"
-    short = ["--data", "sample", "--set", "windows=12", "--set", "length=64", "--set", "context=256"]
+    short = ["--data", "sample", "--set", "windows=4", "--set", "length=64", "--set", "context=256"]
     assert call("calibrate", "demo", *short, "--retrieval-heads", "--out", path) == 0
     return path
 
@@ -70,7 +70,7 @@ def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):
         (["--size", "102KiB"], "nowhere to write: give --out FOLDER for a whole model, or --adapter FOLDER"),
         (["--out", "NEW", "--calibration", "CALIBRATION", "--data", "sample"], "are both given: give one of them"),
         (["--out", "NEW", "--calibration", "none.safetensors"], "none.safetensors does not exist"),
-        (["--out", "NEW", "--size", "1MiB", "--ratio", "16"], "give one of them"),
+        (["--out", "NEW", *SHORT, "--ratio", "16"], "give one of them"),
         (["--out", "HERE"], "exists already"),
         (["--adapter", "HERE"], "exists already"),
     ],
@@ -80,8 +80,7 @@ def test_what_is_refused_leaves_nothing(calibration, tmp_path, capsys, words, me
     (tmp_path / "here" / "mine.txt").write_text("kept")
     places = {"NEW": tmp_path / "new", "HERE": tmp_path / "here", "CALIBRATION": calibration}
     assert call("compress", "demo", *(places.get(word, word) for word in words)) == 2
-    error = capsys.readouterr().err
-    assert message in error
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "mine.txt"]
 
 

@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_prompt_comes_from_a_pipe(tiny, tokenizer, tmp_path, monkeypatch, capsys):
+def test_the_prompt_comes_from_a_pipe_or_an_option(tiny, tokenizer, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "compressed"
     small(tiny).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -28,10 +28,5 @@ def test_the_prompt_comes_from_a_pipe(tiny, tokenizer, tmp_path, monkeypatch, ca
     assert call("generate", folder) == 2
     message = "no text to continue: give --prompt TEXT, pipe a text in, or start dofla chat"
     assert capsys.readouterr().err == f"dofla: {message}\n"
-
-
-def test_a_seed_below_zero_is_refused(tiny, tokenizer, tmp_path, capsys):
-    small(tiny).save_pretrained(tmp_path / "compressed")
-    tokenizer.save_pretrained(tmp_path / "compressed")
-    assert call("generate", tmp_path / "compressed", "--prompt", "w1", "--set", "seed=-1") == 2
+    assert call("generate", folder, "--prompt", "w1", "--set", "seed=-1") == 2
     assert capsys.readouterr().err == "dofla: seed is -1: give 0 or more\n"

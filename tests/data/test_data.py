@@ -221,7 +221,6 @@ def test_malformed_files(tmp_path, name, content, message):
         read(path)
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,6 @@ def test_malformed_files(tmp_path, name, content, message):
 def test_sources_that_are_none(source, message):
     with pytest.raises(DoflaError, match=message) as caught:
         read_documents(source)
-    assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 

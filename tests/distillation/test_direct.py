@@ -5,19 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from students import student_of
 
-import dofla
 from dofla.data import TokenWindows
 from dofla.distillation import distill
 from dofla.distillation.direct import next_token_gradients
 from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.converted import Converted
-
-
-def student_of(tiny, model=None, **plan):
-    model = model or tiny.llama()
-    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def gradients(student):

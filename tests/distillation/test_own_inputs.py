@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from stopping import Stop, equal, feature_maps, stop_after, student_of
-from students import keep_softmax
+from stopping import equal
+from students import keep_softmax, student_of
 from torch.testing import assert_close
 
 import dofla
@@ -129,27 +129,6 @@ def test_training_on_own_inputs_lowers_the_error_there(tiny, loss, plan):
     assert (history.losses[-1] < history.losses[0]).all()
 
 
-def test_padded_encoders_and_images_are_trained_on_own_inputs(tiny):
-    for model, windows in ((tiny.bert(), tiny.padded(WINDOWS, LENGTH)), (tiny.vit(), tiny.images(WINDOWS))):
-        losses = distill(student_of(tiny, model), windows, steps=30, batch_size=4, own_inputs=1).losses
-        assert torch.isfinite(losses).all()
-        assert losses[-5:].mean() < losses[:5].mean()
-
-
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path):
-    tokens, options = tiny.tokens(WINDOWS, LENGTH), {"steps": 4, "rows": 5, "own_inputs": 0.5}
-    whole = student_of(tiny)
-    expected = distill(whole, tokens, **options)
-    student = student_of(tiny)
-    options |= {"folder": tmp_path, "checkpoint_every": 1}
-    with pytest.raises(Stop):
-        distill(student, tokens, progress=stop_after(3), **options)
-    assert torch.equal(distill(student, tokens, **options).losses, expected.losses)
-    assert equal(feature_maps(student), feature_maps(whole))
-    with pytest.raises(DoflaError, match="belongs to a run with another own_inputs"):
-        distill(student_of(tiny), tokens, **options | {"own_inputs": 0.25})
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -161,9 +140,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path):
 )
 def test_a_share_out_of_range_or_for_direct_is_refused(tiny, options, message):
     student = student_of(tiny, feature_map="mlp")
-    before = student.state_dict()
-    before = {name: value.clone() for name, value in before.items()}
-    with pytest.raises(DoflaError, match=message) as error:
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    with pytest.raises(DoflaError, match=message):
         distill(student, tiny.tokens(WINDOWS, LENGTH), **options)
-    assert "\n" not in str(error.value)
     assert equal(student.state_dict(), before)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from students import student_of
 
 import dofla
 from dofla.data import TokenWindows
@@ -13,11 +14,6 @@ from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval, next_token_figures
 
 LENGTH = 20
-
-
-def student_of(tiny, model=None, **plan):
-    model = model or tiny.llama()
-    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def own_loss(model, batch):

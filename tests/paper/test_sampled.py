@@ -152,9 +152,8 @@ def test_another_feature_map_is_refused(tiny, monkeypatch):
 def test_numbers_out_of_range_change_nothing(tiny, options, said):
     model = student(tiny)
     before = parameters(model)
-    with pytest.raises(DoflaError, match=said) as caught:
+    with pytest.raises(DoflaError, match=said):
         sample_features(model, tiny.tokens(2, 8), **options)
-    assert "\n" not in str(caught.value)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 

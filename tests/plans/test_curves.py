@@ -269,9 +269,8 @@ def test_curves_of_the_earlier_format_are_to_be_measured_again(tmp_path):
     points = [{"share": 0.73, "bytes": 100, "error": 0.3}, {"share": 0.73, "bytes": 400, "error": 0.1}]
     data = {"format": 1, "layers": [{"name": "a", "effect": 1.0, "points": points}], "model": "teacher", "made_by": {}}
     (tmp_path / "old.json").write_text(json.dumps(data))
-    with pytest.raises(DoflaError, match=r"old\.json holds no error curves .*effects.*: measure them again") as error:
+    with pytest.raises(DoflaError, match=r"old\.json holds no error curves .*effects.*: measure them again"):
         Curves.load(tmp_path / "old.json")
-    assert "\n" not in str(error.value)
 
 
 def test_a_file_says_its_format(tmp_path):
